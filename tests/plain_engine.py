@@ -7,6 +7,7 @@ and that what they compute does not depend on the engine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,13 +19,28 @@ from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
-from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.protocol import (
+    LossOutput,
+    Part,
+    PolicyStep,
+    TokenLogProbs,
+    ValueStep,
+)
 
 
 class PlainEngine:
     """Implements `TrainEngine`; run checkpoints are Megatron's alone."""
 
     is_leader = True
+
+    def offload(self) -> None:
+        """Keep everything: this engine has the host's memory alone."""
+
+    def onload(self) -> None:
+        """Nothing is away."""
+
+    def holding(self, *parts: Part) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def __init__(self, config: RunConfig, role: Role) -> None:
         section = config.role(role)

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from mindspeed_rlxf.algorithms.estimators import ESTIMATORS
 from mindspeed_rlxf.config import plugins, sources
 from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.reporting.trackers import TRACKERS
 from mindspeed_rlxf.rewards.rules import RULES
 from mindspeed_rlxf.rollout.engines import ENGINES
 
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    registries = (ESTIMATORS, TRAITS, RULES, ENGINES, sources._carried, plugins._loaded)
+    registries = (ESTIMATORS, TRAITS, RULES, ENGINES, TRACKERS, sources._carried, plugins._loaded)
     before = [dict(registry) for registry in registries]  # type: ignore[call-overload]
     modules = {name for name in sys.modules if name.startswith(sources.MODULES)}
     try:

@@ -26,7 +26,8 @@ def main() -> int:
     except FileNotFoundError as error:
         print(f"error: {error.filename} is missing; give the run directory", file=sys.stderr)
         return 2
-    print("\n".join(["", *curve(metrics), "", *before_and_after(samples), "", f"run: {run}"]))
+    print("\n".join(["", *curve(metrics), "", *before_and_after(samples), ""]))
+    print(f"report, for a browser: {run / 'report.html'}")
     return 0
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mindspeed_rlxf.algorithms.discounting import BLOCK, discounted_sums
 from mindspeed_rlxf.algorithms.slots import last_slots
 
 
@@ -30,23 +32,51 @@ def estimate_gae(
     rewards: [batch, slots] fp32, KL penalty already added
     values:  [batch, slots] fp32
     mask:    [batch, slots] bool, True = slot that is learnt from. Value and running advantage are
-             carried unchanged across other slots, which are no steps of the policy.
+             carried unchanged across other slots, which are no steps of the policy: the steps of
+             a response are moved together, so that a row of BLOCK steps or fewer has the same bits
+             whatever stands between and beside them.
     lam:     of all responses, or [batch] fp32
     Returns two [batch, slots] tensors, 0 where masked; advantages are not whitened, returns are
     advantages + values.
     """
-    rewards, values = rewards * mask, values * mask
-    advantages = torch.zeros_like(rewards)
-    following = torch.zeros_like(rewards[:, 0])
-    next_values = torch.zeros_like(following)
-    for slot in reversed(range(rewards.size(1))):
-        delta = rewards[:, slot] + gamma * next_values - values[:, slot]
-        here = mask[:, slot]
-        following = torch.where(here, delta + gamma * lam * following, following)
-        next_values = torch.where(here, values[:, slot], next_values)
-        advantages[:, slot] = following
-    advantages = advantages * mask
+    counts = mask.sum(1)
+    taken = torch.arange(mask.size(1), device=mask.device) < counts[:, None]
+    if bool((taken == mask).all()):
+        advantages = _sum_errors(rewards * mask, values * mask, counts, gamma, lam)
+    else:
+        places, steps = mask.flatten().nonzero()[:, 0], taken.flatten().nonzero()[:, 0]
+        reward, value = (_moved(column, places, steps) for column in (rewards, values))
+        advantages = _moved(_sum_errors(reward, value, counts, gamma, lam), steps, places)
     return advantages, (advantages + values) * mask
+
+
+def _moved(column: Tensor, places: Tensor, to: Tensor) -> Tensor:
+    """Return a column of the same shape with what stands at flat `places` moved `to` others."""
+    flat = torch.zeros_like(column).flatten()
+    return flat.index_copy_(0, to, column.flatten().index_select(0, places)).view(column.shape)
+
+
+def _sum_errors(
+    rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float | Tensor
+) -> Tensor:
+    """Sum the discounted TD errors from each step on.
+
+    rewards, values: [batch, steps], those of `counts` steps and then 0; counts: [batch]
+    Rows of more than one block are summed in fp64 on the host, which has it whatever the device,
+    and rounded once; the others in their own precision, one after the other.
+    """
+    sums = torch.zeros_like(values)
+    long = counts > BLOCK
+    for rows, width, wide in ((~long, BLOCK, False), (long, values.size(1), True)):
+        if not bool(rows.any()):
+            continue
+        dtype = torch.float64 if wide and values.device.type == "cpu" else values.dtype
+        reward, value = (column[rows, :width].to(dtype) for column in (rewards, values))
+        errors = reward + gamma * pad(value[:, 1:], (0, 1)) - value
+        factors = gamma * (lam[rows].to(dtype) if isinstance(lam, Tensor) else lam)
+        factors = torch.as_tensor(factors, dtype=dtype, device=values.device).expand(len(errors))
+        sums[rows, :width] = discounted_sums(errors, factors).to(values.dtype)
+    return sums
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:

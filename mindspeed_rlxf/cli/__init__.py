@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mindspeed_rlxf.cli.command_line import speak_utf8
 from mindspeed_rlxf.ops.supervisor import supervise
 
-COMMANDS = ("train", "preprocess", "convert", "doctor")
+COMMANDS = ("train", "preprocess", "convert", "doctor", "report", "watch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code is not None:
             return code
         # Imported here, as the process that supervises a run needs none of the commands.
-        from mindspeed_rlxf.cli import convert, doctor, preprocess, train
+        from mindspeed_rlxf.cli import convert, doctor, preprocess, report, train, watch
 
-        commands = {"train": train, "preprocess": preprocess, "convert": convert, "doctor": doctor}
-        return commands[name].main(arguments[1:])
+        commands = (train, preprocess, convert, doctor, report, watch)
+        return dict(zip(COMMANDS, commands, strict=True))[name].main(arguments[1:])
     speak_utf8()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):

@@ -1,7 +1,7 @@
 """`doctor`: find what keeps a run from working, on this host or on every host of a cluster.
 
 Exit codes: 0 = no error (there may be warnings); 1 = an error was found; 2 = a mistake on the
-command line, one `error:` line per problem. With --bundle: 0 = written.
+command line, one `error:` line per problem. With --bundle and --calibrate: 0 = written.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ OPTIONS = (
     option("--cluster", action="store_true", help="every host of the Ray cluster, and collectives"),
     option("--address", help="Ray cluster (runtime.address, RAY_ADDRESS)"),
     option("--bundle", metavar="RUN", help="pack logs, versions and this report of a run folder"),
+    option("--calibrate", action="store_true", help="measure this device for predicted times"),
+    option("--to", metavar="FILE", help="--calibrate: file to write, for plan.calibration"),
     option("--json", action="store_true", help="for programs"),
     option("--device", choices=KINDS, default="auto", help="what to look for (device.kind)"),
     option("--deadline", type=float, default=DEADLINE_S, help="--cluster: seconds in all (300)"),
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         config, found = _config(arguments)
+        if arguments.calibrate:
+            return _calibrate(arguments, config, found)
         subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
         if arguments.cluster:
             address = arguments.address or (config.runtime.address if config else None)
@@ -69,6 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = report.as_text(line_width(sys.stdout), wants_colour(sys.stdout))
         write_raw(sys.stdout, f"{text}\n")
     return report.exit_code
+
+
+def _calibrate(
+    arguments: argparse.Namespace, config: RunConfig | None, found: list[Finding]
+) -> int:
+    """Measure this host's first device, write the file, say where; return the exit code.
+
+    config: its kind of device and threads are measured; found: what is wrong with it
+    Errors: UserError where a measurement fails.
+    """
+    from mindspeed_rlxf.ops.planning.calibrate import calibrate
+    from mindspeed_rlxf.ops.planning.calibration import default_file, write_calibration
+
+    if arguments.config_name is not None and config is None:
+        print(make_report(found).as_text(line_width(sys.stdout), wants_colour(sys.stdout)))
+        return 1
+    kind = config.device.kind if config else DeviceKind(arguments.device)
+    threads = config.device.cpu_threads if config else 1
+    made = calibrate(kind, threads, lambda text: print(text, file=sys.stderr, flush=True))
+    file = Path(arguments.to) if arguments.to else default_file(kind)
+    write_calibration(file, made)
+    print(f"written: {file} ({made.device}; phases fitted within {made.worst:.0%})")
+    return 0
 
 
 def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:
@@ -94,6 +121,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.overrides and arguments.config_name is None:
         parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
+    if arguments.to and not arguments.calibrate:
+        parser.error("--to names the file of --calibrate: give that too")
     if arguments.deadline < 10:
         parser.error(f"--deadline={arguments.deadline:g} must be at least 10; use 60 or more")
     return arguments

@@ -17,8 +17,11 @@ from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_na
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.keys import NESTED_ROLES
 from mindspeed_rlxf.config.resolve import resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.console import open_console
+from mindspeed_rlxf.reporting.phases import phase
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.trainer.run import Run
@@ -48,36 +51,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Megatron says at every import that Apex is missing; torch's own kernels are what we use.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         if config.dry_run:
-            return _dry_run(config)
-        with _prepare(config) as run:
-            if trainer := run.start():
-                trainer.fit()
-        return run.exit_code
+            return _dry_run(config, NESTED_ROLES in tree)
+        with open_console(config.logging.console):
+            with _prepare(config) as run:
+                if trainer := run.start():
+                    trainer.fit()
+            return run.exit_code
     except UserError as error:
         return fail(error.problems)
 
 
 def _prepare(config: RunConfig) -> Run:
     """Check all files, set up the device of a local run, and return the run. Errors: UserError."""
-    from mindspeed_rlxf.trainer.preflight import prepare
-
-    prepared = prepare(config)
+    with phase("loading libraries"):
+        from mindspeed_rlxf.trainer.preflight import prepare
+    with phase("reading tokenizer, prompts and headers of weights"):
+        prepared = prepare(config)
     if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
         from mindspeed_rlxf.cluster.local import claim_device
 
         claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
-    from mindspeed_rlxf.trainer.run import Run
+    with phase("loading libraries"):
+        from mindspeed_rlxf.trainer.run import Run
 
-    return Run(config, prepared)
+    from mindspeed_rlxf.ops.planning.peaks import find_peak
+
+    return Run(config, prepared, find_peak)
 
 
-def _dry_run(config: RunConfig) -> int:
-    """Print the plan and what would keep the run from working; return the exit code."""
+def _dry_run(config: RunConfig, nested: bool) -> int:
+    """Print the plan and what would keep the run from working; return the exit code.
+
+    nested: the YAML has actor and reference under one key
+    """
     from mindspeed_rlxf.config.rules.host import check_host
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
-    planned = plan(config)
+    planned = plan(config, nested, lambda text: print(text, file=sys.stderr, flush=True))
     print(planned.text, flush=True)
     problems = [*check_host(config), *planned.problems]
     try:

@@ -7,16 +7,19 @@ values = critic.call(CriticRole.values, rollouts).rows()
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.protocol import BUILD, Call, Pool, Reply, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, list_items, split_refs
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.reporting.phases import waiting
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,11 @@ class Pending:
         leaders: list[int],
         num_rows: list[int | None],
         pool: str = "",
-        what: str = "",
+        what: Sequence[str] = (),
     ) -> None:
         """num_rows: of each leader's output, None where only the worker knows
 
-        pool, what: names of where it runs and of the method, `critic.update_critic`
+        pool, what: names of where it runs and, by rank, of the method: `critic.update_critic`
         """
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
         self.pool, self.what = pool, what
@@ -93,7 +96,10 @@ class Pending:
     def replies(self) -> list[Reply]:
         """Return the replies of all ranks; waits for them. Raises as `result`."""
         if self._replies is None:
-            self._replies = self._call.wait()
+            asked = time.time()
+            with waiting(self.what[0] if self.what else ""):
+                self._replies = self._call.wait()
+            spans.record_call(self.pool, self.what, self._replies, asked)
         return self._replies
 
 
@@ -135,8 +141,10 @@ class RoleGroup:
     def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
         """how: fields of `Request` (as in `_requests`)"""
         requests, num_rows = self._requests(method, args, **how)
-        call, what = self.pool.submit(requests), f"{self.role.value}.{method}"
-        return Pending(call, self.layout.leaders(), num_rows, self.pool.name, what)
+        names = _names(requests)
+        with waiting(names[0]):  # without Ray the work is done here
+            call = self.pool.submit(requests)
+        return Pending(call, self.layout.leaders(), num_rows, self.pool.name, names)
 
     def _requests(
         self, method: str, args: Sequence[Any], **how: Any
@@ -181,7 +189,13 @@ def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
 
     parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
     """
-    return Pending(pool.submit([request for part in parts for request in part]), [], [])
+    requests = [request for part in parts for request in part]
+    return Pending(pool.submit(requests), [], [], pool.name, _names(requests))
+
+
+def _names(requests: Sequence[Request]) -> list[str]:
+    """Name the method of each request, as `critic.update_critic`."""
+    return [f"{request.role.value}.{request.method}" for request in requests]
 
 
 def _num_rows(value: Any) -> int | None:

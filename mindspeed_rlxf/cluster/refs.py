@@ -10,6 +10,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,21 @@ class RowsRef:
             rule = f"rows must be in 0..{self.num_rows - 1}"
             raise IndexError(f"{rule}, got {min(rows)}..{max(rows)}")
         wanted = rows if self.selection is None else [self.selection[row] for row in rows]
-        starts = _starts(self.pieces)
+        starts = self._all_starts
         owner = [bisect_right(starts, row) - 1 for row in wanted]
         used = sorted(set(owner))
         kept = [self.pieces[i] for i in used]
         new_starts = dict(zip(used, _starts(kept), strict=True))
-        moved = (row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True))
-        return RowsRef(tuple(kept), tuple(moved))
+        moved = [row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True)]
+        everything = moved == list(range(sum(piece.num_rows for piece in kept)))
+        return RowsRef(tuple(kept), None if everything else tuple(moved))
+
+    @cached_property
+    def _all_starts(self) -> list[int]:
+        return _starts(self.pieces)
+
+    def __reduce__(self) -> tuple[type[RowsRef], tuple[Any, ...]]:
+        return RowsRef, (self.pieces, self.selection)
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:

@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
@@ -248,9 +249,13 @@ class RoleGroups:
             critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
         beside = rollout.group if scores_in_processes else None
         reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)], beside)
-        builds = [actor.build(), *reward.build_scorers()]
-        builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]
-        builds += [group.build() for group in (ref, critic) if group]
-        for build in builds:
-            build.result()
+        count = 3 + bool(ref) + bool(critic)
+        with phase("loading the weights of the roles", count) as loaded:
+            builds = [actor.build(), *reward.build_scorers()]
+            builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]
+            builds += [group.build() for group in (ref, critic) if group]
+            loaded.total = len(builds)
+            for build in builds:
+                build.result()
+                loaded.advance()
         return cls(actor, rollout, ref, critic, reward)

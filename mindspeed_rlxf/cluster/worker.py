@@ -23,11 +23,12 @@ from mindspeed_rlxf.cluster.protocol import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
 from mindspeed_rlxf.cluster.witness import show_stacks_on_signal
 from mindspeed_rlxf.config.enums import DeviceKind, Role
-from mindspeed_rlxf.data.batch import RoleOutput, Rows
+from mindspeed_rlxf.data.batch import RoleOutput, Rows, TokenRows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
 from mindspeed_rlxf.files.printable import CODEC
 from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
+from mindspeed_rlxf.reporting.sample_tokens import TokenWriter
 
 # Messages of collectives that have lost another rank.
 LOST_PEER = (
@@ -55,13 +56,18 @@ class RoleHost:
         The WorkerError of a rank whose rows were needed is raised unchanged.
         """
         try:
+            asked = time.perf_counter()
             args = resolve_refs(request.args, self._fetch)
+            device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
             output = self._invoke(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
+            if request.keeps_rows and output.token_rows is not None:
+                write_token_rows(output.token_rows, self._rank)
             rows, reply = self._make_reply(request, output, seconds)
-            return rows, replace(reply, rank=self._rank, started=began)
+            placed = replace(reply, rank=self._rank, started=began, fetch_s=started - asked)
+            return rows, replace(placed, memory=device.peak_memory())
         except WorkerError:
             raise
         except Exception as error:
@@ -117,6 +123,13 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
         remote_traceback=text,
         is_aftermath=lost_peer or isinstance(error, dist.DistNetworkError),
     )
+
+
+def write_token_rows(rows: TokenRows, rank: int) -> None:
+    """Append the logged samples to the file of this rank. Raises OSError."""
+    log = rows.log
+    writer = TokenWriter(Path(log.folder), rank, log.file_bytes, log.file_mode)
+    writer.write(log.iteration, rows.as_lists())
 
 
 def to_host(rows: Rows) -> Rows:

@@ -71,11 +71,7 @@ NO_OP_LIST = (
         BOTH,
         KERNELS,
     ),
-    NoOp(
-        ("overlap_grad_reduce", "overlap_param_gather", "async_log_allreduce"),
-        BOTH,
-        "communication does not overlap with computation yet, the numbers are the same",
-    ),
+    NoOp(("async_log_allreduce",), BOTH, "metrics are summed once per optimizer step"),
     NoOp(("use_rotary_position_embeddings", "swiglu", "disable_bias_linear"), YES, ARCHITECTURE),
     NoOp(("position_embedding_type",), ("rope",), ARCHITECTURE),
     NoOp(("normalization",), ("RMSNorm",), ARCHITECTURE),
@@ -204,8 +200,9 @@ REFUSED_LIST = (
     Refusal(
         ("swap_attention", "swap_modules", "swap_optimizer", "swap_optimizer_times",
          "reuse_fp32_param", "o2_optimizer", "o2_gradient"),
-        "nothing is moved to the host's memory between steps",
-        "use use_distributed_optimizer or more devices, and remove it",
+        "nothing is moved to the host's memory within a step",
+        "use use_distributed_optimizer or more devices, or offload.weights and offload.optimizer, "
+        "which move a role away while other roles of its devices compute; remove it",
     ),
     Refusal(
         ("num_layer_list", "noop_layers", "schedules_method",
@@ -277,7 +274,8 @@ REFUSED_LIST = (
         "use the sections reward and ref, and training.seq_length",
     ),
     Refusal(("tensorboard_dir", "wandb_project", "wandb_exp_name"),
-            "metrics are written to metrics.jsonl", "read them from there"),
+            "trackers have keys of their own",
+            "set logging.trackers, as [tensorboard] or [wandb], and logging.tracker_project"),
 )  # fmt: skip
 """In any of `model.<name>`, `training` and the roles."""
 

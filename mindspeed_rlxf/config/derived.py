@@ -37,6 +37,7 @@ PATHS = {
     "reward": ("load",),
     "training": ("tokenizer_name_or_path", "output_dir"),
     "data": ("train_files", "val_files", "data_path", "val_data_path"),
+    "plan": ("calibration",),
 }
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 """Of arXiv:2507.18071, section 5.1: the ratio of a response is a mean over its tokens."""

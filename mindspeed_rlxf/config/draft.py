@@ -19,6 +19,15 @@ def set_default(section: Tree, key: str, value: Any) -> None:
         section[key] = value
 
 
+def flat_place(loc: Sequence[int | str]) -> list[str]:
+    """Return a place in the payload without the parts that the YAML lays flat into a role."""
+    return [
+        str(part)
+        for depth, part in enumerate(loc)
+        if depth != 1 or part not in ("architecture", "optimizer")
+    ]
+
+
 @dataclass
 class Draft:
     """Untyped values in the shape of RunConfig, and the problems found while making them."""
@@ -49,9 +58,11 @@ class Draft:
 
     def path(self, loc: Sequence[int | str]) -> str:
         """Return the YAML key of a place in the payload."""
-        parts = [str(part) for part in loc if part not in ("architecture", "optimizer")]
+        parts = flat_place(loc)
         parts[0] = parts[0].replace("pool_settings", "resource_pool")
-        role, key = (*parts, "", "")[:2]
+        role, key, part = (*parts, "", "", "")[:3]
+        if (f"{role}.{key}", part) in self.origins:
+            return ".".join([self.origins[f"{role}.{key}", part], *parts[3:]])
         if (role, key) in self.origins:
             return ".".join([self.origins[role, key], *parts[2:]])
         if "architecture" in loc and len(parts) > 1:

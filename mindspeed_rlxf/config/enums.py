@@ -122,8 +122,9 @@ class LossNormalizer(str, Enum):
 class OldLogProbs(str, Enum):
     """Source of the log-probs of the behaviour policy."""
 
-    RECOMPUTE = "recompute"
-    ROLLOUT = "rollout"
+    AUTO = "auto"  # the update itself where it is one step and nothing else reads them
+    RECOMPUTE = "recompute"  # a forward pass before the update
+    ROLLOUT = "rollout"  # those of generation
 
 
 class Recompute(str, Enum):
@@ -222,3 +223,26 @@ class DeviceKind(str, Enum):
     CPU = "cpu"
     CUDA = "cuda"
     NPU = "npu"
+
+
+class HealthRule(str, Enum):
+    """Illnesses of a run that `reporting.health` looks for."""
+
+    ENTROPY_COLLAPSE = "entropy_collapse"  # the policy has become certain of nearly every token
+    KL_RUNAWAY = "kl_runaway"  # the policy has left the reference
+    VALIDATION_FALLS = "validation_falls"  # scores of training rise while those of validation fall
+    ALL_CUT = "all_cut"  # nearly all responses are cut at the limit
+    CRITIC_EXPLAINS_NOTHING = "critic_explains_nothing"
+    EQUAL_SCORES = "equal_scores"  # prompts whose responses all score the same
+    LOG_PROB_GAP = "log_prob_gap"  # generation and training disagree
+    LAGGING_RANK = "lagging_rank"  # one rank is the slowest all the time
+
+
+class ConsoleMode(str, Enum):
+    """What the console shows of a run."""
+
+    AUTO = "auto"  # live on a terminal, else line
+    LINE = "line"  # `iteration: i / N | key : value | ...`, as MindSpeed-LLM
+    SHORT = "short"  # one aligned line
+    LIVE = "live"  # a view that changes in its place
+    QUIET = "quiet"  # warnings, errors and the end

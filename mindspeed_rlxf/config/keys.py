@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.schema import (
     KlControlConfig,
     LoggingConfig,
     OptimizerConfig,
+    PlanConfig,
     RefConfig,
     RewardConfig,
     RoleConfig,
@@ -36,6 +37,7 @@ PLAIN_SECTIONS: dict[str, type[BaseModel]] = {
     "logging": LoggingConfig,
     "device": DeviceConfig,
     "runtime": RuntimeConfig,
+    "plan": PlanConfig,
 }
 """Sections whose YAML keys are exactly their fields."""
 

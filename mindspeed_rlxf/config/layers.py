@@ -43,7 +43,12 @@ from mindspeed_rlxf.config.keys import (
 )
 from mindspeed_rlxf.config.plugins import read_and_load
 from mindspeed_rlxf.config.reward_functions import read_functions
-from mindspeed_rlxf.config.schema import KlControlConfig, SandboxConfig, TrainingConfig
+from mindspeed_rlxf.config.schema import (
+    KlControlConfig,
+    OffloadConfig,
+    SandboxConfig,
+    TrainingConfig,
+)
 from mindspeed_rlxf.config.suggest import closest, format_value
 
 AUTO = "auto"
@@ -240,12 +245,30 @@ def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
 
     Keep the keys that the role has, and note their origin.
     """
-    merged: Tree = {}
+    merged: Tree = {"offload": _merge_offload(draft, role, layers)}
     for section, values in layers.items():
-        for key in values.keys() & role_keys(role):
+        for key in values.keys() & role_keys(role) - {"offload"}:
             merged[key] = values[key]
             path = f"{section}.{key}"
             draft.origins[role.value, key] = draft.spelled.get(path, path)
+    return merged
+
+
+def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
+    """Merge the sections `offload` key by key.
+
+    A shared `optimizer` is meant for the roles that have one.
+    """
+    merged: Tree = {}
+    learns = "optimizer" in fields(ROLE_SECTIONS[role])
+    for section, values in layers.items():
+        path = draft.spelled.get(f"{section}.offload", f"{section}.offload")
+        given = draft.mapping(path, values.get("offload"))
+        for key, value in draft.known(path, given, fields(OffloadConfig)).items():
+            if key == "optimizer" and not learns and section != role.value:
+                continue
+            merged[key] = value
+            draft.origins[f"{role.value}.offload", key] = f"{path}.{key}"
     return merged
 
 

@@ -17,6 +17,8 @@ from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank, qkv_row
 FP32 = 4
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
 PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass at most (one prompt at least)
+PAGE = 64  # tokens by which the KV cache of a row grows
+GROWTH = 2 * PAGE  # tokens that a row has room for when it enters a cache of limited size
 
 
 def itemsize(role: RoleConfig) -> int:
@@ -204,25 +206,50 @@ def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
     return max(sizes) * itemsize
 
 
-def kv_cache_bytes(rows: int, length: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of `rows` sequences of `length` tokens, in all layers.
+def paged(length: int) -> int:
+    """Round a number of tokens up to whole pages of the KV cache."""
+    return _filled(length, PAGE)
+
+
+def kv_cache_bytes(tokens: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
+    """Return the bytes of keys and values of so many tokens, in all layers.
 
     Ranks that share a key-value group each hold it.
     """
     groups = groups_per_rank(a.kv_heads, tp)
-    return 2 * rows * length * a.num_layers * groups * a.head_dim * itemsize
+    return 2 * tokens * a.num_layers * groups * a.head_dim * itemsize
 
 
-def kv_cache_rows(limit: int | None, waiting: int, row_bytes: int, memory: int | None) -> int:
+def kv_cache_tokens(token_bytes: int, memory: int | None) -> int | None:
+    """Count the tokens that the KV cache may hold where the number of rows is left open.
+
+    token_bytes: of the keys and values of one token
+    memory:      bytes of a device; None = not known, which sets no limit
+    """
+    return None if memory is None else int(CACHE_SHARE * memory) // token_bytes
+
+
+def kv_cache_rows(
+    limit: int | None, waiting: int, prompt: int, response: int, tokens: int | None
+) -> int:
     """Count the sequences that a rank generates at once.
 
-    limit:  num_samples_per_step; without it as many as CACHE_SHARE of the memory holds, at least
-            one; all where the memory is not known
-    memory: bytes of a device
+    limit:  num_samples_per_step; without it as many as the cache holds with half a response each,
+            at least one: they begin short, and those with the fewest tokens wait once it is full
+    tokens: that the cache may hold; None = any number
     """
     if limit is None:
-        limit = waiting if memory is None else max(1, int(CACHE_SHARE * memory) // row_bytes)
+        row = min(paged(prompt + response // 2), prompt + response)
+        limit = waiting if tokens is None else max(1, tokens // row)
     return min(limit, waiting)
+
+
+def kv_cache_most_tokens(rows: int, length: int, tokens: int | None) -> int:
+    """Count the tokens that the cache of `rows` sequences of up to `length` tokens has room for.
+
+    tokens: that it may hold, one sequence at least; None = any number
+    """
+    return rows * length if tokens is None else min(rows * length, max(tokens, length))
 
 
 def prefill_tokens(rows: int, prompt: int) -> int:

@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.reward import FunctionConfig
-from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.roles import OffloadConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
@@ -74,7 +74,8 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
     placed = {role.value: key(role.value, text, "reshard") for role, text in pools.items()}
     return {
         "training": dict(TrainingConfig.model_fields),
-        "every role": _without(RoleConfig, {"architecture"}),
+        "every role": _without(RoleConfig, {"architecture", "offload"}),
+        "every role: offload": dict(OffloadConfig.model_fields),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
         "reward.function": dict(FunctionConfig.model_fields),
@@ -96,7 +97,7 @@ def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
         for name, field in RoleConfig.model_fields.items()
         if _meaning(field) == _meaning(schema.model_fields[name])
     }
-    elsewhere = fields(OptimizerConfig) | {"architecture", "optimizer", "sandbox"}
+    elsewhere = fields(OptimizerConfig) | {"architecture", "offload", "optimizer", "sandbox"}
     return _without(schema, common | elsewhere)
 
 

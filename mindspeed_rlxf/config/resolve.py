@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mindspeed_rlxf.config.draft import Dialect, Draft
+from mindspeed_rlxf.config.draft import Dialect, Draft, flat_place
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.fields import RULES_LATER, Section
 from mindspeed_rlxf.config.layers import make_draft
@@ -33,7 +33,7 @@ STAND_INS: Mapping[str, Any] = {
     name: "-" if field.annotation is str else 2
     for section in (TrainingConfig, ActorConfig, ArchitectureConfig, FunctionConfig)
     for name, field in section.model_fields.items()
-    if field.is_required()
+    if field.is_required() and name not in ("architecture", "optimizer")  # these are sections
 }
 """Legal values of required texts and numbers, in place of wrong ones."""
 
@@ -126,8 +126,7 @@ def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | 
         if path in reported or place[-1] == "architecture":  # a missing model is reported already
             continue
         by_path.setdefault(path, []).append(detail)
-        flat = [str(part) for part in place if part not in ("architecture", "optimizer")]
-        draft.broken |= {path, ".".join(flat)}
+        draft.broken |= {path, ".".join(flat_place(place))}
     draft.problems += [explain(path, errors) for path, errors in by_path.items()]
 
 

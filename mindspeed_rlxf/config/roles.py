@@ -34,6 +34,21 @@ class OptimizerConfig(Section):
     adam_eps: float = key(1e-8, "added to the root of the second moment", "free", gt=0)
     clip_grad: float = key(1.0, "largest gradient norm; 0 = no clipping", "free", ge=0)
     use_distributed_optimizer: bool = key(False, "shard optimizer state over DP", "reshard")
+    overlap_grad_reduce: bool = key(
+        False, "reduce gradients over DP while the backward pass runs; no use on CPU", "free"
+    )
+    overlap_param_gather: bool = key(
+        False,
+        "gather weights while the next forward pass of an iteration runs; needs "
+        "use_distributed_optimizer and overlap_grad_reduce; no use on CPU",
+        "free",
+    )
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether weights are gathered in the forward passes between optimizer steps."""
+        sharded = self.use_distributed_optimizer and self.overlap_grad_reduce
+        return self.overlap_param_gather and sharded
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield a problem when `min_lr` is above `lr`."""
@@ -44,6 +59,15 @@ class OptimizerConfig(Section):
                 f"{self.min_lr:g}",
                 f"use {self.lr:g} or less",
             )
+
+
+class OffloadConfig(Section):
+    """What of a role waits in the host's memory while other roles of its devices compute."""
+
+    weights: bool = key(False, "weights are on the host outside of the role's phases", "free")
+    optimizer: bool = key(
+        False, "its state is on the host outside of updates, and gradients are freed", "free"
+    )
 
 
 class RoleConfig(Section):
@@ -69,6 +93,9 @@ class RoleConfig(Section):
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = key(True, "no padding in forward and backward", "free")
+    offload: OffloadConfig = key(
+        OffloadConfig(), "parts that leave the device outside of the role's phases", "free"
+    )
 
     @property
     def model_chunks(self) -> int:
@@ -99,6 +126,13 @@ class RoleConfig(Section):
                 f"needs {ref('packed_sequences')}=true, as padding would exceed it",
                 self.max_tokens_per_micro_batch,
                 "remove one of them",
+            )
+        if self.offload.optimizer and not isinstance(self, LearningConfig):
+            yield Problem(
+                "offload.optimizer",
+                "must be false in a role that learns nothing",
+                True,
+                "remove it",
             )
         yield from self._pipeline()
         tp = self.tensor_model_parallel_size

@@ -10,7 +10,15 @@ from typing import Annotated
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.data import DataConfig
-from mindspeed_rlxf.config.enums import CONFIGURED, LossNormalizer, Role, Stage, Verifier
+from mindspeed_rlxf.config.enums import (
+    CONFIGURED,
+    KlIn,
+    LossNormalizer,
+    OldLogProbs,
+    Role,
+    Stage,
+    Verifier,
+)
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.reward import FunctionConfig, RewardConfig
@@ -18,6 +26,7 @@ from mindspeed_rlxf.config.roles import (
     ActorConfig,
     CriticConfig,
     LearningConfig,
+    OffloadConfig,
     OptimizerConfig,
     RefConfig,
     RoleConfig,
@@ -28,6 +37,7 @@ from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,
+    PlanConfig,
     PoolSettings,
     RolloutConfig,
     RuntimeConfig,
@@ -46,7 +56,9 @@ __all__ = [
     "KlControlConfig",
     "LearningConfig",
     "LoggingConfig",
+    "OffloadConfig",
     "OptimizerConfig",
+    "PlanConfig",
     "PoolSettings",
     "RefConfig",
     "RewardConfig",
@@ -83,12 +95,32 @@ class RunConfig(Section):
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
     device: DeviceConfig = key(DeviceConfig(), "what the workers compute on")
     runtime: RuntimeConfig = key(RuntimeConfig(), "what starts the workers")
+    plan: PlanConfig = key(PlanConfig(), "what a dry run predicts and suggests", "free")
     dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
 
     @property
     def samples_per_iteration(self) -> int:
         """Responses per iteration over all ranks."""
         return self.training.global_batch_size * self.actor_rollout.n_samples_per_prompt
+
+    @property
+    def old_log_probs(self) -> OldLogProbs:
+        """Where the old log-probs come from; AUTO = from the update itself, whose ratio is 1 then.
+
+        The actor has not moved since the responses were made when its only step of the iteration
+        begins. A penalty in the reward, importance weights and the gate of gaps need the log-probs
+        before it.
+        """
+        algorithm, actor = self.algorithm, self.actor_rollout
+        steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
+        penalised = algorithm.kl_in is KlIn.REWARD and algorithm.kl_ctrl.kl_coef > 0
+        pairs = self.training.stage is Stage.RAY_ONLINE_DPO  # no reward of tokens
+        compared = algorithm.rollout_is_threshold or algorithm.max_log_prob_gap
+        if algorithm.old_log_probs is not OldLogProbs.AUTO:
+            return algorithm.old_log_probs
+        if steps > 1 or (penalised and not pairs) or compared is not None:
+            return OldLogProbs.RECOMPUTE
+        return OldLogProbs.AUTO
 
     @property
     def roles(self) -> list[Role]:

@@ -12,7 +12,9 @@ from pydantic_core import PydanticCustomError
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
+    ConsoleMode,
     DeviceKind,
+    HealthRule,
     KlControl,
     KlIn,
     KlPenalty,
@@ -220,9 +222,11 @@ class AlgorithmConfig(Section):
         "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
-        OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"
+        OldLogProbs.AUTO,
+        "log-probs of the behaviour policy: auto = of the update itself where an iteration is one "
+        "optimizer step and nothing else reads them, else recompute",
+        "free",
     )
-
     rollout_is_threshold: float | None = key(
         None, "weigh tokens by training / rollout probability, at most this; null = 1", gt=0
     )
@@ -257,7 +261,7 @@ class AlgorithmConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield limits that need recomputed log-probs, and verifier functions named twice."""
-        if self.old_log_probs is not OldLogProbs.RECOMPUTE:
+        if self.old_log_probs is OldLogProbs.ROLLOUT:
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:
                     yield Problem(
@@ -295,7 +299,29 @@ class LoggingConfig(Section):
         ge=0,
         le=1024,
     )
+    sample_tokens: bool = key(
+        True,
+        "also log advantage, KL and value of each token of these responses, in samples_tokens/",
+        "free",
+    )
+    console: Annotated[ConsoleMode, Word] = key(
+        ConsoleMode.AUTO,
+        "auto (live on a terminal, else line), line, short, live, quiet; see docs/console.md",
+        "free",
+    )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
+    stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = key(
+        (), "illnesses that save and end the run, by their names in docs/console.md", "free"
+    )
+    trackers: Strings = key(
+        ("jsonl",),
+        "where metrics go: jsonl (always), tensorboard, wandb, swanlab, trackio, or of a plugin",
+        "free",
+    )
+    tracker_project: str = key("mindspeed-rlxf", "project of the run at trackers", "free")
+    tracker_mode: Literal["auto", "online", "offline"] = key(
+        "auto", "auto: trackers that need an account are offline where there is no key", "free"
+    )
     reference_kl: bool = key(
         False, "compute critic/kl also where no reward and no loss needs a reference", "free"
     )
@@ -347,3 +373,21 @@ class RuntimeConfig(Section):
         1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
     )
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)
+
+
+class PlanConfig(Section):
+    """The plan of a dry run: memory, predicted time, suggested layouts."""
+
+    suggest: bool = key(False, "dry_run: also print the three fastest layouts that fit", "free")
+    device: str | None = key(
+        None, "device whose public figures predict times; null = by device.kind", "free"
+    )
+    calibration: str | None = key(
+        None, "file of `doctor --calibrate`; null = that of this user, where there is one", "free"
+    )
+    prompt_tokens: int | None = key(
+        None, "mean prompt of a prediction, tokens; null = max_prompt_length", "free", ge=1
+    )
+    response_tokens: int | None = key(
+        None, "mean response of a prediction, tokens; null = max_new_tokens", "free", ge=1
+    )

@@ -71,11 +71,55 @@ class RoleOutput:
     """Result of a role method: rows, which stay in the workers' store, and a report for the driver.
 
     The report holds Python numbers, strings, lists and dataclasses of these. The runtime refuses
-    tensors in it.
+    tensors in it. The first rank of a replica writes `token_rows` to a file of its own.
     """
 
     rows: Rows | None = None
     report: Any = None
+    token_rows: TokenRows | None = None
+
+
+@dataclass(frozen=True)
+class TokenLog:
+    """Which samples are logged by token, and where.
+
+    folder:     of the files, one for each rank
+    sample_ids: of the samples of `iteration`; those that a rank does not have, others write
+    file_bytes: size from which on a file is compressed and begun anew; 0 = never
+    """
+
+    folder: str
+    iteration: int
+    sample_ids: frozenset[int]
+    file_bytes: int
+    file_mode: int
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Numbers of each response token, of all samples of a rank.
+
+    advantages, kl, values: [batch, response or more]; None where the run has none
+    lengths:                [batch] int64, of the responses
+    """
+
+    log: TokenLog
+    sample_ids: list[int]
+    lengths: Tensor
+    advantages: Tensor
+    kl: Tensor | None
+    values: Tensor | None
+
+    def as_lists(self) -> dict[int, dict[str, list[float]]]:
+        """Return name -> one number per response token, of each sample that is logged."""
+        named = {"advantage": self.advantages, "kl": self.kl, "value": self.values}
+        columns = {name: column for name, column in named.items() if column is not None}
+        lengths = self.lengths.tolist()
+        return {
+            sample_id: {name: c[row, : lengths[row]].tolist() for name, c in columns.items()}
+            for row, sample_id in enumerate(self.sample_ids)
+            if sample_id in self.log.sample_ids
+        }
 
 
 @dataclass(frozen=True)
@@ -180,11 +224,12 @@ class ExperienceInputs:
     """Inputs of the experience: rows of the same samples in the same order.
 
     The driver fills it with references to rows (`cluster.refs.as_rows_field`).
-    old: recomputed log-probs; None = those of the rollout are used
+    old: recomputed log-probs; None = those of the rollout, or of the update, are used
     ref: None without a reference, whose KL counts as 0 then
     values: None without a critic
     greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample
     slot_limit: slots that a response can have at most (`algorithms.slots.value_mask`)
+    token_log: samples to log by token; None = none
     """
 
     rollouts: Rollouts
@@ -196,6 +241,7 @@ class ExperienceInputs:
     greedy_scores: Scores | None
     kl_coef: float
     slot_limit: int
+    token_log: TokenLog | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +254,7 @@ class Experience(Rows):
 
     advantages: Tensor  # [batch, response] fp32, 0 where masked; of a preferred response 1, else -1
     trained_mask: Tensor  # [batch, response] bool, True = token that is learnt from
-    old_log_probs: Tensor  # [batch, response] fp32
+    old_log_probs: Tensor  # [batch, response] fp32; no columns: those of the update itself
     ref_log_probs: Tensor  # [batch, response] fp32
     returns: Tensor  # [batch, slots] fp32
     values: Tensor  # [batch, slots] fp32, the critic's before the update

@@ -150,6 +150,11 @@ def fuses_layers() -> bool:
     return _active is DeviceKind.NPU
 
 
+def tries_kernels() -> bool:
+    """Whether fused operators may be there to be tried (`kernels.find`): on CUDA."""
+    return _active is DeviceKind.CUDA
+
+
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch; the engine seeds Megatron's own streams."""
     random.seed(seed)
@@ -193,6 +198,29 @@ def synchronize() -> None:
     library = active_library()
     if library is not None:
         library.synchronize()
+
+
+def device_name() -> str:
+    """Return the model of this process's device as its library names it; empty on CPU."""
+    library = active_library()
+    return "" if library is None else str(library.get_device_name())
+
+
+def reset_peak_memory() -> None:
+    """Begin a new peak of this process's device memory. Does nothing on CPU."""
+    library = active_library()
+    if library is not None:
+        library.reset_peak_memory_stats()
+
+
+def peak_memory() -> int:
+    """Return the most bytes that tensors took since `reset_peak_memory`; on CPU the process's
+    resident memory now, which includes its libraries."""
+    library = active_library()
+    if library is not None:
+        return int(library.max_memory_allocated())
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_total() -> int:

@@ -63,9 +63,29 @@ def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedData
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        overlap_param_gather=optimizer.gathers_ahead,
     )
-    return DistributedDataParallel(chunk.config, config, chunk)
+    model = DistributedDataParallel(chunk.config, config, chunk)
+    for parameter in chunk.parameters():
+        parameter.reduced_early = optimizer.overlap_grad_reduce  # type: ignore[attr-defined]
+    if optimizer.gathers_ahead:
+        model.disable_forward_pre_hook(param_sync=False)
+    return model
+
+
+def gather_ahead(models: Sequence[Any], begins: bool) -> None:
+    """Let forward passes gather the weights that the step before them changed, or gather all now.
+
+    Only between the steps of an iteration: what reads weights without a forward pass (generation,
+    checkpoints, exports) comes after its end.
+    """
+    for model in models:
+        hooked = bool(model.use_forward_hook and model.remove_forward_pre_hook_handles)
+        if model.use_forward_hook and begins and not hooked:
+            model.enable_forward_pre_hook()
+        elif hooked and not begins:
+            model.disable_forward_pre_hook(param_sync=True)
 
 
 def connect(config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer) -> None:

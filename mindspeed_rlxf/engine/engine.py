@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine.build import build_chunks, connect, wrap
+from mindspeed_rlxf.engine import residency
+from mindspeed_rlxf.engine.build import build_chunks, connect, gather_ahead, wrap
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.grouping import (
     chunk_rows,
@@ -34,9 +36,10 @@ from mindspeed_rlxf.engine.grouping import (
 )
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
+from mindspeed_rlxf.engine.offload import Offload, tensors_of
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, ValueStep
+from mindspeed_rlxf.engine.protocol import LossOutput, Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.readouts import (
     Read,
     by_row,
@@ -48,6 +51,7 @@ from mindspeed_rlxf.engine.readouts import (
     read_values,
 )
 from mindspeed_rlxf.engine.sharded_files import save_sharded
+from mindspeed_rlxf.engine.slots import single_optimizers
 from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
@@ -128,7 +132,35 @@ class MegatronEngine:
                     role.model_chunks,
                     self.describe,
                 )
-                self._saver = StateSaver(self.state)
+                self._saver = StateSaver(self.state, self._read)
+        self._offload = self._make_offload()
+
+    def _make_offload(self) -> Offload:
+        """Let the parts leave that the configuration names; they leave now."""
+        optimizer, keys = self.optimizer, self.role.offload
+        adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
+        movable = [Part.WEIGHTS] if keys.weights else []
+        movable += [Part.GRADIENTS, Part.OPTIMIZER] if keys.optimizer else []
+        made = Offload(tensors_of(self.module, self.models, adams), movable)
+        residency.register(made)
+        made.offload(made.movable)
+        return made
+
+    def offload(self) -> None:
+        """Move what the configuration lets leave the device to the host's memory."""
+        self._offload.offload(self._offload.movable)
+
+    def onload(self) -> None:
+        """Bring everything back to the device."""
+        with self.holding(*Part):
+            pass
+
+    def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
+        """Keep parts on the device inside the block (see `residency.holding`).
+
+        later: a part that is waited for when it is used
+        """
+        return residency.holding((self._offload, parts), later=[later] if later else [])
 
     @property
     def module(self) -> torch.nn.Module:
@@ -201,6 +233,14 @@ class MegatronEngine:
 
         Both engines have the same layout, so that a rank holds the same part of both vocabularies.
         """
+        weights = [Part.WEIGHTS]
+        with residency.holding((self._offload, weights), (policy._offload, weights)):
+            return self._compare(rollouts, temperature, policy)
+
+    def _compare(
+        self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
+    ) -> LogProbsWithKl | None:
+        """Compute as `log_probs_with_kl`; the weights of both are on the device."""
         # Row after row, whatever the micro-batches of the two.
         parts = policy._read_all(rollouts, read_states)
         states = torch.cat(parts) if parts else torch.empty(0)
@@ -245,7 +285,7 @@ class MegatronEngine:
             model.eval()
         # The schedule needs a multiple of this number, so the last micro-batch runs again.
         fill = [micro_batches[-1]] * (-len(micro_batches) % self.role.micro_batch_multiple)
-        with self.groups.active():
+        with self.holding(Part.WEIGHTS), self.groups.active():
             outputs = self._run([*micro_batches, *fill], read, forward_only=True)
         return outputs[: len(micro_batches)]
 
@@ -259,12 +299,15 @@ class MegatronEngine:
         Errors: FloatingPointError as `SkippedSteps` raises it, before any weight changes.
         """
         self._mini_batch += 1
-        with self.groups.active():
+        with self.holding(*Part, later=Part.OPTIMIZER), self.groups.active():
+            gather_ahead(self.models, True)
             for model in self.models:
                 model.train()
                 model.zero_grad_buffer()
             self.state.optimizer.zero_grad()
             outputs = self._run(micro_batches, loss_reader(step), forward_only=False)
+            self._offload.change(Part.WEIGHTS, Part.OPTIMIZER)
+            self._offload.arrive(Part.OPTIMIZER)
             done = self._guarded.step([output.loss.detach() for output in outputs])
             step_number = self.state.scheduler.num_steps + 1
             self.skipped.judge(done, step_number, self._mini_batch)
@@ -280,6 +323,7 @@ class MegatronEngine:
         Mini-batches are counted from 1 again.
         """
         assert self.optimizer is not None and self.scheduler is not None
+        gather_ahead(self.models, False)
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
         self._mini_batch = 0
@@ -293,7 +337,8 @@ class MegatronEngine:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, on every rank; a collective (see `hf_stream.hf_tensors`)."""
-        return hf_tensors(self.weights, self.groups, self.role.model_chunks)
+        with self.holding(Part.WEIGHTS):
+            yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
         """Write the weights as a Hugging Face folder and as a Megatron checkpoint, where named.
@@ -303,7 +348,7 @@ class MegatronEngine:
         # With `runtime: local` the first rank removes what an earlier export left, right before.
         dist.barrier()
         first_experts = self.groups.dp.rank() < self.groups.ep.size()  # all experts, each once
-        with self.groups.active():
+        with self.holding(Part.WEIGHTS), self.groups.active():
             if hf_folder is not None:
                 writes = first_experts and self.groups.tp.rank() == 0
                 assert self.role.load is not None, "it was loaded from there"
@@ -330,8 +375,15 @@ class MegatronEngine:
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
-        """Start to write the training state (see `StateSaver.begin`)."""
+        """Start to write the training state (see `StateSaver.begin`).
+
+        Parts are copied from where they are; nothing is brought back to the device.
+        """
         self._saver.begin(folder)
+
+    def _read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Copy a range of a weight or of a slot of the optimizer to the host."""
+        return self._offload.read(tensor, start, stop)
 
     def end_save(self) -> Written:
         """Wait for the files of all ranks (see `StateSaver.end`)."""
@@ -339,7 +391,9 @@ class MegatronEngine:
 
     def load_state(self, folder: Path) -> Loaded:
         """Load a training state (`train_state.load_state`)."""
-        return load_state(self.state, folder)
+        with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
+            self._offload.change(Part.WEIGHTS, Part.OPTIMIZER)
+            return load_state(self.state, folder)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         """Run Megatron's schedule over the micro-batches; return the outputs of `then`.

@@ -33,6 +33,7 @@ def build_optimizer(
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
+            overlap_param_gather=config.gathers_ahead,
         ),
         models,
     )

@@ -8,7 +8,9 @@ method is a collective over the ranks of the role.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -16,6 +18,14 @@ from torch import Tensor
 
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.weights.state_files import Loaded, Written
+
+
+class Part(Enum):
+    """What an engine holds on the device."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"  # moments, and fp32 weights where the model's are bf16
 
 
 class TokenLogProbs(NamedTuple):
@@ -124,6 +134,18 @@ class TrainEngine(Protocol):
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
         """Write the weights in each format that has a folder."""
+
+    def offload(self) -> None:
+        """Move what the configuration lets leave the device to the host's memory.
+
+        Every method brings back what it needs.
+        """
+
+    def onload(self) -> None:
+        """Bring everything back to the device."""
+
+    def holding(self, *parts: Part) -> AbstractContextManager[None]:
+        """Keep parts on the device inside the block, for what reads them from outside."""
 
     def begin_save(self, folder: Path) -> None:
         """Copy the training state to the host and start writing it."""

@@ -54,6 +54,8 @@ from mindspeed_rlxf.weights.state_files import (
 STATE = "state.json"
 RANDOM = "random"
 MAX_STEPS = 1 << 53  # exact as a float
+Read = Callable[[Tensor, int, int], Tensor]
+"""(tensor, first number, number behind the last) -> these numbers, copied to the host."""
 T = TypeVar("T")
 
 
@@ -90,8 +92,9 @@ class StateSaver:
     collective over its ranks.
     """
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
+    def __init__(self, state: TrainState, read: Read) -> None:
+        """read: copies numbers of a contiguous tensor of the state to the host"""
+        self._state, self._read = state, read
         self._folder: Path | None = None
         self._writing: Future[Written] | None = None
 
@@ -103,7 +106,7 @@ class StateSaver:
         if rank == 0:
             texts[STATE] = json.dumps(saved_numbers(state), indent=1)
         with state.groups.active():
-            copy = _Copy(rank, list(_copied_boxes(state)), texts)
+            copy = _Copy(rank, list(_copied_boxes(state, self._read)), texts)
         self._folder = folder
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
@@ -217,28 +220,30 @@ def _checked_numbers(file: Path) -> dict[str, Any]:
     return dict(numbers)
 
 
-def _copied_boxes(state: TrainState) -> Iterator[HeldBox]:
+def _copied_boxes(state: TrainState, read: Read) -> Iterator[HeldBox]:
     """Yield copies on the host of the weights and optimizer slots that this rank writes."""
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
-        yield from _copied(WEIGHT, shard, shard.parameter.detach().view(-1), 0, shard.written)
+        yield from _copied(read, WEIGHT, shard, shard.parameter.detach(), 0, shard.written)
     for held in held_slots(state.optimizer):
         shard = by_parameter[id(held.parameter)]
         flat, start = shard.written, held.start or 0
         if held.start is not None:  # no replica has this slice
             flat = held.flat if shard.is_written else range(0)
         for name, tensor in held.slots.items():
-            yield from _copied(name, shard, tensor.view(-1), start, flat)
+            yield from _copied(read, name, shard, tensor, start, flat)
 
 
-def _copied(slot: str, shard: Shard, tensor: Tensor, start: int, flat: range) -> Iterator[HeldBox]:
+def _copied(
+    read: Read, slot: str, shard: Shard, tensor: Tensor, start: int, flat: range
+) -> Iterator[HeldBox]:
     """Copy a range of a shard to the host.
 
     tensor: the numbers of the shard from number `start` on
     """
     if flat:
-        copied = tensor[flat.start - start : flat.stop - start].to("cpu", copy=True)
+        copied = read(tensor, flat.start - start, flat.stop - start)
         yield from shard.held_boxes(slot, copied, flat)
 
 

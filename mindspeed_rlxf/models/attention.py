@@ -20,6 +20,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mindspeed_rlxf.device import kernels
+
 # Padding all sequences of a pack to the longest costs compute but saves calls: it pays while the
 # attention area stays under this multiple of the exact one.
 MAX_PADDED_AREA = 2.0
@@ -31,6 +33,8 @@ PackedKernel = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 
 class CoreAttention(MegatronModule):
     """Causal scaled-dot-product attention; takes the place of Megatron's DotProductAttention."""
+
+    packed_kernel: PackedKernel | None = None  # of the device, for the numbers of this model
 
     def __init__(
         self,
@@ -44,6 +48,8 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
+        half = config.params_dtype in (torch.bfloat16, torch.float16)  # what such kernels take
+        self.packed_kernel = kernels.find(kernels.Operator.ATTENTION) if half else None
 
     def forward(
         self,
@@ -62,7 +68,10 @@ class CoreAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
             assert query.dim() == 3, "Megatron drops the batch axis of packed tokens"
-            return packed_seq_params.attend(self.layer_number, query, key, value).flatten(1)
+            attended = packed_seq_params.attend(
+                self.layer_number, query, key, value, self.packed_kernel
+            )
+            return attended.flatten(1)
         out = causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 

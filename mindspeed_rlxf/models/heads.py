@@ -8,10 +8,12 @@ chunks in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_TOKENS = 1024
@@ -107,14 +109,15 @@ class _WeightGradient:
     A weight under Megatron's data parallelism has a buffer for it (`main_grad`): the sum goes there
     and autograd gets no gradient. Megatron's hook still runs once and adds what autograd does have,
     the gradient of a tied embedding. (`grad_added_to_main_grad` would make it drop that one, but
-    for weights that Megatron marks with `zero_out_wgrad`.) With `overlap_grad_reduce`, which we do
-    not use, the hook refuses a weight without a gradient.
+    for weights that Megatron marks with `zero_out_wgrad`.) With `overlap_grad_reduce` the hook
+    refuses a weight without a gradient (`reduced_early`): autograd gets the sum then, rounded.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self._dtype = weight.dtype
         narrow = torch.finfo(weight.dtype).bits < 32
-        main_grad = getattr(weight, "main_grad", None) if narrow else None
+        early = getattr(weight, "reduced_early", False)
+        main_grad = getattr(weight, "main_grad", None) if narrow and not early else None
         wide = main_grad is not None and main_grad.dtype is torch.float32
         self._main_grad: Tensor | None = main_grad if wide else None
         self._sum: Tensor | None = None
@@ -134,10 +137,14 @@ class _WeightGradient:
 
 
 def shard_logits(
-    hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
     """Compute [tokens, vocab] fp32 logits of this rank's part; -inf at padding ids."""
-    logits = torch.nn.functional.linear(hidden, weight).float()
+    logits = linear(hidden, weight).float()
     first = tp_group.rank() * weight.size(0)
     real = max(0, min(weight.size(0), vocab_size - first))
     if real < weight.size(0):
@@ -147,15 +154,22 @@ def shard_logits(
 
 
 def full_logits(
-    hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
-    """Compute [tokens, vocab_size] fp32 logits of the whole vocabulary, equal on every tp rank."""
-    logits = shard_logits(hidden, weight, vocab_size, tp_group)
+    """Compute [tokens, vocab_size] fp32 logits of the whole vocabulary, equal on every tp rank.
+
+    linear: multiplies hidden states by the weight
+    """
+    logits = shard_logits(hidden, weight, vocab_size, tp_group, linear)
     if tp_group.size() > 1:
         parts = [torch.empty_like(logits) for _ in range(tp_group.size())]
         dist.all_gather(parts, logits.contiguous(), group=tp_group)
         logits = torch.cat(parts, dim=-1)
-    return logits[:, :vocab_size]
+    return logits if logits.size(1) == vocab_size else logits[:, :vocab_size]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from mindspeed_rlxf.config.enums import Role
@@ -48,14 +49,29 @@ def split_sizes(
 
     Every expert-parallel rank holds as many experts as the first.
     """
+    shared, expert_sizes = _split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
+    return list(shared), list(expert_sizes)
+
+
+@lru_cache(maxsize=1024)  # a plan asks for the same ranks many times
+def _split_sizes(
+    architecture: ArchitectureConfig,
+    head: Head,
+    tp: int,
+    pp_rank: int,
+    pp: int,
+    chunks: int,
+    ep: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shared: list[int] = []
     experts: list[int] = []
     for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
         sizes = shared if parameter.expert is None else experts
         sizes.append(prod(shard_shape(parameter, architecture, tp)))
-    return shared, experts
+    return tuple(shared), tuple(experts)
 
 
+@lru_cache(maxsize=1024)
 def received_numbers(
     architecture: ArchitectureConfig,
     head: Head,

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
-from mindspeed_rlxf.device import megatron_versions
+from mindspeed_rlxf.device import kernels, megatron_versions
 from mindspeed_rlxf.models.attention import Attend, CoreAttention, FusedAttention
 from mindspeed_rlxf.models.experts import moe_settings, use_own_router
 from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
@@ -190,6 +190,21 @@ class TransformerModel(LanguageModule):
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
+def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
+    """Return the norm of a device without Megatron's own: a fused one where it works, else ours."""
+    half = config.params_dtype in (torch.bfloat16, torch.float16)
+    fused = kernels.find(kernels.Operator.NORM) if half else None
+    if fused is None:
+        return RMSNorm
+
+    class FusedNorm(fused):  # type: ignore[misc, valid-type]
+        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+            parallel = {"sequence_parallel": config.sequence_parallel}
+            super().__init__(hidden_size, eps=eps, params_dtype=config.params_dtype, **parallel)
+
+    return FusedNorm
+
+
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
@@ -198,7 +213,7 @@ def layer_spec(
     On NPU with Megatron's, in whose place MindSpeed puts fused operators.
     """
     # By its name at this moment: MindSpeed replaces the class itself.
-    norm = torch_norm.WrappedTorchNorm if device.fuses_layers() else RMSNorm
+    norm = torch_norm.WrappedTorchNorm if device.fuses_layers() else plain_norm(config)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         normalization="RMSNorm",
@@ -234,6 +249,10 @@ def recompute_settings(role: LearningConfig) -> dict[str, Any]:
     }
 
 
+def _works(operator: kernels.Operator, dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and kernels.find(operator) is not None
+
+
 def transformer_config(
     architecture: ArchitectureConfig,
     tp: int = 1,
@@ -246,7 +265,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Make Megatron's configuration for one role.
 
-    Fusions that need extra kernels are off, except the activation's where MindSpeed has one.
+    Fusions that need extra kernels are on where the device has them (`device.kernels`), and that of
+    the activation where MindSpeed has one.
 
     recompute: see `recompute_settings`
     chunks: of the model on a pipeline rank. The interleaved schedule may then send forward and
@@ -287,9 +307,10 @@ def transformer_config(
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded or set by name
         masked_softmax_fusion=False,
-        bias_activation_fusion=device.fuses_layers(),
+        bias_activation_fusion=device.fuses_layers() or _works(kernels.Operator.SWIGLU, dtype),
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        apply_rope_fusion=_works(kernels.Operator.ROTARY, dtype),
+        gradient_accumulation_fusion=_works(kernels.Operator.GRADIENT, dtype),
         persist_layer_norm=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
     )

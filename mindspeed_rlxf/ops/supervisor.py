@@ -126,6 +126,9 @@ class Supervisor:
                 return code
             if code == EXIT_MISTAKE:  # in a restart, the failure before it decides
                 return EXIT_FAILED if restarts.used else code
+            if "no_restart" in reported:
+                _say(f"no restart: {reported['no_restart']}")
+                return EXIT_FAILED
             failure = self._failure(code, began)
             if failure is None or self._stop is not None:
                 return EXIT_FAILED

@@ -1,76 +1,166 @@
-"""Show the progress of a run: a bar on a terminal, elsewhere one line per iteration."""
+"""Show a run on the console: an iteration a line, aligned short ones, a live view, or nothing.
+
+The command opens one console (`open_console`), the recorder of the run feeds it.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TextIO
 
-from tqdm import tqdm
+from mindspeed_rlxf.config.enums import ConsoleMode
+from mindspeed_rlxf.files.printable import CODEC, printable
+from mindspeed_rlxf.reporting.phases import PHASES
 
-from mindspeed_rlxf.files.printable import CODEC, RawStream, printable
+WARNING = "warning:"
+HEADER_EVERY = 20  # short lines
+# Column of a short line -> metrics, of which the first that is there is shown.
+SHORT = {
+    "score": ("critic/score/mean",),
+    "KL": ("critic/kl",),
+    "entropy": ("actor/entropy",),
+    "loss": ("actor/pg_loss_abs", "actor/dpo_loss"),
+    "critic": ("critic/vf_loss",),
+    "length": ("response_length/mean",),
+    "tokens/s": ("throughput/tokens_per_s",),
+    "seconds": ("timing/all",),
+}
+WIDTH = 9  # of a column
 
 
-class Progress:
-    """Shows iterations as they end.
+class Console:
+    """Shows iterations as they end: one line each, as MindSpeed-LLM did, with the time left.
 
-    Without a terminal, as MindSpeed-LLM did, with the time left behind:
     `[2026-01-31 12:00:00] iteration: 3 / 10 | critic/kl : 0.0123 | eta : 0:01:23`
-
-    total: iterations of the run
-    console_metrics: names to show, in this order; those an iteration does not have are left out
-    clock: seconds, monotonic
     """
 
     def __init__(
-        self,
-        total: int,
-        console_metrics: Sequence[str],
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """clock: seconds, monotonic"""
         self._stream = sys.stdout if stream is None else stream
         use_utf8(self._stream)
-        self._total = total
-        self._names = tuple(console_metrics)
         self._clock = clock
-        self._start_s = clock()
-        self._bar = None
-        if self._stream.isatty():
-            raw = RawStream(self._stream)
-            self._bar = tqdm(total=total, file=raw, unit="it", dynamic_ncols=True)
+        self._total, self._names = 0, tuple[str, ...]()
+        self._start_s, self._before = clock(), 0
+        self._warned: set[str] = set()
+
+    def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
+        """Begin a run of `total` iterations, `done` of which were done before.
+
+        names: metrics to show, in this order; those an iteration does not have are left out
+        """
+        self._total, self._names = total, tuple(names)
+        self._start_s, self._before = self._clock(), done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of an iteration that has ended. iteration: from 1"""
-        shown = {printable(name): _number(metrics[name]) for name in self._names if name in metrics}
-        if self._bar is not None:
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(iteration - self._bar.n)
-            return
         parts = [f"iteration: {iteration} / {self._total}"]
-        parts += [f"{name} : {value}" for name, value in shown.items()]
-        parts.append(f"eta : {self._time_left(iteration)}")
+        parts += [
+            f"{name} : {format_number(metrics[name])}" for name in self._names if name in metrics
+        ]
+        parts.append(f"eta : {self.time_left(iteration)}")
         self.note(" | ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print a line with the time in front, above the bar if there is one."""
-        line = printable(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
-        if self._bar is not None:
-            self._bar.write(line, file=RawStream(self._stream))
-        else:
-            print(line, file=self._stream, flush=True)
+        """Print a line with the time in front."""
+        self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
+
+    def warn_once(self, what: str, text: str) -> None:
+        """Print a warning the first time that `what` is warned of."""
+        if what not in self._warned:
+            self._warned.add(what)
+            self.note(f"{WARNING} {text}")
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        """End the view; later lines are plain."""
 
-    def _time_left(self, iteration: int) -> timedelta:
-        """Estimate the time left, in whole seconds, from the mean of the iterations so far."""
-        mean_s = (self._clock() - self._start_s) / max(iteration, 1)
+    def time_left(self, iteration: int) -> timedelta:
+        """Estimate the time left, in whole seconds, from the mean of this process's iterations."""
+        mean_s = (self._clock() - self._start_s) / max(iteration - self._before, 1)
         return timedelta(seconds=round(mean_s * (self._total - iteration)))
+
+    def _print(self, line: str) -> None:
+        print(printable(line), file=self._stream, flush=True)
+
+
+class ShortConsole(Console):
+    """Shows an iteration as one aligned line, with a header above every twentieth."""
+
+    _lines = 0
+
+    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        found = {
+            title: next((metrics[name] for name in names if name in metrics), None)
+            for title, names in SHORT.items()
+        }
+        if self._lines % HEADER_EVERY == 0:
+            self._print(self._row("iteration", list(found), "left"))
+        self._lines += 1
+        cells = ["-" if value is None else format_short(value) for value in found.values()]
+        place = f"{iteration} / {self._total}"
+        self._print(self._row(place, cells, str(self.time_left(iteration))))
+
+    def _row(self, first: str, cells: Sequence[str], last: str) -> str:
+        width = max(len("iteration"), 2 * len(str(self._total)) + 3)
+        return f"{first:>{width}} " + "".join(f"{c:>{WIDTH}}" for c in cells) + f"{last:>10}"
+
+
+class QuietConsole(Console):
+    """Shows warnings alone."""
+
+    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        if text.startswith(WARNING):
+            super().note(text)
+
+
+_open: Console | None = None
+
+
+def current() -> Console:
+    """Return the open console; without one, a new one that prints lines to stdout."""
+    return Console() if _open is None else _open
+
+
+@contextmanager
+def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Console]:
+    """Open the console of this process for a block."""
+    global _open
+    stream = sys.stdout if stream is None else stream
+    before = PHASES.write
+    console = make_console(mode, stream)
+    if mode is ConsoleMode.QUIET:
+        PHASES.write = None
+    _open = console
+    try:
+        yield console
+    finally:
+        console.close()
+        _open, PHASES.write = None, before
+
+
+def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
+    """Make a console. A live view needs a terminal that moves its cursor, and has it alone."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
+    can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
+    if mode is ConsoleMode.QUIET:
+        return QuietConsole(stream)
+    if mode is ConsoleMode.SHORT:
+        return ShortConsole(stream)
+    if mode is ConsoleMode.LINE or not can_move:
+        return Console(stream)
+    from mindspeed_rlxf.reporting.live import LiveConsole  # rich is slow to import
+
+    return LiveConsole(stream)
 
 
 def use_utf8(stream: TextIO) -> None:
@@ -79,8 +169,15 @@ def use_utf8(stream: TextIO) -> None:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format with four decimals, very small and very large numbers as 1.00e-06."""
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2e}"
     return f"{value:.4f}"
+
+
+def format_short(value: float) -> str:
+    """Format in at most 8 characters: three significant digits, or all digits of large numbers."""
+    if abs(value) >= 1e6 or (value != 0 and abs(value) < 1e-3):
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

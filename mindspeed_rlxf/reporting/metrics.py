@@ -1,16 +1,18 @@
-"""Write metrics.jsonl, consumed.jsonl, samples.jsonl: one JSON object per line, flushed at once."""
+"""Write the files of a run that have one JSON object per line, each flushed at once."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
+from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.safe import PRIVATE, open_file
+from mindspeed_rlxf.reporting.health import Finding
 from mindspeed_rlxf.reporting.line_file import LineFile
 
 
@@ -26,6 +28,8 @@ class Sample:
     weights_version: smallest and largest number of actor updates of the weights that generated a
                      token of the response
 
+    data_source:     of the prompt
+
     Of a validation sample alone; None is left out of the file:
     ground_truth:    expected answer
     prompt_id:       place of the prompt among the validation prompts, from 0, the same each time
@@ -40,6 +44,7 @@ class Sample:
     score: float
     reward_parts: dict[str, float]
     weights_version: tuple[int, int]
+    data_source: str | None = None
     ground_truth: str | None = None
     prompt_id: int | None = None
     answer: str | None = None
@@ -86,6 +91,26 @@ class MetricsWriter(_JsonLines):
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         self._append({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})
+
+
+def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """Yield iteration and metrics of each whole line of a metrics.jsonl, which may be absent."""
+    if not file.exists():
+        return
+    for line in LineFile(file).lines():
+        try:
+            record = parse_json(line)
+            yield int(record["iteration"]), dict(record["metrics"])
+        except (ValueError, KeyError, TypeError):  # cut off by a kill, or edited
+            continue
+
+
+class HealthWriter(_JsonLines):
+    """Appends to health.jsonl which illnesses began and ended."""
+
+    def write(self, finding: Finding) -> None:
+        """Append one line with the fields of `Finding`."""
+        self._append(asdict(finding))
 
 
 class LedgerWriter(_JsonLines):

@@ -3,8 +3,9 @@
     timeline/iterations_0000001.json      iterations 1 to 100, timeline/iterations_0000101.json, ...
 
 Google's Trace Event Format: an array of events, times in microseconds since the epoch. A pool of
-devices is shown as a process, a rank as a thread of it. Each rank uses the clock of its host, so
-hosts whose clocks differ are shifted against each other.
+devices is shown as a process, each role on each rank as a thread of it. The category is the role,
+or `wait`. Each rank uses the clock of its host, so hosts whose clocks differ are shifted against
+each other.
 """
 
 from __future__ import annotations
@@ -22,18 +23,31 @@ ITERATIONS = 100  # of a file
 KEPT = 5  # files
 MOST_RANKS = 64  # of a pool are drawn: those that come first
 LONGER_THAN_AN_EVENT = 4096  # bytes
+DRIVER = "driver"  # the pool of the driver's own work
 HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work. started: seconds since the epoch; rank: in the pool"""
+    """One piece of work, or a wait.
+
+    name:    `role.method` of work on a rank
+    rank:    in the pool
+    started: seconds since the epoch
+    kind:    category in the file; empty = the role
+    """
 
     name: str
     pool: str
     rank: int
     started: float
     seconds: float
+    kind: str = ""
+
+    @property
+    def role(self) -> str:
+        """The part of the name before the dot; the driver's own work has no role."""
+        return "" if self.pool == DRIVER else self.name.partition(".")[0]
 
 
 class Timeline:
@@ -42,8 +56,9 @@ class Timeline:
     def __init__(self, folder: Path, mode: int = PRIVATE) -> None:
         self._folder, self._mode = folder, mode
         self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
+        self._roles: dict[str, int] = {}  # of roles, likewise
         self._file = folder  # the last one that was written to
-        self._named: set[tuple[str, int]] = set()  # what this process has named in it
+        self._named: set[tuple[str, str, int]] = set()  # what this process has named in it
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
         """Append an iteration's spans to its file, and remove the oldest files. Raises OSError.
@@ -70,23 +85,31 @@ class Timeline:
         """Make the trace event of a span, in the format of Chrome's trace viewer."""
         return {
             "name": span.name,
-            "cat": span.name.partition(".")[0],
+            "cat": span.kind or span.name.partition(".")[0],
             "ph": "X",
             "ts": round(span.started * 1e6),
             "dur": round(span.seconds * 1e6),
             "pid": self._numbers[span.pool],
-            "tid": span.rank,
-            "args": {"iteration": iteration},
+            "tid": self._lane(span),
+            "args": {"iteration": iteration, "rank": span.rank},
         }
 
     def _names(self, span: Span) -> Iterable[dict[str, Any]]:
         """Yield events that name the pool and the rank, where the file has none yet."""
-        place = {"pid": self._numbers.setdefault(span.pool, len(self._numbers)), "tid": span.rank}
-        named = {"process_name": (span.pool, -1), "thread_name": (f"rank {span.rank}", span.rank)}
-        for kind, (text, rank) in named.items():
-            if (span.pool, rank) not in self._named:
-                self._named.add((span.pool, rank))
+        pid = self._numbers.setdefault(span.pool, len(self._numbers))
+        place = {"pid": pid, "tid": self._lane(span)}
+        named = {
+            "process_name": (span.pool, ("", -1)),
+            "thread_name": (f"{span.role} rank {span.rank}".strip(), (span.role, span.rank)),
+        }
+        for kind, (text, lane) in named.items():
+            if (key := (span.pool, *lane)) not in self._named:
+                self._named.add(key)
                 yield {"name": kind, "ph": "M", **place, "args": {"name": text}}
+
+    def _lane(self, span: Span) -> int:
+        """Return the number of a role's lane on a rank; lanes of a role stand together."""
+        return self._roles.setdefault(span.role, len(self._roles)) * MOST_RANKS + span.rank
 
 
 def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:

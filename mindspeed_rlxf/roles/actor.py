@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import truncated_importance
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -14,6 +14,8 @@ from mindspeed_rlxf.data.batch import (
     RoleOutput,
     Rollouts,
 )
+from mindspeed_rlxf.engine.protocol import Part
+from mindspeed_rlxf.roles.differences import measure_differences
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import version_span
@@ -38,13 +40,15 @@ class ActorRole:
         replicas = self.engine.sum_over_replicas
         self.objective = make_objective(config, replicas)
         self.experience = ExperienceMaker(config, self.objective, replicas)
+        self.measures = config.old_log_probs is OldLogProbs.AUTO
 
     def send_weights(self) -> RoleOutput:
         """Send the weights to the ranks that generate, in their `RolloutRole.update_weights`."""
         assert self.sender is not None, (
             "no weights are sent where the rollout shares those of these ranks"
         )
-        self.sender.send()
+        with self.engine.holding(Part.WEIGHTS):
+            self.sender.send()
         return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
@@ -93,6 +97,9 @@ class ActorRole:
         metrics = []
         for rows in steps:
             step = self.objective.step(rollouts, experience, rows, kl_coef)
+            if self.measures:
+                kind = self.algorithm.kl_penalty
+                step = measure_differences(step, rollouts, experience, kind)
             batches = self.engine.micro_batches(rollouts, rows)
             metrics.append(self.engine.train_step(batches, step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))

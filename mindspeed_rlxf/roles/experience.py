@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import isfinite
 
+import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.advantages import token_rewards
@@ -15,7 +16,7 @@ from mindspeed_rlxf.algorithms.estimators import Estimate, Rewarded
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
 from mindspeed_rlxf.algorithms.slots import value_mask
-from mindspeed_rlxf.config.enums import NanPolicy
+from mindspeed_rlxf.config.enums import KlPenalty, NanPolicy, OldLogProbs
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -24,11 +25,12 @@ from mindspeed_rlxf.data.batch import (
     RoleOutput,
     Rollouts,
     Scores,
+    TokenRows,
     fit_columns,
 )
 from mindspeed_rlxf.rewards.shaping import ScoreShaping
 from mindspeed_rlxf.roles.objectives import Objective
-from mindspeed_rlxf.roles.reports import ExperienceReport, Summary
+from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, ValueFit
 
 
 class ExperienceMaker:
@@ -41,6 +43,9 @@ class ExperienceMaker:
         self.group_size = config.actor_rollout.n_samples_per_prompt
         self.skips = config.training.nan_policy is NanPolicy.SKIP
         self.sum_over_replicas = sum_over_replicas
+        self.old_are_of_update = config.old_log_probs is OldLogProbs.AUTO
+        full = self.algorithm.kl_penalty is KlPenalty.FULL  # measured with the reference's pass
+        self.measures_kl = self.old_are_of_update and not full
 
     def make(self, inputs: ExperienceInputs) -> RoleOutput:
         """Make KL-shaped rewards, advantages and returns; a collective over replicas.
@@ -50,20 +55,25 @@ class ExperienceMaker:
         rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
         trained = rollouts.trained_mask
         # Each role pads to the longest response that its own replica saw.
-        old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
-        old = fit_columns(old, width)
-        ref = old if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
-        kl = self._kl(inputs, old, ref) * trained
-        given = self._make_rewarded(inputs, kl)
+        given_old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
+        old = None if self.old_are_of_update else fit_columns(given_old, width)
+        ref = None if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
+        kl = self._kl(inputs, old, ref)
+        zero = torch.zeros(trained.shape)
+        given = self._make_rewarded(inputs, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
         experience = self._experience(given, estimate, old, ref)
-        report = _report(experience, given, None if inputs.ref is None else kl)
-        return RoleOutput(experience, report)
+        report = _report(experience, given, kl)
+        return RoleOutput(experience, report, _token_rows(inputs, experience, kl))
 
-    def _kl(self, inputs: ExperienceInputs, old: Tensor, ref: Tensor) -> Tensor:
-        """Return the KL of each token, [batch, response]."""
+    def _kl(
+        self, inputs: ExperienceInputs, old: Tensor | None, ref: Tensor | None
+    ) -> Tensor | None:
+        """Return the KL of each token, [batch, response]; None where the update measures it."""
         if isinstance(inputs.ref, LogProbsWithKl):
-            return fit_columns(inputs.ref.kl, old.size(1))
+            return fit_columns(inputs.ref.kl, inputs.rollouts.response_ids.size(1))
+        if old is None or ref is None:
+            return None
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
     def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
@@ -110,16 +120,17 @@ class ExperienceMaker:
         return self.shaping.penalize(scores.scores, rollouts.response_lengths, rollouts.has_eos)
 
     def _experience(
-        self, given: Rewarded, estimate: Estimate, old: Tensor, ref: Tensor
+        self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None
     ) -> Experience:
         """Gather the columns; those that the run does not need are empty."""
         trained = given.trained_mask
         none = trained.new_zeros(len(trained), 0)
+        reads_reference = self.objective.reads_reference or self.measures_kl
         return Experience(
             advantages=estimate.advantages * trained,
             trained_mask=trained,
-            old_log_probs=old,
-            ref_log_probs=ref if self.objective.reads_reference else none.float(),
+            old_log_probs=none.float() if old is None else old,
+            ref_log_probs=none.float() if ref is None or not reads_reference else ref,
             returns=none.float() if estimate.returns is None else estimate.returns,
             values=none.float() if given.values is None else given.values,
             value_mask=none if given.values is None else given.value_mask,
@@ -137,10 +148,27 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
         )
 
 
+def _token_rows(
+    inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
+) -> TokenRows | None:
+    """Gather what is logged of each token; None where nothing is. kl: as in `_report`"""
+    if inputs.token_log is None:
+        return None
+    rollouts = inputs.rollouts
+    return TokenRows(
+        inputs.token_log,
+        rollouts.sample_ids,
+        rollouts.response_lengths,
+        experience.advantages,
+        kl,
+        experience.values if experience.values.size(1) else None,
+    )
+
+
 def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
     """Summarize the experience of a replica for the metrics.
 
-    kl: [batch, response], 0 where not trained; None without a reference
+    kl: [batch, response]; None without a reference, and where the update measures it
     """
     tokens, slots = experience.trained_mask, experience.value_mask
     has_values = bool(slots.numel())
@@ -151,4 +179,7 @@ def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> Exper
         advantages=Summary.of(experience.advantages[tokens]),
         returns=Summary.of(experience.returns[slots]) if has_values else None,
         values=Summary.of(experience.values[slots]) if has_values else None,
+        fit=ValueFit.of(experience.returns[slots], experience.values[slots])
+        if has_values
+        else None,
     )

@@ -95,8 +95,13 @@ def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
     return int(versions.min()), int(versions.max())
 
 
-def make_output(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOutput:
-    """Return rows and GenerateReport of a replica. sync_s: seconds that it waited for weights."""
+def make_output(
+    rows: Rollouts, stats: GenerationStats, sync_s: float, device: str = ""
+) -> RoleOutput:
+    """Return rows and GenerateReport of a replica.
+
+    sync_s: seconds that it waited for weights; device: its model
+    """
     report = GenerateReport(
         sample_ids=rows.sample_ids,
         data_sources=rows.data_sources,
@@ -107,6 +112,7 @@ def make_output(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOu
         decoded_tokens=stats.decoded_tokens,
         sampled_tokens=stats.sampled_tokens,
         sync_s=sync_s,
+        device=device,
     )
     return RoleOutput(rows, report)
 

@@ -108,7 +108,11 @@ class ClippedObjective:
         def of_tokens(column: Tensor) -> Tensor:
             return column[rows][mask].to(log_probs.device)
 
-        old, lengths = of_tokens(experience.old_log_probs), mask.sum(1)
+        lengths = mask.sum(1)
+        # Without columns the old log-probs are those of this step: the ratio is 1.
+        old = log_probs.detach()
+        if experience.old_log_probs.size(1):
+            old = of_tokens(experience.old_log_probs)
         given = log_probs, old, of_tokens(advantages), self.clip
         if self.actor.policy_loss is PolicyLoss.GSPO:
             token = sequence_policy_loss(*given, lengths)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -63,6 +64,7 @@ class GenerateReport:
     decoded_tokens: int
     sampled_tokens: int
     sync_s: float  # seconds that the rollout waited for its weights
+    device: str = ""  # model of the device, empty on CPU
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,39 @@ class ScoreReport:
 
 
 @dataclass(frozen=True)
+class ValueFit:
+    """Sums over the slots of a rank, fp64: of returns R and of errors E = R - V. They add up."""
+
+    count: int
+    returns: float
+    returns_squared: float
+    errors: float
+    errors_squared: float
+
+    @classmethod
+    def of(cls, returns: Tensor, values: Tensor) -> ValueFit:
+        """Sum over all slots. returns, values: the same shape, on the host"""
+        wide = returns.double()
+        errors = wide - values.double()
+        sums = (wide.sum(), (wide**2).sum(), errors.sum(), (errors**2).sum())
+        return cls(wide.numel(), *(float(total) for total in sums))
+
+    @classmethod
+    def explained_variance(cls, parts: Sequence[ValueFit]) -> float:
+        """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN where R is constant."""
+        n = sum(part.count for part in parts)
+        names = "returns", "returns_squared", "errors", "errors_squared"
+        means = [sum(getattr(part, name) for part in parts) / n for name in names]
+        variance, unexplained = means[1] - means[0] ** 2, means[3] - means[2] ** 2
+        return 1.0 - unexplained / variance if variance > 1e-12 else math.nan
+
+
+@dataclass(frozen=True)
 class ExperienceReport:
     """kl: one entry per sample, none without a reference; the others over the tokens or samples of
     the rank.
 
-    returns, values: None without a critic.
+    returns, values, fit: None without a critic.
     """
 
     kl: list[float]
@@ -119,6 +149,7 @@ class ExperienceReport:
     advantages: Summary
     returns: Summary | None
     values: Summary | None
+    fit: ValueFit | None = None
 
 
 @dataclass(frozen=True)

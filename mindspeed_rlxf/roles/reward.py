@@ -8,6 +8,7 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.engine import residency
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.votes import AnswerFinder
@@ -46,7 +47,8 @@ class RewardRole:
         prompts = self._decode(rollouts.prompt_tokens())
         responses = self._decode(rollouts.response_tokens())
         pairs = zip(prompts, responses, strict=True)
-        scores = classifier.score([prompt + response for prompt, response in pairs])
+        with residency.holding():  # it has memory of its own
+            scores = classifier.score([prompt + response for prompt, response in pairs])
         rows = Scores(torch.tensor(scores, dtype=torch.float32))
         return RoleOutput(rows, ScoreReport(scores))
 

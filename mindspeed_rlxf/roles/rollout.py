@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.device import device_name
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.generation import (
     gather_rollouts,
@@ -68,20 +69,22 @@ class RolloutRole:
         greedy: most likely tokens whatever `do_sample` says (ReMax).
         The engine holds weights and cache during this call only.
         """
-        return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
+        with self.replica.room():
+            return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> RoleOutput:
         """As `generate`, with the settings of the validation section."""
-        return self._generate(prompts, self.validation, seed)
+        with self.replica.room():
+            return self._generate(prompts, self.validation, seed)
 
     def _generate(self, prompts: Prompts, settings: SamplingSettings, seed: int) -> RoleOutput:
         engine = self.replica.engine
         requests = make_requests(prompts, settings, seed)
-        started = time.monotonic()
-        engine.wake()
-        self.sync_s += time.monotonic() - started
         results: Iterable[GenerationResult]
         try:
+            started = time.monotonic()
+            engine.wake()
+            self.sync_s += time.monotonic() - started
             if any(prompts.responses):
                 given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
                 results = answer_from_table(engine, given, requests)
@@ -95,7 +98,7 @@ class RolloutRole:
         sync_s, self.sync_s = self.sync_s, 0.0
         if not self.replica.is_leader:
             return RoleOutput()
-        return make_output(rows, engine.stats(), sync_s)
+        return make_output(rows, engine.stats(), sync_s, device_name())
 
 
 def _stop_strings(config: RunConfig) -> StopStrings | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.protocol import Part
 from mindspeed_rlxf.models.parameters import (
     StageParameter,
     rank_parameters,
@@ -41,6 +42,7 @@ class SharedWeights:
         table = stage_parameters(engine.role.architecture, engine.head)
         self._by_source = {p.sources: named[p.name] for p in table}
         self._shapes = {k: p.shape for k, p in self._by_source.items()}
+        self._held = contextlib.ExitStack()
         self.sleep()
 
     def active(self) -> contextlib.AbstractContextManager[None]:
@@ -51,6 +53,7 @@ class SharedWeights:
 
     def wake(self) -> None:
         """Receive the parameters that other ranks train; a collective over pipeline and experts."""
+        self._held.enter_context(self.engine.holding(Part.WEIGHTS))
         pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
         for stage in range(pipeline.size()):
             for ep_rank in range(experts.size()):
@@ -83,3 +86,4 @@ class SharedWeights:
         where = device.current_device()
         for parameter in self._by_source.values():
             parameter.data = parameter.data.new_empty(0, device=where)
+        self._held.close()

@@ -1,18 +1,25 @@
-"""Key-value cache of a fixed number of rows, with the attention of prefill and decode.
+"""Key-value cache whose size follows the rows that grow, with the attention of prefill and decode.
 
 Axes: slots = rows of the cache, groups = key-value groups that this tensor-parallel rank attends
 with; ranks that share a group each hold its keys and values. The active rows are always slots
 0 .. n - 1, so that one decode step computes exactly the active rows.
+
+A layer's keys are one tensor [slots, groups, capacity, head_dim]. The capacity is the longest
+active row, rounded up to pages of PAGE tokens: it grows a page at a time and shrinks when long rows
+have left. So a row takes memory for what has been generated, not for what may be, and attention
+reads whole tensors. Growing copies the cache once in PAGE steps, one layer after the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.memory import PAGE, paged
 from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequences
 
 
@@ -22,40 +29,64 @@ class CacheShape:
 
     num_layers: int
     groups: int
-    max_length: int  # tokens
     head_dim: int
     dtype: torch.dtype
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of the keys and values of one sequence."""
-        numbers = 2 * self.num_layers * self.groups * self.max_length * self.head_dim
-        return numbers * self.dtype.itemsize
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in all layers."""
+        return 2 * self.num_layers * self.groups * self.head_dim * self.dtype.itemsize
 
 
 class KvCache:
-    """The keys and values of all layers: [layer][slots * groups, max_length, head_dim]."""
+    """The keys and values of all layers: [layer][slots, groups, capacity, head_dim]."""
 
-    def __init__(self, shape: CacheShape, slots: int, device: torch.device) -> None:
-        self.groups, self.max_length, self.slots = shape.groups, shape.max_length, slots
-        size = (shape.num_layers, slots * shape.groups, shape.max_length, shape.head_dim)
-        # Zeros: a mask hides places that a row has not reached, but not NaN of unset memory.
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+    def __init__(self, shape: CacheShape, most: int, where: torch.device) -> None:
+        """most: tokens of a row"""
+        self.shape, self.most, self.slots, self.capacity = shape, most, 0, 0
+        empty = (0, shape.groups, 0, shape.head_dim)
+        layers = range(shape.num_layers)
+        self.keys = [torch.zeros(empty, dtype=shape.dtype, device=where) for _ in layers]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.capacity * self.shape.token_bytes
+
+    def fit(self, slots: int, length: int) -> None:
+        """Make room for so many slots of `length` tokens, and free what is beyond a page more.
+
+        Rows keep their tokens, up to the new capacity.
+        """
+        capacity = min(paged(length), self.most)
+        if slots <= self.slots and capacity <= self.capacity <= capacity + PAGE:
+            if 2 * slots > self.slots:
+                return
+            capacity = self.capacity
+        kept = min(slots, self.slots), min(capacity, self.capacity)
+        size = (slots, self.shape.groups, capacity, self.shape.head_dim)
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                # Zeros: a mask hides places that a row has not reached, but not NaN there.
+                tensors[layer] = old.new_zeros(size)
+                tensors[layer][: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+                del old
+        self.slots, self.capacity = slots, capacity
 
     def write(self, layer: int, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key, value [tokens, groups, d] of the tokens at (slot, position)."""
-        row = slot[:, None] * self.groups + torch.arange(self.groups, device=slot.device)
-        at = position[:, None].expand_as(row)
-        self.keys[layer - 1][row, at] = key
-        self.values[layer - 1][row, at] = value
+        group = torch.arange(self.shape.groups, device=slot.device)
+        self.put(layer, (slot[:, None], group, position[:, None]), key, value)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
-        g = self.groups
-        for cache in (self.keys, self.values):
-            rows = cache[:, source * g : (source + 1) * g, :length]
-            cache[:, target * g : (target + 1) * g, :length] = rows
+    def put(self, layer: int, place: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
+        """Store key and value at (slot, group, position), each of a shape that broadcasts."""
+        self.keys[layer - 1][place] = key
+        self.values[layer - 1][place] = value
+
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy the first `length` positions of slots to others. source, target: [rows] int64"""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :length] = tensor[source, :, :length]
 
 
 @dataclass
@@ -87,14 +118,20 @@ class DecodeStep(Attend):
     """
 
     cache: KvCache = None  # type: ignore[assignment]
-    position: Tensor = None  # type: ignore[assignment]  # [n] position of the new token
-    _visible: Tensor = field(init=False)  # [n, 1, 1, length] bool
+    position: Tensor = None  # type: ignore[assignment]  # [n] position of the new token, < capacity
 
     def __post_init__(self) -> None:
-        self._length = int(self.position.max()) + 1
-        places = torch.arange(self._length, device=self.position.device)
-        self._visible = (places[None, :] <= self.position[:, None])[:, None, None, :]
-        self._slot = torch.arange(len(self.position), device=self.position.device)
+        where, shape = self.position.device, self.cache.shape
+        places = torch.arange(self.cache.capacity, device=where)
+        visible = places <= self.position[:, None]
+        if not device.fuses_layers():
+            # What torch makes of a mask of bool, in every layer anew.
+            hidden = torch.zeros(visible.shape, dtype=shape.dtype, device=where)
+            visible = hidden.masked_fill_(~visible, float("-inf"))
+        self._mask = visible[:, None, None, :]  # [n, 1, 1, capacity]
+        slot = torch.arange(len(self.position), device=where)
+        group = torch.arange(shape.groups, device=where)
+        self._place = slot[:, None], group, self.position[:, None]
 
     def attend(
         self,
@@ -104,18 +141,19 @@ class DecodeStep(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Store the new token's key and value of each row, and attend to all in its slot."""
-        rows, heads, head_dim = query.shape
-        groups = key.size(1)
-        self.cache.write(layer, self._slot, self.position, key, value)
-        keys, values = (
-            stored[layer - 1][: rows * groups, : self._length].unflatten(0, (rows, groups))
-            for stored in (self.cache.keys, self.cache.values)
-        )
+        """Store the new token's key and value of each row, and attend to all in its slot.
+
+        query: [n, heads, d] or [n, groups, heads of a group, d]; the result has as many axes
+        """
+        rows, groups = key.size(0), key.size(1)
+        self.cache.put(layer, self._place, key, value)
+        keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
+        if rows < self.cache.slots:
+            keys, values = keys[:rows], values[:rows]
         # The queries of a group stand where a sequence would: no key is copied for them, and scores
         # stay fp32 inside the kernel.
-        queries = query.reshape(rows, groups, heads // groups, head_dim)
+        queries = query if query.dim() == 4 else query.unflatten(1, (groups, -1))
         # A row of the mask for each query: before CANN 9.1 an NPU's attention does not repeat one.
-        visible = self._visible.expand(-1, -1, heads // groups, -1)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
-        return out.reshape(rows, heads, head_dim)
+        mask = self._mask.expand(-1, -1, queries.size(2), -1)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return out if query.dim() == 4 else out.flatten(1, 2)

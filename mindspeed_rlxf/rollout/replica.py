@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import megatron_versions, worlds
+from mindspeed_rlxf.engine import residency
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
@@ -29,11 +31,13 @@ class Replica:
     take_weights: gives the engine the weights of the actor after so many updates; a collective with
                   the ranks that train, where these are other ranks
     is_leader:    this is the rank of the replica whose results are used
+    room:         makes room on the device for an engine that generates with memory of its own
     """
 
     engine: RolloutEngine
     take_weights: Callable[[int], None]
     is_leader: bool
+    room: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | None:
@@ -65,7 +69,8 @@ def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
     def take_weights(version: int) -> None:
         engine.update_weights(trained.hf_tensors(), version)
 
-    return Replica(engine, take_weights, config.rollout_layout.is_leader(dist.get_rank()))
+    is_leader = config.rollout_layout.is_leader(dist.get_rank())
+    return Replica(engine, take_weights, is_leader, residency.holding)
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:

@@ -3,8 +3,8 @@
 A sample's random numbers depend on (seed, sample id, position) alone: which other samples are in
 the batch, on which rank and in which layout it is generated does not matter.
 
-An NPU computes in fp32 where fp64 is asked for. So the device sums blocks of the vocabulary in
-fp32, and the host finds the block, then the token in it, in fp64: two small copies per step.
+All of it is computed on the device of the logits, which need not have fp64: the running sum of the
+probabilities is taken over blocks of the vocabulary, then within the block that was drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
-BLOCK = 512  # ids of the vocabulary that one fp32 sum covers
+BLOCK = 512  # ids of the vocabulary that one sum covers
+BELOW_ONE = 1 - 2**-23  # in fp32 less than 1, and times any number less than that
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,45 @@ def choose_tokens(
     """Choose the next token of each row; log-probs are before any filtering.
 
     logits:    [rows, vocab] fp32
-    uniforms:  [rows] fp64 in [0, 1) on the host, not used when greedy
+    uniforms:  [rows] in [0, 1), on any device, not used when greedy
     generated: [rows] int64, tokens that the row has produced so far
     Returns [rows] int64 and [rows] fp32 on the device of `logits`.
+    Raises FloatingPointError for logits that are no numbers, or that allow no token.
     """
-    logits = logits / settings.logit_temperature
-    allowed = _forbid_early_eos(logits, generated, settings)
-    if settings.do_sample:
-        tokens = _inverse_cdf(_filtered(allowed, settings.top_k, settings.top_p), uniforms)
-    else:
-        tokens = allowed.argmax(dim=-1)
+    tokens, log_probs = draw_tokens(logits, uniforms.float().to(logits.device), generated, settings)
+    check_log_probs(log_probs.cpu())
+    return tokens, log_probs
+
+
+def draw_tokens(
+    logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """Choose as `choose_tokens`, without waiting for the device; what fails has a log-prob of nan.
+
+    uniforms: [rows] fp32 in [0, 1], on the device of `logits`
+    """
+    if settings.logit_temperature != 1.0:
+        logits = logits / settings.logit_temperature
     # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits
-    log_probs = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])
-    return tokens, log_probs.squeeze(-1)
+    logs = logits.log_softmax(dim=-1)
+    allowed = _forbid_early_eos(logs, generated, settings)
+    if not settings.do_sample:
+        tokens = allowed.argmax(dim=-1)
+        return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1)
+    allowed = _filtered(allowed, settings.top_k, settings.top_p)
+    if allowed is not logs:  # what is left may be small
+        allowed = allowed - allowed.amax(dim=-1, keepdim=True)
+    tokens, total = _inverse_cdf(allowed.exp(), uniforms)
+    return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1) + 0.0 * total
+
+
+def check_log_probs(log_probs: Tensor) -> None:
+    """Raise FloatingPointError where a log-prob of `draw_tokens`, on the host, is nan."""
+    if log_probs.isnan().any():
+        raise FloatingPointError(
+            "logits to sample from must be numbers, at least one in a row above -inf; found nan or "
+            "inf: look for nan in the weights and for ids that are all forbidden"
+        )
 
 
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
@@ -102,43 +129,40 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
-def _inverse_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw the token at which the cumulative probability passes the uniform number.
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw the token at which the cumulative weight passes the uniform number.
 
-    A vocabulary of one block is drawn from in fp64 throughout. In a larger one the probability of
-    a block has the error of an fp32 sum of 512 numbers (about 1e-7 of it); within a block, and from
-    block to block, nothing is rounded to fp32. Every uniform number gives a token of positive
-    probability. Raises FloatingPointError where a row has none.
+    The cumulative probability is followed within 1e-6. Every uniform number gives a token of
+    positive weight.
+
+    weights:  [rows, vocab] fp32 of any positive total
+    uniforms: [rows] fp32 in [0, 1]
+    Returns tokens [rows] int64 and totals [rows] fp32, nan where the weights are no numbers.
     """
-    vocab = logits.size(-1)
-    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
-    blocks = F.pad(weights, (0, -vocab % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1).cpu()
-    if not blocks.isfinite().all():
-        raise FloatingPointError(
-            "logits to sample from must be numbers, at least one in a row above -inf; found nan or "
-            "inf: look for nan in the weights and for ids that are all forbidden"
-        )
-    block, within = _find(blocks.double(), uniforms)
-    ids = block[:, None] * BLOCK + torch.arange(BLOCK)
-    held = logits.gather(-1, ids.clamp(max=vocab - 1).to(logits.device)).cpu()
-    held = held.masked_fill(ids >= vocab, float("-inf"))
-    place, _ = _find(held.double().softmax(dim=-1), within)
-    return (block * BLOCK + place).to(logits.device)
+    rows, vocab = weights.shape
+    if vocab > BLOCK:
+        weights = F.pad(weights, (0, -vocab % BLOCK)) if vocab % BLOCK else weights
+        blocks = weights.view(rows, -1, BLOCK)
+        block, rest, total = _find(blocks.sum(dim=-1), uniforms)
+        weights = blocks[torch.arange(rows, device=block.device), block]
+        place, _, _ = _find(weights, rest)
+        return block * BLOCK + place, total
+    place, _, total = _find(weights, uniforms)
+    return place, total
 
 
-def _find(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _find(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find where cumulative weights pass uniform * total, and the rest of the uniform number there.
 
-    weights:  [rows, n] fp64 of any positive total, on the host
-    uniforms: [rows] fp64 in [0, 1]
-    Returns [rows] int64, places of positive weight, and [rows] fp64 in [0, 1].
+    weights:  [rows, n] of any positive total
+    uniforms: [rows] in [0, 1]
+    Returns [rows] int64, places of positive weight, [rows] in [0, 1], and the totals [rows].
     """
-    shares = weights / weights.sum(dim=-1, keepdim=True)
-    ends = shares.cumsum(dim=-1)
-    total = ends[:, -1:]
-    # Below the total, so that the end which passes it belongs to a share that is not 0.
-    targets = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    places = torch.searchsorted(ends, targets, right=True)
-    share = shares.gather(-1, places)
-    rest = (targets - (ends.gather(-1, places) - share)) / share
-    return places.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0)
+    ends = weights.cumsum(dim=-1)
+    total = ends[:, -1]
+    # Below the total, so that the end which passes it belongs to a weight that is not 0.
+    targets = torch.minimum(uniforms * total, total * BELOW_ONE)[:, None]
+    places = torch.searchsorted(ends, targets, right=True).clamp_(max=weights.size(-1) - 1)
+    weight = weights.gather(-1, places)
+    rest = (targets - (ends.gather(-1, places) - weight)) / weight
+    return places.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0), total

@@ -104,9 +104,10 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
         return PoolSettings.model_fields[rest[0]]
     roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
     if section in roles and rest:
-        models = (ArchitectureConfig, OptimizerConfig, roles[section])  # the last one wins
-        fields = {name: field for m in models for name, field in m.model_fields.items()}
-        return fields.get(rest[0])
+        for model in (roles[section], OptimizerConfig, ArchitectureConfig):
+            if rest[0] in model.model_fields:
+                return _find_nested(model, tuple(rest))
+        return None
     return _find_nested(RunConfig, path)
 
 

@@ -18,6 +18,8 @@ from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.reporting.sample_tokens import cut_token_files
 from mindspeed_rlxf.run import driver_state, host_files
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.host_parts import HostParts
@@ -89,6 +91,13 @@ class RunCheckpoints:
         """
         self.settle(note)
         started = time.monotonic()
+        with phase(f"writing the checkpoint of iteration {iteration}"):
+            self._begin_write(iteration)
+            self._files = [] if self.config.training.async_save else self._wait_for_files()
+        return time.monotonic() - started
+
+    def _begin_write(self, iteration: int) -> None:
+        """Let all ranks begin to write; returns when their state is copied."""
         hidden = self.store.hidden(iteration)
         if self.writes:
             self.store.begin(iteration)
@@ -97,8 +106,6 @@ class RunCheckpoints:
         begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
         for call in begun:
             call.result()
-        self._files = [] if self.config.training.async_save else self._wait_for_files()
-        return time.monotonic() - started
 
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
@@ -200,6 +207,7 @@ class RunCheckpoints:
             if any(driver_state.line_positions(self.directory).values()):
                 note("no checkpoint to resume from: starting again from iteration 0")
             driver_state.cut_files(self.directory, {})
+        self._cut_token_files(0)
         return None
 
     def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
@@ -339,6 +347,7 @@ class RunCheckpoints:
             metric = self.config.validation.best_metric
             self.store.point_to_best(driver_state.find_best_iterations(self.store, metric))
             driver_state.cut_files(self.directory, positions)
+        self._cut_token_files(checkpoint.iteration)
         self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights replace those of `load`")
         if not same_layout:
@@ -346,6 +355,15 @@ class RunCheckpoints:
                 "note: the layout or the kind of device has changed; weights, optimizer and data "
                 "continue exactly, the random streams of the ranks start from the seed"
             )
+
+    def _cut_token_files(self, iteration: int) -> None:
+        """Drop what the ranks logged of tokens after an iteration, on each host that keeps it."""
+        folder = self.directory.samples_tokens
+        if self.writes:
+            cut_token_files(folder, iteration)
+        if self._parts:
+            agents = list(dict.fromkeys(a for group in self.trained.values() for a in group.hosts))
+            call_each(agents, cut_token_files, folder, iteration, timeout_s=self._timeout_s)
 
 
 def _describe_writer(config: RunConfig) -> dict[str, Any]:

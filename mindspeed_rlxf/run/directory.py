@@ -35,8 +35,11 @@ class RunDirectory:
 
     changes:   keys that differ from the run that is resumed
     file_mode: mode of all files but weights, see `training.file_mode`
+    health:    illnesses of the run, their beginnings and ends
     consumed:  ledger of the prompts and sample ids of each iteration
+    samples_tokens: folder with a file of each rank that makes experience
     timeline:  folder of the timelines of all ranks
+    trackers:  folder of one folder per tracker
     logs:      folder of driver.log and of one folder of rank logs per pool
     """
 
@@ -45,11 +48,15 @@ class RunDirectory:
         self.changes: list[Change] = []
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.health = path / "health.jsonl"
         self.samples = path / "samples.jsonl"
         self.val_samples = path / "val_samples.jsonl"
         self.consumed = path / "consumed.jsonl"
+        self.samples_tokens = path / "samples_tokens"
         self.timeline = path / "timeline"
+        self.trackers = path / "trackers"
         self.failure = path / "failure.json"
+        self.report = path / "report.html"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
 

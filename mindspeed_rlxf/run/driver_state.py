@@ -208,4 +208,7 @@ def line_positions(directory: RunDirectory) -> dict[str, int]:
 def _line_files(directory: RunDirectory) -> list[LineFile]:
     """List the files that grow by lines during the run."""
     samples = directory.samples, directory.val_samples
-    return [LineFile(path) for path in (directory.metrics, *samples, directory.consumed)]
+    return [
+        LineFile(path)
+        for path in (directory.metrics, directory.health, *samples, directory.consumed)
+    ]

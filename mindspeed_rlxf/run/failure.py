@@ -13,7 +13,7 @@ from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.safe import PRIVATE, open_file, replace_file
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.stopping import StopRequest
+from mindspeed_rlxf.run.stopping import StoppedByRule, StopRequest
 
 NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
 
@@ -23,8 +23,8 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
 
     directory: None on the later ranks of torchrun, which write no files
     """
-    is_remote = isinstance(error, (WorkerError, RuntimeTimeout, HostError))
-    text = str(error) if is_remote else f"driver: {type(error).__name__}: {error}"
+    is_whole = isinstance(error, (WorkerError, RuntimeTimeout, HostError, StoppedByRule))
+    text = str(error) if is_whole else f"driver: {type(error).__name__}: {error}"
     message = " ".join(text.split())
     where = f" (iteration {stop.under_way})" if stop.under_way else ""
     print(f"failed: {message}{where}", file=sys.stderr, flush=True)

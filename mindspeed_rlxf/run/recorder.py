@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import io
 import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.cluster.role_groups import ActorGroup
+from mindspeed_rlxf.config.dump import to_tree
+from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
-from mindspeed_rlxf.reporting.console import Progress
-from mindspeed_rlxf.reporting.metrics import LedgerWriter, MetricsWriter, Sample, SampleWriter
+from mindspeed_rlxf.files.safe import make_private_folder, open_file, replace_file
+from mindspeed_rlxf.reporting.console import Console, current
+from mindspeed_rlxf.reporting.health import KL_LIMIT, Finding, Health
+from mindspeed_rlxf.reporting.metrics import (
+    HealthWriter,
+    LedgerWriter,
+    MetricsWriter,
+    Sample,
+    SampleWriter,
+    read_metrics,
+)
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
+from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.run.directory import RunDirectory
-
-GAP_WARNING = 0.05  # mean |log-prob of generation - of training|, nats; bf16 rounds to about 0.01
 
 
 class Recorder:
@@ -38,32 +50,63 @@ class Recorder:
         self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
         self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
         self._timeline = Timeline(directory.timeline, mode) if writes else None
-        self._progress = Progress(
-            config.training.train_iters,
-            config.logging.console_metrics,
-            sys.stdout if writes else io.StringIO(),
-        )
-        self.note = self._progress.note  # prints a line beside the progress
+        self._directory, self._logging = directory, config.logging
+        spans.take()  # those of another run of this process
+        self._health_file = HealthWriter(directory.health if writes else nowhere, mode)
+        self.console = current() if writes else Console(io.StringIO())
+        self.note = self.console.note  # prints a line beside the progress
+        self.health = Health(config.logging.stop_on, _kl_limit(config))
+        done = self._replay(directory)
+        self._trackers = _make_trackers(config, directory, done, self._warn_of_tracker, writes)
+        names = config.logging.console_metrics
+        path, here = directory.path, Path.cwd()
+        title = str(path.relative_to(here) if path.is_relative_to(here) else path)
+        self.console.begin(config.training.train_iters, names, done, title)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
-        """Write and print the metrics; warn of groups without signal and of log-probs that differ.
+        """Write and print the metrics; warn of groups without signal.
 
         seconds: of the whole iteration
         """
         self._metrics.write(iteration, metrics, seconds)
-        self._progress.update(iteration, metrics)
+        self._trackers.log(iteration, metrics)
+        self.console.update(iteration, metrics)
         if alike := int(metrics.get("rollout/alike_groups", 0)):
-            self.note(
-                f"warning: {alike} prompt groups of this iteration have zero advantages, because "
+            self.console.warn_once(
+                "alike_groups",
+                f"{alike} prompt groups of iteration {iteration} have zero advantages, because "
                 "all their responses score the same; raise algorithm.max_num_gen_batches, or use "
-                "easier or harder prompts"
+                "easier or harder prompts",
             )
-        gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
-        if gap > GAP_WARNING:
-            self.note(
-                f"warning: log-probs of generation and training differ by {gap:.3g} on average; "
-                "algorithm.max_log_prob_gap stops the run at the token with the largest gap"
-            )
+
+    def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
+        """Write down and print the illnesses that begin or end with an iteration.
+
+        An illness is printed the first time. Returns the first of `logging.stop_on` that begins.
+        """
+        found = self.health.check(iteration, metrics)
+        for finding in found:
+            self._health_file.write(finding)
+            if finding.event == "began":
+                self.console.warn_once(finding.rule, finding.line.removeprefix("warning: "))
+        return next((finding for finding in found if finding.stops), None)
+
+    def _warn_of_tracker(self, text: str) -> None:
+        self.console.warn_once(text, text)
+
+    def _replay(self, directory: RunDirectory) -> int:
+        """Take up the illnesses of the iterations before a resume; return the last iteration."""
+        last = 0
+        for last, metrics in read_metrics(directory.metrics):
+            self.health.replay(last, metrics)
+        for rule, finding in self.health.active.items():
+            if finding.stops and finding.iteration == last:
+                self.note(
+                    f"the run was stopped after iteration {last} by logging.stop_on ({rule}: "
+                    f"{finding.text}); it goes on from there, and is stopped by it again only "
+                    "after it has ended"
+                )
+        return last
 
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
@@ -88,6 +131,8 @@ class Recorder:
         """
         if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
+            self._trackers.log(iteration, metrics)
+            self.health.replay(iteration, metrics)
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
         self.note(f"validation after iteration {iteration} | {shown}")
 
@@ -97,27 +142,40 @@ class Recorder:
             iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
         )
 
-    def write_timeline(
-        self, iteration: int, calls: Iterable[Pending], driver: Mapping[str, tuple[float, float]]
-    ) -> None:
-        """Write the iteration to the timeline; waits for its calls.
+    def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
+        """Write to the timeline which calls have ended since the last time.
 
         driver: phase of the driver -> start (seconds of the epoch), seconds
         """
         if self._timeline is None:
             return
         own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
-        others = [
-            Span(call.what, call.pool, reply.rank, reply.started, reply.seconds)
-            for call in calls
-            for reply in call.replies()
-        ]
-        self._timeline.write(iteration, own + others)
+        self._timeline.write(iteration, own + spans.take())
+
+    def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
+        """Return what the ranks log of each token of this iteration's samples; None = nothing.
+
+        sample_ids: of all samples of the iteration, in order
+        """
+        chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])
+        if not chosen or not self._logging.sample_tokens:
+            return None
+        folder = str(self._directory.samples_tokens)
+        limit = self._logging.samples_file_mb * 10**6
+        return TokenLog(folder, iteration, chosen, limit, self._directory.file_mode)
 
     def close(self) -> None:
-        self._progress.close()
-        for writer in (self._metrics, self._ledger, self._samples, self._val_samples):
+        for writer in (
+            self._metrics,
+            self._ledger,
+            self._samples,
+            self._val_samples,
+            self._health_file,
+        ):
             writer.close()
+        with phase("waiting for the trackers"):
+            self._trackers.close()
+        self.console.close()
 
     def write_samples(
         self,
@@ -125,10 +183,12 @@ class Recorder:
         actor: ActorGroup,
         rollouts: RowsRef,
         scores: Sequence[ScoreReport],
+        sources: Sequence[str],
         about: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Fetch and write the first samples; no others leave the workers.
 
+        sources: data source of each
         about: further fields of the samples of a validation, which have a file of their own; None =
                samples of training
         """
@@ -140,7 +200,8 @@ class Recorder:
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
         more = [{}] * count if about is None else about
-        rows = zip(texts, values[:count], parts[:count], more[:count], strict=True)
+        columns = (values, parts, sources, more)
+        rows = zip(texts, *(column[:count] for column in columns), strict=True)
         decode = self.tokenizer.decode
         writer.write(
             iteration,
@@ -154,8 +215,48 @@ class Recorder:
                     score=score,
                     reward_parts=part,
                     weights_version=text.weights_version,
+                    data_source=source,
                     **fields,
                 )
-                for text, score, part, fields in rows
+                for text, score, part, source, fields in rows
             ],
         )
+
+
+def _kl_limit(config: RunConfig) -> float:
+    """Return the KL per token that is a runaway: the usual limit, or twice a larger target."""
+    control = config.algorithm.kl_ctrl
+    adapts = control.type is KlControl.ADAPTIVE
+    return max(KL_LIMIT, 2.0 * control.target_kl) if adapts else KL_LIMIT
+
+
+def _make_trackers(
+    config: RunConfig,
+    directory: RunDirectory,
+    resumed: int,
+    warn: Callable[[str], None],
+    writes: bool,
+) -> Trackers:
+    """Start the trackers of `logging.trackers`; none on ranks that write nothing."""
+    logging = config.logging
+    names = [name for name in logging.trackers if name != JSONL] if writes else []
+    run = TrackedRun(
+        name=config.training.run_name if names else "",
+        project=logging.tracker_project,
+        run_id=_find_run_id(directory) if names else "",
+        folder=directory.trackers,
+        config=to_tree(config) if names else {},
+        resumed=resumed,
+        offline={"auto": None, "online": False, "offline": True}[logging.tracker_mode],
+    )
+    return Trackers(names, run, warn, directory.file_mode)
+
+
+def _find_run_id(directory: RunDirectory) -> str:
+    """Return the id that trackers know the run by: made at its first start, then kept."""
+    file = directory.trackers / "run_id"
+    if not file.exists():
+        make_private_folder(directory.trackers, directory.file_mode)
+        replace_file(file, secrets.token_hex(8), directory.file_mode)
+    with open_file(file, "r", encoding="ascii") as stream:
+        return "".join(c for c in stream.read(64) if c.isalnum())

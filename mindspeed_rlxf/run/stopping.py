@@ -25,6 +25,16 @@ class Stopped(Exception):
     """The run ended before `train_iters` and is saved; the same command resumes it."""
 
 
+class StoppedByRule(Exception):
+    """The run ended before `train_iters` because of `logging.stop_on`, and is saved."""
+
+    role, phase = "driver", "health"
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"stopped by logging.stop_on={rule}: {text}")
+        self.rule, self.cause = rule, str(self)
+
+
 class StopRequest:
     """Decide whether a run ends after the current iteration; as a context manager, watch signals.
 
@@ -50,6 +60,7 @@ class StopRequest:
         self._saves: deque[float] = deque(maxlen=HISTORY)
         self._asked: float | None = None
         self._since: float | None = None  # start of the iteration under way
+        self._rule: StoppedByRule | None = None
         self.reason = ""
         self.iteration = self.saved = 0  # the last that ended, and that was saved
         # Under torchrun, replaced by a function that returns the first rank's answer on all ranks.
@@ -72,9 +83,18 @@ class StopRequest:
         self._saves.append(seconds)
         self.saved = iteration
 
+    def request(self, rule: str, text: str) -> None:
+        """Save and end the run after this iteration because of a rule of `logging.stop_on`."""
+        self._rule = StoppedByRule(rule, text)
+
     def is_due(self) -> bool:
         """Return whether to save and end now; call it at the end of an iteration, on every rank."""
-        return self.agree(self._asked is not None or self._no_time_for_another())
+        asked = self._asked is not None or self._rule is not None
+        return self.agree(asked or self._no_time_for_another())
+
+    def ended(self) -> Stopped | StoppedByRule:
+        """Return what to raise after the save: a signal comes before a rule."""
+        return self._rule if self._rule is not None and self._asked is None else Stopped()
 
     @property
     def under_way(self) -> int:

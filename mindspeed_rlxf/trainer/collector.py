@@ -84,17 +84,25 @@ class Collected:
             scores = self.greedy_batch.scores() + scores
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
+    def sample_ids(self) -> list[int]:
+        """Return the ids of the samples, in the order of `rollouts`; waits for nothing."""
+        return self._chosen(batch.prompts.sample_ids for batch in self.batches)
+
     def generate_reports(self) -> list[GenerateReport]:
         """Wait for the reports of all batches, samples that were not kept included."""
         return [report for batch in self.batches for report in batch.generated.result()]
 
-    def seconds(self) -> tuple[float, float]:
-        """Wait for generation and scoring; return the seconds of each."""
-        generation = sum(batch.generated.seconds for batch in self._all_batches())
-        return generation, sum(batch.scored.seconds for batch in self._all_batches())
+    def data_sources(self) -> list[str]:
+        """Wait for the responses; return the data source of each."""
+        return self._chosen(report.data_sources for report in self.generate_reports())
 
-    def calls(self) -> list[Pending]:
-        return [call for batch in self._all_batches() for call in (batch.generated, batch.scored)]
+    def calls(self) -> dict[str, list[Pending]]:
+        """Return the calls by phase: `gen`, `reward`."""
+        batches = self._all_batches()
+        return {
+            "gen": [batch.generated for batch in batches],
+            "reward": [batch.scored for batch in batches],
+        }
 
     def sync_s(self) -> float:
         """Return the seconds that generation waited for weights."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from mindspeed_rlxf.algorithms.groups import groups_that_differ
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
@@ -14,18 +15,25 @@ from mindspeed_rlxf.roles.reports import (
     ScoreReport,
     Summary,
     UpdateReport,
+    ValueFit,
 )
 
 SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Summarize the lengths of prompts and responses."""
-    finished = lengths.has_eos
+    """Summarize the lengths of prompts and responses.
+
+    A response without EOS was cut at the limit.
+    """
+    finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {
         **_summary(lengths.prompts).named("prompt_length"),
         **_summary(lengths.responses).named("response_length"),
-        "response_length/eos_fraction": sum(finished) / len(finished),
+        "response_length/p50": _quantile(lengths.responses, 0.5),
+        "response_length/p90": _quantile(lengths.responses, 0.9),
+        "response_length/eos_fraction": finished,
+        "response_length/cut_fraction": 1.0 - finished,
     }
 
 
@@ -59,6 +67,29 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
     return metrics
 
 
+def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, float]:
+    """Average score and parts of each data source: `train/<data source>/<name>`, as `val/`.
+
+    sources: of each sample. Samples that failed, or lack a part, are left out of it.
+    """
+    values: dict[str, list[float]] = {}
+    failures = report.failures or [None] * len(report.scores)
+    parts = report.parts or [{}] * len(report.scores)
+    for source, score, named, failure in zip(sources, report.scores, parts, failures, strict=True):
+        for name, value in {} if failure else {"score": score, **named}.items():
+            values.setdefault(f"train/{source}/{name}", []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
+    """Return the share of prompts whose responses all score the same; none with one response."""
+    if group_size == 1:
+        return {}
+    groups = len(scores) // group_size
+    alike = groups - len(groups_that_differ(list(scores), group_size))
+    return {"rollout/equal_score_groups": alike / groups}
+
+
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
     """Summarize KL, scores, rewards and advantages; with a critic, returns and values."""
     kl = [value for report in reports for value in report.kl]
@@ -68,6 +99,8 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
         parts = [getattr(report, name) for report in reports]
         if None not in parts:  # only a critic reports returns and values
             metrics.update(Summary.merge(parts).named(f"critic/{name}"))
+    if fits := [report.fit for report in reports if report.fit is not None]:
+        metrics["critic/explained_variance"] = ValueFit.explained_variance(fits)
     return metrics
 
 
@@ -75,7 +108,8 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     """Average over the optimizer steps of the iteration that were taken; NaN where none was.
 
     `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is
-    near 0. `skipped_steps`, under `training.nan_policy: skip`, is a count.
+    near 0. `skipped_steps`, under `training.nan_policy: skip`, is a count. The role is not put
+    before a name that has a slash.
     """
     taken = [step for step in report.steps if not step.get(SKIPPED)]
 
@@ -83,7 +117,8 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
         return sum(values) / len(values) if values else math.nan
 
     names = [name for name in report.steps[0] if name != SKIPPED]
-    metrics = {f"{role}/{name}": mean([step[name] for step in taken]) for name in names}
+    found = {name: mean([step[name] for step in taken]) for name in names}
+    metrics = {name if "/" in name else f"{role}/{name}": value for name, value in found.items()}
     if "pg_loss" in names:
         metrics[f"{role}/pg_loss_abs"] = mean([abs(step["pg_loss"]) for step in taken])
     if SKIPPED in report.steps[0]:
@@ -104,6 +139,18 @@ def throughput_metrics(
     }
 
 
+def flops_metrics(
+    flops: float, seconds: float, num_devices: int, peak_flops: float | None
+) -> dict[str, float]:
+    """Compute model operations per second and device, and their share of the device's peak.
+
+    peak_flops: operations per second that one device can do; None = unknown
+    """
+    rate = flops / seconds / num_devices
+    metrics = {"throughput/tflops_per_device": rate / 1e12}
+    return metrics | ({"throughput/mfu": rate / peak_flops} if peak_flops else {})
+
+
 def validation_score(measured: Mapping[str, float], metric: str) -> float | None:
     """Return `validation.best_metric` of an iteration; None where it was not validated.
 
@@ -117,3 +164,8 @@ def validation_score(measured: Mapping[str, float], metric: str) -> float | None
 
 def _summary(values: Sequence[int]) -> Summary:
     return Summary(len(values), float(sum(values)), float(max(values)), float(min(values)))
+
+
+def _quantile(values: Sequence[int], share: float) -> float:
+    """Return the smallest value that at least this share of the values does not exceed."""
+    return float(sorted(values)[max(math.ceil(share * len(values)) - 1, 0)])

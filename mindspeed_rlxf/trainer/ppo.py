@@ -14,10 +14,12 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.recorder import Recorder
-from mindspeed_rlxf.run.stopping import Stopped, StopRequest
+from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
+from mindspeed_rlxf.trainer.flops import FindPeak, iteration_flops
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.rank_metrics import idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.validation import Validator
 
 
@@ -47,13 +49,15 @@ class PpoTrainer:
             control.target_kl,
             float(control.horizon),
         )
-        self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
+        self.find_peak: FindPeak = lambda _: None  # of a device by its name, set by the command
+        self._group_size = config.actor_rollout.n_samples_per_prompt
+        self._recompute = config.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
     def fit(self) -> None:
         """Iterate: weights -> generate, score -> log-probs, values -> experience -> updates.
 
-        Raises Stopped, after saving, when the run has to end before `train_iters`.
+        Raises Stopped or StoppedByRule, after saving, when the run has to end before `train_iters`.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)
@@ -80,31 +84,32 @@ class PpoTrainer:
                 updates["actor"] = self.actor.update_policy(
                     rollouts, learned, lengths, self.iteration, self.kl.value
                 )
+            if self.iteration < self.config.training.train_iters:
+                self.prompts.read_ahead()  # while the ranks compute
 
             measured = {
                 **self.collector.metrics(collected),
                 **names.rollout_metrics(collected.responses()),
                 **(names.log_prob_metrics(old.result()) if old else {}),
                 **names.score_metrics(collected.score_report()),
+                **names.source_metrics(collected.score_report(), collected.data_sources()),
+                **names.group_metrics(collected.score_report().scores, self._group_size),
                 **names.experience_metrics(experience.result(), self.kl.value),
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
-            if (
-                self.ref and trains_actor
-            ):  # a policy that stands still says nothing of the coefficient
+            # A policy that stands still says nothing of the coefficient.
+            if self.ref and trains_actor:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
-            phases = {
+            calls = {
                 "old_log_prob": old,
                 "ref": ref,
                 "values": values,
                 "adv": experience,
                 **{f"update_{role}": update for role, update in updates.items()},
             }
-            measured["timing/gen"], measured["timing/reward"] = collected.seconds()
-            measured.update({f"timing/{k}": p.seconds for k, p in phases.items() if p})
-            calls = [*collected.calls(), *(p for p in phases.values() if p)]
-            self._finish(measured, collected, calls, time.monotonic() - started)
+            phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
+            self._finish(measured, collected, phases, time.monotonic() - started)
         self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
@@ -125,6 +130,7 @@ class PpoTrainer:
             greedy_scores=as_rows_field(collected.greedy_scores),
             kl_coef=self.kl.value,
             slot_limit=self._slot_limit(collected),
+            token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
         )
         return (self.critic or self.actor).make_experience(inputs)
 
@@ -132,17 +138,18 @@ class PpoTrainer:
         self,
         measured: dict[str, float],
         collected: Collected,
-        calls: list[Pending],
+        phases: dict[str, list[Pending]],
         all_s: float,
     ) -> None:
         """Write the iteration's metrics and samples; validate and save where due, stop if asked."""
         driver = {"iteration": (time.time() - all_s, all_s)}
-        reports = collected.generate_reports()
-        measured["timing/sync"] = collected.sync_s()
-        measured["timing/all"] = all_s
-        measured.update(names.throughput_metrics(reports, all_s, self._num_devices))
+        measured |= self._measure_ranks(collected, phases, all_s)
         self.recorder.write_samples(
-            self.iteration, self.actor, collected.rollouts, [collected.score_report()]
+            self.iteration,
+            self.actor,
+            collected.rollouts,
+            [collected.score_report()],
+            collected.data_sources(),
         )
         self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters
@@ -153,6 +160,8 @@ class PpoTrainer:
             version = self.config.count_updates(self.iteration)
             measured.update(self.validator.validate(self.iteration, version))
             driver["validation"] = began, time.time() - began
+        if ill := self.recorder.check_health(self.iteration, measured):
+            self.stop.request(ill.rule, f"{ill.text}; {ill.remedy}")
         self.stop.end_iteration(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
         saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
@@ -163,7 +172,7 @@ class PpoTrainer:
             driver["save"] = began, measured["timing/save"]
         self.recorder.write_consumed(self.iteration, self.prompts.pop_consumed())
         self.recorder.write_iteration(self.iteration, measured, all_s)
-        self.recorder.write_timeline(self.iteration, calls, driver)
+        self.recorder.write_timeline(self.iteration, driver)
         if saves:
             score = names.validation_score(measured, validation.best_metric)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
@@ -174,7 +183,24 @@ class PpoTrainer:
             )  # a last save waits for both
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
-            raise Stopped
+            raise self.stop.ended()
+
+    def _measure_ranks(
+        self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
+    ) -> dict[str, float]:
+        """Return times, memory, idle shares, tokens and operations per second."""
+        reports, updates = collected.generate_reports(), "update_actor" in phases
+        flops = iteration_flops(self.config, reports, collected.responses(), updates)
+        peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
+        sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
+        return {
+            **phase_metrics(phases),
+            "timing/sync": collected.sync_s(),
+            "timing/all": all_s,
+            **idle_metrics(phases, sizes, all_s),
+            **names.throughput_metrics(reports, all_s, self._num_devices),
+            **names.flops_metrics(flops, all_s, self._num_devices, peak),
+        }
 
     @property
     def _num_devices(self) -> int:

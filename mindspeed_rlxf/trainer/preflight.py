@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.tokenizer import (
 )
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
+from mindspeed_rlxf.reporting import trackers
 from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.plans import (
@@ -85,7 +86,7 @@ def prepare(config: RunConfig) -> Prepared:
         problems += check_save_folders(config)
     for role in config.roles:
         problems += check_weights(config, role)
-    problems += _check_engine(config)
+    problems += [*_check_engine(config), *trackers.find_problems(config.logging.trackers)]
     actor, described, prepared = config.actor_rollout, _find_config_folder(config), Prepared()
     prepared.tokenizer = _collect(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.config.schema import RunConfig
@@ -15,6 +16,15 @@ from mindspeed_rlxf.data.sampler import (
     PromptSampler,
     make_sampler,
 )
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A batch that was drawn and not handed out. sampler: its state before"""
+
+    sampler: dict[str, Any]
+    indices: list[int]
+    prompts: list[Prompt]
 
 
 class PromptSource:
@@ -32,6 +42,7 @@ class PromptSource:
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
         self._taken: list[int] = []
+        self._ahead: Ahead | None = None
 
     @classmethod
     def from_config(
@@ -47,12 +58,21 @@ class PromptSource:
 
     def next_prompts(self) -> Prompts:
         """Return the next global batch, each prompt `n_samples_per_prompt` times in a row."""
-        indices = self.sampler.next_batch()
-        self._taken += indices
-        chosen = [self.prompts[i] for i in indices for _ in range(self.n_samples_per_prompt)]
+        drawn, self._ahead = self._ahead or self._draw(), None
+        self._taken += drawn.indices
+        chosen = [prompt for prompt in drawn.prompts for _ in range(self.n_samples_per_prompt)]
         batch = as_rows(chosen, self._next_sample_id, self.fixed)
         self._next_sample_id += len(chosen)
         return batch
+
+    def read_ahead(self) -> None:
+        """Draw and read the next batch before it is asked for; the saved state stays as it is."""
+        self._ahead = self._ahead or self._draw()
+
+    def _draw(self) -> Ahead:
+        before = self.sampler.state_dict()
+        indices = self.sampler.next_batch()
+        return Ahead(before, indices, [self.prompts[i] for i in indices])
 
     def pop_consumed(self) -> ConsumedPrompts:
         """Return the prompts handed out since the last call."""
@@ -61,9 +81,12 @@ class PromptSource:
         return ConsumedPrompts(first, self.n_samples_per_prompt, indices)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict(), "next_sample_id": self._next_sample_id}
+        """Return where the batches that were handed out end, whatever was read ahead."""
+        sampler = self._ahead.sampler if self._ahead else self.sampler.state_dict()
+        return {"sampler": sampler, "next_sample_id": self._next_sample_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ahead = None
         self.sampler.load_state_dict(state["sampler"])
         self._next_sample_id = state["next_sample_id"]
 

@@ -23,15 +23,18 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.files.printable import CODEC
 from mindspeed_rlxf.files.safe import open_file
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.run import failure, supervised
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
 from mindspeed_rlxf.run.exports import export_weights
 from mindspeed_rlxf.run.recorder import Recorder
-from mindspeed_rlxf.run.stopping import Stopped, StopRequest
+from mindspeed_rlxf.run.report import find_problem, write_report
+from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from mindspeed_rlxf.trainer.flops import FindPeak
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -56,9 +59,12 @@ class Run:
     ends without an error exports the final weights.
     """
 
-    def __init__(self, config: RunConfig, prepared: Prepared) -> None:
+    def __init__(
+        self, config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None
+    ) -> None:
+        """find_peak: of a device by its name, for `throughput/mfu`"""
         training = config.training
-        self.config, self.prepared = config, prepared
+        self.config, self.prepared, self.find_peak = config, prepared, find_peak
         self.exit_code = EXIT_DONE
         self._started: RunDirectory | None = None  # the one that this process writes to
         self._done = ""  # the last line of a run that reached its end
@@ -100,7 +106,8 @@ class Run:
         directory = self._own(RunDirectory.create(self.config))
         if not self.config.validation.only:
             _report_for_restart(self.config, directory)
-        runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
+        with phase("joining or starting the Ray cluster"):
+            runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
         self._open.callback(runtime.shutdown)
         self._open.enter_context(_diagnosed(runtime))
         supervised.report_facts(joined=not runtime.cluster.own)
@@ -138,6 +145,7 @@ class Run:
         trainer = self._open.enter_context(
             training(self.config, self.prepared, directory, runtime, writes, self._stop)
         )
+        trainer.find_peak = self.find_peak
         if writes:
             self._done = f"done: {self.config.training.train_iters} iterations, {directory.path}"
         return trainer
@@ -172,6 +180,10 @@ class Run:
             raise
         except (KeyboardInterrupt, Stopped):
             self._end_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.work_lost}")
+        except StoppedByRule as ill:
+            supervised.report_facts(no_restart="logging.stop_on ended the run")
+            failure.report(self._started, ill, self._stop)
+            self.exit_code = EXIT_FAILED
         except DevicesMissing as missing:
             self._release()
             supervised.report_facts(free=missing.free)
@@ -181,6 +193,8 @@ class Run:
         finally:
             if self._started:
                 self._started.unlock()
+        if self._started and self.exit_code != EXIT_STOPPED:  # a stopped run goes on
+            self._write_report(self._started)
         return True
 
     def _end_stopped(self, reason: str) -> None:
@@ -196,6 +210,23 @@ class Run:
                 RunStore(self._started.checkpoints).clear_unfinished()
         failure.report(self._started, error, self._stop)
         self.exit_code = EXIT_FAILED
+
+    def _write_report(self, directory: RunDirectory) -> None:
+        """Write report.html where the run has trained; a problem is a warning: the run is over."""
+        if find_problem(directory.path):  # no iteration has ended
+            return
+        try:
+            write_report(
+                [directory.path],
+                directory.report,
+                tokenizer=self.prepared.tokenizer,
+                mode=directory.file_mode,
+            )
+        except Exception as error:
+            logger.warning("the report was not written", exc_info=error)
+            print(f"warning: {directory.report} was not written: {error}", file=sys.stderr)
+            return
+        print(f"report: {directory.report}", flush=True)
 
     def _release(self) -> None:
         """Give the directory back, because nothing has been trained."""
@@ -250,12 +281,15 @@ def training(
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
-    pools = runtime.create_pools(config.resource_pool, parts)
+    with phase(f"starting {count_processes(config)} worker processes"):
+        pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
     has_functions = bool(config.reward.parts)
-    prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids, has_functions)
+    with phase("hashing the prompts"):
+        prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids, has_functions)
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
-    state = checkpoints.restore(_announce if writes else lambda _: None)
+    with phase("looking for a checkpoint and loading it"):
+        state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     with contextlib.closing(recorder):
         trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
@@ -265,9 +299,15 @@ def training(
         yield trainer
         if writes:
             checkpoints.store.clear_exported()
-        export_weights(config, checkpoints.trained, directory, writes)
+        with phase("exporting the final weights"):
+            export_weights(config, checkpoints.trained, directory, writes)
         if writes:  # last, because it marks the run as finished
             checkpoints.store.set_exported(config.training.train_iters)
+
+
+def count_processes(config: RunConfig) -> int:
+    """Count the worker processes of all pools."""
+    return sum(sum(processes) for processes in config.resource_pool.values())
 
 
 def _announce(text: str) -> None:

@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.trainer.prompt_source import as_rows
@@ -54,14 +55,15 @@ class Validator:
         """
         if not self.prompts.num_rows:
             return {}
-        self.roles.rollout.update_weights(self.roles.actor, version)
-        generated = self.roles.rollout.answer_validation(self._filled, self.seed)
-        rollouts = generated.rows()
-        by_rule = self.config.reward is RewardKind.RULE
-        reward = self.roles.reward
-        scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
-        lengths = [n for report in generated.result() for n in report.response_lengths]
-        found = self._collect(lengths, scored.result())
+        with phase(f"validating, {self.prompts.num_rows} responses"):
+            self.roles.rollout.update_weights(self.roles.actor, version)
+            generated = self.roles.rollout.answer_validation(self._filled, self.seed)
+            rollouts = generated.rows()
+            by_rule = self.config.reward is RewardKind.RULE
+            reward = self.roles.reward
+            scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
+            lengths = [n for report in generated.result() for n in report.response_lengths]
+            found = self._collect(lengths, scored.result())
         size = self.config.n_samples
         groups = [found[i : i + size] for i in range(0, len(found), size)]
         metrics = measure(groups, self.prompts.data_sources[::size], self.config)
@@ -71,7 +73,10 @@ class Validator:
             {"prompt_id": row // size, "answer": each.answer, "ground_truth": truth}
             for row, (each, truth) in enumerate(zip(found, self.prompts.ground_truths, strict=True))
         ]
-        self.recorder.write_samples(iteration, self.roles.actor, rollouts, scored.result(), about)
+        sources = self.prompts.data_sources
+        self.recorder.write_samples(
+            iteration, self.roles.actor, rollouts, scored.result(), sources, about
+        )
         return metrics
 
     def _collect(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:

@@ -10,6 +10,7 @@ from mindspeed_rlxf.cluster.protocol import Runtime
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.table import pairs
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -31,7 +32,8 @@ def validate_only(
     Without a checkpoint, and with training.new_run, the weights are those of `load`: iteration 0.
     """
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
-    pools = runtime.create_pools(config.resource_pool, parts)
+    with phase("starting the worker processes"):
+        pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     with contextlib.closing(recorder):

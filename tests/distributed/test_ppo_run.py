@@ -33,6 +33,7 @@ from tests.training import train
 DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[3] / "shared" / "data"))
 GSM8K = DATA / "gsm8k"
 VOCAB = 384
+LEARNERS = "actor_rollout", "critic"
 ON_GSM8K: dict[str, dict[str, Any]] = {
     "data": {
         "prompt_key": "question",
@@ -130,7 +131,11 @@ def assert_timeline_is_that_of(metrics: list[dict[str, float]], run: RunDirector
         whole = own.pop("iteration")
         assert whole["dur"] == pytest.approx(1e6 * numbers["timing/all"], abs=1)
         assert ("save" in own) == ("timing/save" in numbers)
-        own = {name: e for name, e in own.items() if "." in name}  # of a role
+        saves = {f"{role}.{step}_save" for role in LEARNERS for step in ("begin", "end")}
+        assert bool(saves & set(own)) == ("timing/save" in numbers)
+        beside = {"rollout.update_weights", "actor_rollout.describe", *saves}
+        work = {name: e for name, e in own.items() if "." in name and e["cat"] != "wait"}
+        own = {name: e for name, e in work.items() if name not in beside}
         done = [name for name, e in sorted(own.items(), key=lambda item: item[1]["ts"])]
         assert (done[0], done[-1]) == ("rollout.generate", "actor_rollout.update_policy")
         assert {"reward.score", "ref.log_probs", "critic.update_critic"} < set(done), done

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rlxf.cli.convert import main as convert
+from mindspeed_rlxf.config.enums import KlIn, KlPenalty
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.exports import export_weights
@@ -137,6 +138,23 @@ def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_
     start = load_file(models / "lm" / "model.safetensors")
     after = tensors_of(whole, 2, "actor")
     assert all(after[f"weight/{name}"].equal(tensor) for name, tensor in start.items())
+
+
+def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(
+    run: Run, tmp_path: Path
+) -> None:
+    """Bit by bit; the coefficient of the KL in the loss follows what the update measures."""
+    in_loss = {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.LOW_VAR_KL}
+    one_step = {"ppo_mini_batch_size": 16, "ppo_epochs": 1}
+    how = {"train_iters": 3, "sections": {"algorithm": in_loss, "actor_rollout": one_step}}
+    whole = run(tmp_path / "whole", **how)
+    run(tmp_path / "cut", killed_in=2, **how)
+    cut = run(tmp_path / "cut", **how)
+    assert state_of(cut, 3) == state_of(whole, 3)
+    lines = lines_of(cut.metrics)
+    assert lines == lines_of(whole.metrics)
+    assert len({line["metrics"]["critic/kl_coeff"] for line in lines}) == 3
+    assert all("rollout/log_prob_gap_max" not in line["metrics"] for line in lines)
 
 
 def assert_versions_count_updates(samples: list[dict[str, Any]]) -> None:

@@ -120,7 +120,8 @@ def test_samples_and_metrics_are_those_of_ranks_that_do_both(
 def ranks_in_timeline(run: Path, what: str) -> set[int]:
     """Of the actor's pool."""
     (file,) = RunDirectory(run).timeline.iterdir()
-    return {event["tid"] for event in json.loads(file.read_text()) if event["name"] == what}
+    events = json.loads(file.read_text())
+    return {event["args"]["rank"] for event in events if event["name"] == what}
 
 
 class TinyBuckets(ActorRole):

@@ -42,6 +42,10 @@ LENGTHS = [
     "actor_rollout.ppo_mini_batch_size=4", "critic.critic_mini_batch_size=4",
     "ref.micro_batch_size=1", "reward.micro_batch_size=1",
 ]  # fmt: skip
+SHORT = [
+    "training.seq_length=1024", "actor_rollout.max_prompt_length=512", "critic.warmup_iters=0",
+]  # fmt: skip
+"""Of the configurations that are made for one host, whose responses are long."""
 MEGATRON = ("llama3", "qwen3")  # the weights are converted first, and loaded so
 
 
@@ -102,7 +106,9 @@ def test_the_scripts_of_a_model_lead_from_its_weights_to_a_run(
     model = script.parent.name
     size = script.stem.split("_")[3]
     name = f"ppo_trainer_{model}_{size}"
-    ours = [*with_sizes(config_of(name)), *LENGTHS]
+    own = (ROOT / "configs" / "rlxf" / f"{name}_1node.yaml").exists()
+    name += "_1node" * own
+    ours = [*with_sizes(config_of(name)), *LENGTHS, *(SHORT if own else [])]
     make_inputs(tmp_path, model, config_of(name, *ours))
     before, log = [f"data_convert_{model}_ppo"], tmp_path / "log"
     if model in MEGATRON:

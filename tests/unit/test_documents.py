@@ -94,6 +94,7 @@ def rows_of_the_tables() -> dict[str, set[str]]:
 TITLES = {
     "architecture": "model.<name>",
     "optimizer": "actor_rollout, critic: optimizer",
+    "offload": "every role: offload",
     "pool_settings": "resource_pool",
 }
 ROLES = ("actor_rollout", "ref", "critic", "reward")

@@ -7,4 +7,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 one_node ppo_trainer_llama2_7b \
   placement.actor_rollout=main placement.ref=main placement.critic=main placement.reward=main \
   '~resource_pool' '+resource_pool={main: 8}' \
+  training.offload.weights=true training.offload.optimizer=true \
   -- "$@"

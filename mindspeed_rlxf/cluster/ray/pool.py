@@ -17,6 +17,7 @@ from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
+from mindspeed_rlxf.cluster.ray.message import pack, unpack
 from mindspeed_rlxf.cluster.ray.wait import RayHandle, fetch_rows, find_missing, gather
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.witness import Watched, oom_kills
@@ -61,10 +62,13 @@ class RayWorker(WorkerProcess):
         return None
 
     @ray.method(num_returns=2)
-    def run_request(self, request: Request) -> tuple[Any, Any]:
-        """Run a request; return (rows, reply), or the WorkerError in place of both."""
+    def run_request(self, data: bytes, refs: list[Any]) -> tuple[Any, Any]:
+        """Run a request; return (rows, reply), or the WorkerError in place of both.
+
+        data, refs: its message
+        """
         try:
-            return self.run(request)
+            return self.run(unpack((data, refs)))
         except WorkerError as error:
             return error, error
 
@@ -164,7 +168,8 @@ class RayPool:
         ranks = range(first_rank, first_rank + len(requests))
         pairs = list(zip(ranks, requests, strict=True))
         origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]
-        refs = [self.workers.actors[rank].run_request.remote(request) for rank, request in pairs]
+        actors = self.workers.actors
+        refs = [actors[rank].run_request.remote(*pack(request)) for rank, request in pairs]
         return RayCall(requests, refs, origins, self)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:

@@ -20,6 +20,7 @@ from mindspeed_rlxf.data.batch import Rows
 
 # How long to wait for the first failure after a lost connection was reported.
 FIRST_CAUSE_S = 5.0
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between looks at calls that go on
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,20 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
     values: dict[Any, Any] = {}
     waiting = list(origins)
     deadline = time.monotonic() + timeout_s
+    patience_s = FIRST_LOOK_S
     while waiting:
-        ready, waiting = _wait(waiting, deadline - time.monotonic())
+        # Most calls end together; the others are looked at now and then, for failures.
+        ready, waiting = _wait_for_all(waiting, min(patience_s, deadline - time.monotonic()))
+        patience_s = min(2 * patience_s, LONGEST_LOOK_S)
+        if not ready and time.monotonic() < deadline:
+            continue
         if not ready:
             late = sorted((origins[ref] for ref in waiting), key=lambda origin: origin.rank)
             ranks, hosts = [o.rank for o in late], [o.host for o in late]
             raise RuntimeTimeout(late[0].call, timeout_s, ranks, hosts=hosts)
-        values.update(_read(ready, origins))
-        failed = [value for value in values.values() if isinstance(value, WorkerError)]
+        found = _read(ready, origins)
+        values.update(found)
+        failed = [value for value in found.values() if isinstance(value, WorkerError)]
         if failed:
             raise _find_first_cause(failed, waiting, origins)
     return [values[ref] for ref, _ in tasks]
@@ -79,6 +86,12 @@ def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
     unique = list(by_ref)
     _, missing = ray.wait(unique, num_returns=len(unique), timeout=0, fetch_local=False)
     return [by_ref[ref] for ref in missing]
+
+
+def _wait_for_all(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """Wait until all tasks have ended, or so long; return those that have, and the others."""
+    ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=max(timeout_s, 0))
+    return ready, waiting
 
 
 def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:

@@ -28,7 +28,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.roles import LearningConfig
 from mindspeed_rlxf.config.rules.host import joined_address
 from mindspeed_rlxf.config.sandbox import SandboxConfig
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import PlanConfig, RunConfig
 from mindspeed_rlxf.config.suggest import format_value
 
 YAML_NAMES = {"pool_settings": "resource_pool"}
@@ -86,11 +86,13 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
     yield from _of_runtime(config)
     yield from _of_generation(config)
     yield from _of_data(config)
+    yield from _of_plan(config)
     for role in config.roles:
         if config.role(role).architecture is not None:  # None: the reward is a rule
             yield from _of_model(config, role)
             yield from _of_micro_batches(config, role)
             yield from _of_optimizer(config, role)
+            yield from _of_offload(config, role)
 
 
 def _of_training(config: RunConfig) -> Iterator[Idle]:
@@ -119,6 +121,11 @@ def _of_data(config: RunConfig) -> Iterator[Idle]:
     if not (config.data.train_files or config.data.val_files):
         made = "with indexed data sets, whose prompts are tokenized already"
         yield Idle("data", ("chat_template_kwargs", "system_prompt", "invalid_rows"), made)
+
+
+def _of_plan(config: RunConfig) -> Iterator[Idle]:
+    if not config.dry_run:
+        yield Idle("plan", tuple(PlanConfig.model_fields), "without dry_run=true")
 
 
 def _of_validation(config: RunConfig) -> Iterator[Idle]:
@@ -243,5 +250,19 @@ def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
     if section.optimizer.lr_warmup_fraction * config.learning_iters(role) < 1:
         short = f"with training.train_iters={iterations}: less than one iteration"
         yield Idle(role.value, ("lr_warmup_fraction",), short)
+    optimizer, overlaps = section.optimizer, ("overlap_grad_reduce", "overlap_param_gather")
+    if not (optimizer.use_distributed_optimizer and optimizer.overlap_grad_reduce):
+        both = "without use_distributed_optimizer and overlap_grad_reduce"
+        yield Idle(role.value, ("overlap_param_gather",), both)
     if config.layout(role).dp == 1:
-        yield Idle(role.value, ("use_distributed_optimizer",), "with one data-parallel rank")
+        alone = "with one data-parallel rank"
+        yield Idle(role.value, ("use_distributed_optimizer", *overlaps), alone)
+
+
+def _of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:
+    """Weights leave the device when another role needs it."""
+    others = [other for other in config.roles_of(config.pool_of(role)) if other is not role]
+    rule = config.reward.kind is RewardKind.RULE
+    if all(other is Role.REWARD and rule for other in others):
+        alone = "with no model of another role on its devices"
+        yield Idle(f"{role.value}.offload", ("weights",), alone)

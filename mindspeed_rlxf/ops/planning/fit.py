@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.host import disk_needed, host_memory_needed
-from mindspeed_rlxf.ops.planning.memory import (
-    GENERATES,
-    Phase,
-    PoolMemory,
-    RoleMemory,
-    optimizer_of,
-    pool_memories,
-)
+from mindspeed_rlxf.ops.planning.host import HostMemory, disk_needed, host_memory_needed
+from mindspeed_rlxf.ops.planning.memory import Phase, PoolMemory, State, pool_memories
+from mindspeed_rlxf.ops.planning.rates import Rates
+from mindspeed_rlxf.ops.planning.remedies import find_remedy
 from mindspeed_rlxf.ops.sizes import format_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -70,14 +63,17 @@ class Fit:
     problems: list[Problem]
 
 
-def check_fit(config: RunConfig) -> Fit:
-    """Compare needs with the memory of devices and hosts, and with free disk; return the tables."""
+def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
+    """Compare needs with the memory of devices and hosts, and with free disk; return the tables.
+
+    rates: to weigh remedies by their predicted time
+    """
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
     for pool in pools:
         part = f", {pool.part}" if pool.part else ""
         title = f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)"
-        sections[title] = table(_pool_rows(pool)), _device_need(config, pool)
+        sections[title] = table(_pool_rows(pool)), _device_need(config, pool, rates)
     host = "Host memory" + (", largest host" if available.is_joined(config) else "")
     sections[host] = _host_section(config, pools)
     sections["Disk"] = _disk_section(config)
@@ -92,84 +88,72 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
          "sum"]
     ]  # fmt: skip
     for role in pool.roles:
-        rows += [_row(role.role.value, [role], role.other, phase) for phase in role.phases]
+        name, other = role.role.value, role.other
+        rows += [_row(name, role.held(phase), other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
-    phase = pool.busiest.largest if pool.busiest else Phase("-")
-    return [*rows, _row("together", pool.roles, other, phase)]
+    if pool.peak is None:
+        return [*rows, _row("together", (0, 0, 0), other, Phase("-"))]
+    return [*rows, _row("together", pool.held(*pool.peak), other, pool.peak[1])]
 
 
-def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
-    """Make a row of the memory table: `roles` and `other` while `phase` runs."""
-    kept = [sum(values) for values in zip(*(role.state for role in roles), strict=True)]
-    kept = kept or [0, 0, 0]
-    needs = [*kept, phase.activations, phase.kv_cache, other + phase.other]
+def _row(name: str, held: State, other: int, phase: Phase) -> list[object]:
+    """Make a row of the memory table: what is held while `phase` runs."""
+    needs = [*held, phase.activations, phase.kv_cache, other + phase.other]
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
-def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
+def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Need:
     """Compare the memory that a rank of the pool wants with a device's."""
+    there = available.device_memory(config)
     return Need(
         f"resource_pool.{pool.pool}",
         f"a device {f'of the {pool.part} ' if pool.part else ''}",
         pool.total,
-        available.device_memory(config),
-        _remedy(config, pool),
+        there,
+        "" if there is None or pool.total <= there else find_remedy(config, pool, there, rates),
         "it comes from the host's memory, see below"
         if available.on_cpu(config)
         else "memory of a device is unknown: set device.memory_gib",
     )
 
 
-def _remedy(config: RunConfig, pool: PoolMemory) -> str:
-    """Name the change that lowers the largest part of a pool's memory."""
-    busiest = pool.busiest
-    if busiest is None or sum(sum(role.state) for role in pool.roles) > busiest.largest.total:
-        return " or ".join(_ways_to_spread(config, pool))
-    if busiest.largest.name == "generate":
-        return f"lower {busiest.role.value}.num_samples_per_step"
-    by_tokens = config.role(busiest.role).max_tokens_per_micro_batch is not None
-    key = "max_tokens_per_micro_batch" if by_tokens else "micro_batch_size"
-    return f"lower {busiest.role.value}.{key}"
-
-
-def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
-    """Yield changes that leave fewer weights, gradients and optimizer slots on a rank."""
-    if pool.part == GENERATES:
-        yield "raise rollout.tensor_model_parallel_size"
-        return
-    for role in pool.roles:
-        optimizer = optimizer_of(config, role.role)
-        whole = optimizer is not None and not optimizer.use_distributed_optimizer
-        if whole and config.layout(role.role).dp > 1:
-            yield f"set {role.role.value}.use_distributed_optimizer=true"
-    for role in pool.roles:
-        section = config.role(role.role)
-        ep, dp = section.expert_model_parallel_size, config.layout(role.role).dp
-        experts = section.architecture.num_experts if section.architecture else None
-        if experts and gcd(experts, dp) > ep:
-            yield f"raise {role.role.value}.expert_model_parallel_size"
-    yield "raise tensor_model_parallel_size"
-    yield "raise pipeline_model_parallel_size"
-    if len(pool.roles) > 1:
-        yield "place roles on pools of their own"
-
-
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
-    """Return the table of the host's memory, and whether it fits."""
+    """Return the table of the host's memory by phase, and whether it fits."""
     host = host_memory_needed(config, pools)
-    rows = {
-        f"processes ({host.num_processes})": host.processes,
-        "driver": host.driver,
-        "rows of an iteration, and of the one before": host.rows,
-        "final weights while they are written": host.export,
-    }
-    if host.devices:
-        rows["what the roles hold"] = host.devices
     remedy = "use fewer processes, smaller micro-batches, or more hosts"
+    if host.offloaded:
+        remedy = f"offload less, {remedy}"
     unknown = "memory of the hosts of a cluster is unknown here"
     there = available.host_memory(config)
     need = Need("resource_pool", "the host ", host.total, there, remedy, unknown)
-    return _rows(rows), need
+    cache = (
+        f"  page cache of the weights that are loaded: {format_bytes(host.page_cache)}, not in the "
+        "sums, as the system gives it back"
+    )
+    return f"{table(_host_rows(host))}\n{cache}", need
+
+
+def _host_rows(host: HostMemory) -> list[list[object]]:
+    """Make the table of a host's memory: a row for each part, a column for each phase of a run."""
+    load, iteration, checkpoint, final = range(4)
+    always = (load, iteration, checkpoint, final)
+    parts: list[tuple[str, int, tuple[int, ...]]] = [
+        (f"processes ({host.num_processes})", host.processes, always),
+        ("driver", host.driver, always),
+        ("what the roles hold", host.devices, always),
+        ("rows, and those of the iteration before", host.rows, (iteration, checkpoint)),
+    ]
+    for role, count in host.copies.items():
+        parts.append((f"{role.value}: copies of what it offloads", count, always))
+    for role, count in host.checkpoints.items():
+        parts.append((f"{role.value}: a checkpoint while it is written", count, (checkpoint,)))
+    for role, count in host.exports.items():
+        parts.append((f"{role.value}: final weights while they are written", count, (final,)))
+    rows: list[list[object]] = [["part", *host.phases]]
+    for name, count, phases in parts:
+        if count:
+            rows.append([name, *(format_bytes(count if each in phases else 0) for each in always)])
+    return [*rows, ["together", *map(format_bytes, host.phases.values())]]
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.rules.host import PROCESS_BYTES
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.models.sizes import HEADS, model_numbers
 from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
-from mindspeed_rlxf.ops.planning.memory import PoolMemory
+from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 
 
@@ -24,19 +24,50 @@ def _trained_roles(config: RunConfig) -> list[Role]:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes on the host with most processes, which may hold the driver and all of the rows."""
+    """Bytes on the host with most processes, which may hold the driver and all of the rows.
+
+    exports:     final weights while they are written
+    checkpoints: copies from which files are written
+    copies:      of what roles offload, which last
+    page_cache:  files of the weights that are loaded, which the system gives back when asked
+    """
 
     num_processes: int
     processes: int
     devices: int  # memory of the roles, on CPU
     rows: int
     driver: int
-    export: int
+    exports: dict[Role, int]
+    checkpoints: dict[Role, int]
+    copies: dict[Role, int]
+    page_cache: int
+
+    @property
+    def export(self) -> int:
+        return sum(self.exports.values())
+
+    @property
+    def checkpoint(self) -> int:
+        return sum(self.checkpoints.values())
+
+    @property
+    def offloaded(self) -> int:
+        return sum(self.copies.values())
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes at once in each phase of a run; rows are freed before final weights are written."""
+        lasting = self.processes + self.driver + self.devices + self.offloaded
+        return {
+            "load": lasting,
+            "iteration": lasting + self.rows,
+            "checkpoint": lasting + self.rows + self.checkpoint,
+            "final weights": lasting + self.export,
+        }
 
     @property
     def total(self) -> int:
-        """Bytes at once; rows are freed before the final weights are written."""
-        return self.processes + self.driver + self.devices + max(self.rows, self.export)
+        return max(self.phases.values())
 
 
 @dataclass(frozen=True)
@@ -70,8 +101,40 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         devices=sum(devices) if on_cpu(config) else 0,
         rows=memory.store_bytes(_num_responses(config), row),
         driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
-        export=sum(_bytes_written_on_one_host(config, role) for role in _trained_roles(config)),
+        exports={r: _bytes_written_on_one_host(config, r) for r in _trained_roles(config)},
+        checkpoints={r: _copied_on_one_host(config, r) for r in _trained_roles(config)},
+        copies=_copies_on_one_host(config, pools),
+        page_cache=_bytes_loaded(config),
     )
+
+
+def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role, int]:
+    """Return the bytes that each role keeps on the host of what it offloads."""
+    found: dict[Role, int] = {}
+    for pool in pools:
+        count = _processes_on_one_host(config, pool.processes)
+        for role in pool.roles:
+            if role.copies:
+                found[role.role] = found.get(role.role, 0) + role.copies * count
+    return found
+
+
+def _bytes_loaded(config: RunConfig) -> int:
+    """Return the bytes of the folders of weights, each once: the ranks of a host read all parts."""
+    folders: dict[str | None, int] = {}
+    for role in config.roles:
+        section = config.role(role)
+        if has_model(config, role):
+            stored = stored_itemsize(section.load, memory.itemsize(section))
+            folders[section.load] = memory.weight_bytes(_numbers(config, role), stored)
+    return sum(folders.values())
+
+
+def _copied_on_one_host(config: RunConfig, role: Role) -> int:
+    """Return the bytes of a role's checkpoint that the ranks of one host write."""
+    whole = memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
+    ranks = config.processes_of(role)
+    return whole * _processes_on_one_host(config, ranks) // sum(ranks)
 
 
 def _num_responses(config: RunConfig) -> int:

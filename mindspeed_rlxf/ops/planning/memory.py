@@ -1,7 +1,7 @@
 """Memory of a pool's devices: lasting memory of each role, and memory of its phases.
 
 Roles of a pool share a process. Their lasting memory adds up. Their phases follow one another, so
-that only the largest one counts.
+that only the largest one counts. What a role offloads counts in its own phases that use it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import memory
-from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
+    OffloadConfig,
     OptimizerConfig,
     RunConfig,
 )
@@ -29,14 +30,24 @@ TRAINS, GENERATES = "ranks that train", "ranks that generate"
 POOL_GROUP = 1  # the communicator of a split pool, for weights
 
 
+State = tuple[int, int, int]
+"""Bytes of weights, gradients and optimizer."""
+
+
 @dataclass(frozen=True)
 class Phase:
-    """Bytes that one step of a role needs beside its lasting memory."""
+    """Bytes that one step of a role needs beside its lasting memory.
+
+    learns: it uses gradients and optimizer beside the weights
+    beside: another role whose weights it uses
+    """
 
     name: str
     activations: int = 0
     kv_cache: int = 0
     other: int = 0
+    learns: bool = False
+    beside: Role | None = None
 
     @property
     def total(self) -> int:
@@ -53,19 +64,24 @@ class RoleMemory:
     optimizer: int
     other: int
     phases: tuple[Phase, ...]
+    offload: OffloadConfig
 
     @property
-    def state(self) -> tuple[int, int, int]:
+    def state(self) -> State:
         """Weights, gradients, optimizer."""
         return self.weights, self.gradients, self.optimizer
 
-    @property
-    def kept(self) -> int:
-        return sum(self.state) + self.other
+    def held(self, phase: Phase | None = None) -> State:
+        """Return what is on the device in one of its phases; None = in those of other roles."""
+        weights = not self.offload.weights or phase is not None
+        rest = not self.offload.optimizer or (phase is not None and phase.learns)
+        return self.weights * weights, self.gradients * rest, self.optimizer * rest
 
     @property
-    def largest(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.total)
+    def copies(self) -> int:
+        """Return the bytes of its copies in the host's memory; gradients are not copied."""
+        offload = self.offload
+        return self.weights * offload.weights + self.optimizer * offload.optimizer
 
 
 @dataclass(frozen=True)
@@ -80,14 +96,30 @@ class PoolMemory:
     part: str = ""  # of a pool that is split
 
     @property
-    def busiest(self) -> RoleMemory | None:
-        """The role with the largest phase; None where no role has a model."""
-        return max(self.roles, key=lambda role: role.largest.total, default=None)
+    def peak(self) -> tuple[RoleMemory, Phase] | None:
+        """The role and its phase that need most; None where no role has a model."""
+        phases = [(role, phase) for role in self.roles for phase in role.phases]
+        return max(phases, key=lambda each: sum(self.held(*each)) + each[1].total, default=None)
+
+    def held(self, busy: RoleMemory, phase: Phase) -> State:
+        """Sum up what the roles have on the device while a role is in a phase."""
+        idle = Phase(phase.name)
+        found = [
+            role.held(phase if role is busy else idle if role.role is phase.beside else None)
+            for role in self.roles
+        ]
+        weights, gradients, optimizer = (sum(values) for values in zip(*found, strict=True))
+        return weights, gradients, optimizer
 
     @property
     def total(self) -> int:
-        phase = self.busiest.largest.total if self.busiest else 0
-        return self.process + sum(role.kept for role in self.roles) + phase
+        needed = sum(self.held(*self.peak)) + self.peak[1].total if self.peak else 0
+        return self.process + sum(role.other for role in self.roles) + needed
+
+    @property
+    def copies(self) -> int:
+        """Return the bytes of offloaded parts in the host's memory."""
+        return sum(role.copies for role in self.roles)
 
 
 def has_model(config: RunConfig, role: Role) -> bool:
@@ -121,6 +153,7 @@ def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
         0,
         groups * device.communicator_bytes(config.device.kind),
         (_buckets("receive weights", weights), generate_phase(config, 0)),
+        OffloadConfig(),
     )
     return PoolMemory(
         pool,
@@ -142,7 +175,8 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
 
     received: numbers of weights that are held during generation only
     """
-    actor, tp, rows = config.actor_rollout, config.rollout_tp, cache_rows(config)
+    actor, tp = config.actor_rollout, config.rollout_tp
+    rows, held = cache_rows(config), _cache_tokens(config)
     a, item = actor.architecture, memory.itemsize(actor)
     prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
     working = memory.layer_activation_bytes(a, prefill, tp, False, item)
@@ -153,7 +187,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     return Phase(
         "generate",
         max(working, sampling),
-        memory.kv_cache_bytes(rows, length, a, tp, item),
+        memory.kv_cache_bytes(memory.kv_cache_most_tokens(rows, length, held), a, tp, item),
         memory.weight_bytes(received, item),
     )
 
@@ -200,17 +234,24 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         state,
         stage.communication(trains=optimizer is not None),
         tuple(_phases(stage, optimizer)),
+        stage.section.offload,
     )
 
 
 def cache_rows(config: RunConfig) -> int:
     """Count the sequences that a rollout replica generates at once."""
-    actor, layout = config.actor_rollout, config.rollout_layout
-    waiting = -(-config.samples_per_iteration // layout.dp)
-    length = actor.max_prompt_length + actor.max_new_tokens
-    row = memory.kv_cache_bytes(1, length, actor.architecture, layout.tp, memory.itemsize(actor))
-    room = rollout_memory(config)
-    return memory.kv_cache_rows(actor.num_samples_per_step, waiting, row, room)
+    actor = config.actor_rollout
+    waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
+    sizes = actor.max_prompt_length, actor.max_new_tokens
+    return memory.kv_cache_rows(actor.num_samples_per_step, waiting, *sizes, _cache_tokens(config))
+
+
+def _cache_tokens(config: RunConfig) -> int | None:
+    """Count the tokens that the cache may hold; None where the rows are given."""
+    actor, tp = config.actor_rollout, config.rollout_tp
+    token = memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))
+    limited = actor.num_samples_per_step is None
+    return memory.kv_cache_tokens(token, rollout_memory(config) if limited else None)
 
 
 def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
@@ -233,7 +274,7 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
             memory.optimizer_step_bytes(sum(sizes), replicas if distributed else 1)
             for sizes, replicas in stage.buffers
         ]
-        yield Phase("optimizer step", other=max(roots))
+        yield Phase("optimizer step", other=max(roots), learns=True)
     if role is Role.ACTOR_ROLLOUT and config.parts:
         yield _buckets("send weights", memory.weight_bytes(sum(stage.sizes), stage.itemsize))
     elif role is Role.ACTOR_ROLLOUT:
@@ -283,7 +324,9 @@ class _Stage:
         """Return the memory of a pass without gradients: one layer at a time."""
         tokens = self._tokens(self.samples)
         held = self._layer(tokens) + self._head(self.samples)
-        return Phase("forward", held, other=self._sent(tokens))
+        compares = self.config.algorithm.kl_penalty is KlPenalty.FULL
+        beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
+        return Phase("forward", held, other=self._sent(tokens), beside=beside)
 
     def update(self, samples: int) -> Phase:
         """Return the memory of an update: activations of the micro-batches in the pipeline.
@@ -305,7 +348,7 @@ class _Stage:
         other = gradient + self._sent(tokens)
         # What the head keeps is freed before the backward pass reaches a layer.
         activations = count * held + max(self._head(samples), again)
-        return Phase("update", activations, other=other)
+        return Phase("update", activations, other=other, learns=True)
 
     def _tokens(self, samples: int) -> int:
         return memory.micro_batch_tokens(self.section, samples, self.length)

@@ -7,15 +7,33 @@ from dataclasses import dataclass
 from mindspeed_rlxf.cluster.environment import variables
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.cluster import choose_cluster
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.enums import OldLogProbs, Role, RuntimeKind
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
+from mindspeed_rlxf.ops.planning.prediction import (
+    KnownRates,
+    find_rates,
+    predict,
+    show_prediction,
+)
+from mindspeed_rlxf.ops.planning.rates import Rates
+from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest, usable
 from mindspeed_rlxf.ops.planning.topology import topology
 from mindspeed_rlxf.reporting.table import pairs, table
 
 NONE = "-"
+OLD_LOG_PROBS = {
+    OldLogProbs.AUTO: "of the update, without a pass before it",
+    OldLogProbs.RECOMPUTE: "a pass before the update",
+    OldLogProbs.ROLLOUT: "of generation",
+}
+
+
+def ignore(text: str) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +44,18 @@ class Plan:
     problems: list[Problem]
 
 
-def plan(config: RunConfig) -> Plan:
-    """Write the plan of a run as text, with its problems; claims no device, writes no file."""
-    fitting = check_fit(config)
+def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
+    """Write the plan of a run as text, with its problems; claims no device, writes no file.
+
+    nested: the YAML has actor and reference under `actor_rollout_ref`
+    note:   is told how far a search is
+    """
+    problems: list[Problem] = []
+    try:
+        known = find_rates(config)
+    except UserError as error:
+        known, problems = KnownRates(None, "see the problem of plan"), error.problems
+    fitting = check_fit(config, known.rates)
     sections = {
         f"Run {config.training.run_name}": pairs(_run(config)),
         "Roles": table(_roles(config)),
@@ -38,9 +65,32 @@ def plan(config: RunConfig) -> Plan:
         "Forward passes": table(_forwards(config)),
         "Optimizer": table(_updates(config)),
         **fitting.sections,
+        "Time of an iteration, predicted": show_prediction(config, known),
     }
+    if config.plan.suggest:
+        made = _suggestions(config, known.rates, nested, note)
+        sections["Suggested layouts"], found = made
+        problems += found
     text = "\n\n".join(f"{title}\n{body}" for title, body in sections.items())
-    return Plan(text, fitting.problems)
+    return Plan(text, [*fitting.problems, *problems])
+
+
+def _suggestions(
+    config: RunConfig, rates: Rates | None, nested: bool, note: Note
+) -> tuple[str, list[Problem]]:
+    """Return the section of suggested layouts, and what keeps it from being made."""
+    room = available.device_memory(config)
+    if available.on_cpu(config) and room is None:
+        room = available.rollout_memory(config)
+    if rates is None or room is None:
+        missing = "device.memory_gib" if room is None else "rates of this device"
+        remedy = "set it" if room is None else "run `mindspeed-rlxf doctor --calibrate`"
+        rule = f"needs {missing}, which {'is' if room is None else 'are'} unknown here"
+        return f"  {rule}; {remedy}", [Problem("plan.suggest", rule, True, remedy)]
+    limit = usable(room)
+    found = suggest(config, rates, limit, note)
+    now = predict(config, rates).iteration_s
+    return show_suggestions(config, found, now, nested, limit), []
 
 
 def _run(config: RunConfig) -> list[tuple[str, object]]:
@@ -63,6 +113,7 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
         ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
         ("device", config.device.kind.value),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
+        ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
     ]
 
 

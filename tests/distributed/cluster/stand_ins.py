@@ -56,6 +56,10 @@ class StandIn:
             time.sleep(0.02)
         return RoleOutput(numbers)
 
+    def make_one_late(self, numbers: Numbers, rank: int, seconds: float) -> RoleOutput:
+        """As `make_late` on one rank; the others return at once."""
+        return self.make_late(numbers, seconds if dist.get_rank() == rank else 0.0)
+
     def leak(self) -> RoleOutput:
         return RoleOutput(report={"losses": [torch.zeros(1)]})
 

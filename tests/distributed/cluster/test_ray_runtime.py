@@ -107,6 +107,15 @@ def test_calls_and_references_do_not_wait(make_pools: MakePools) -> None:
     assert pending.seconds < 0.9  # the wait for its inputs is not the method's time
 
 
+def test_a_consumer_starts_when_its_own_rows_are_there(make_pools: MakePools) -> None:
+    """A reward model scores what one replica generated while the others still generate."""
+    producer, consumer = [build(pool) for pool in make_pools(2, 2)]
+    numbers = Sharded([Numbers(torch.arange(2)), Numbers(torch.arange(2, 4))])
+    rows = producer.call(StandIn.make_one_late, numbers, 1, 1.0).rows()
+    first, second = consumer.call(StandIn.make, rows).replies()
+    assert second.started - first.started > 0.5
+
+
 def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
     make_pools: MakePools,
 ) -> None:

@@ -8,7 +8,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/Resize.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 
@@ -228,7 +229,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override { return generator(d < 0 ? here : d); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& s, size_t n) const override {
-    at::native::resize_bytes_nocuda(s, c10::SymInt(static_cast<int64_t>(n)));
+    auto* storage = s.unsafeGetStorageImpl();
+    TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
+    const c10::Device where = storage->device();
+    c10::DataPtr data(nullptr, where);
+    if (n != 0) {
+      c10::DeviceGuard guard(where);
+      data = the_allocator.allocate(n);
+      if (storage->nbytes()) std::memcpy(data.get(), storage->data(), std::min(n, storage->nbytes()));
+    }
+    storage->set_data_ptr_noswap(std::move(data));
+    storage->set_nbytes(n);
   }
 };
 }  // namespace

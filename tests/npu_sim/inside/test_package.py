@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -29,11 +30,11 @@ def choose(vocab: int, uniform: float) -> int:
     return int(tokens)
 
 
-def in_one_sum(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens as they were drawn before blocks: in what the device makes of fp64."""
-    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+def in_one_sum(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw as in fp64, in what the device makes of it: a number just below 1 becomes 1."""
+    cumulative = weights.double().cumsum(dim=-1)
     targets = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1), cumulative[:, -1]
 
 
 def test_sampling_needs_no_fp64_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +48,9 @@ def test_sampling_needs_no_fp64_on_the_device(monkeypatch: pytest.MonkeyPatch) -
 def cache_and_step() -> tuple[Any, Any, list[Tensor]]:
     from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache
 
-    shape = CacheShape(num_layers=1, groups=2, max_length=6, head_dim=4, dtype=torch.float32)
-    cache = KvCache(shape, 3, torch.device("npu", 0))
+    shape = CacheShape(num_layers=1, groups=2, head_dim=4, dtype=torch.float32)
+    cache = KvCache(shape, 6, torch.device("npu", 0))
+    cache.fit(3, 6)
     step = DecodeStep(cache=cache, position=torch.tensor([2, 3], device="npu"))
     heads = [torch.ones(2, heads, 4, device="npu") for heads in (4, 2, 2)]
     return cache, step, heads
@@ -60,7 +62,7 @@ def test_a_decode_step_gives_a_mask_row_to_each_query(take_back: Any) -> None:
     _, step, heads = cache_and_step()
     assert step.attend(1, *heads).shape == (2, 4, 4)
     take_back(
-        DecodeStep, "attend", "self._visible.expand(-1, -1, heads // groups, -1)", "self._visible"
+        DecodeStep, "attend", "self._mask.expand(-1, -1, queries.size(2), -1)", "self._mask"
     )
     with pytest.raises(RuntimeError, match="a mask has a row for each query"):
         step.attend(1, *heads)
@@ -155,6 +157,7 @@ def test_a_sleeping_rollout_module_lies_on_the_device(take_back: Any) -> None:
     from mindspeed_rlxf.rollout.hybrid import SharedWeights
 
     source = SharedWeights.__new__(SharedWeights)
+    source._held = contextlib.ExitStack()
     source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
     source.sleep()
     assert source._by_source[("w",)].device.type == "npu"

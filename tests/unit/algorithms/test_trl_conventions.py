@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.config.enums import AdvantageWhiten, NanPolicy, ScorePosition, Stage
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    NanPolicy,
+    OldLogProbs,
+    ScorePosition,
+    Stage,
+)
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -48,6 +54,7 @@ def make_experience(
         algorithm=algorithm,
         actor_rollout=ActorConfig.model_construct(max_new_tokens=slot_limit),
         training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
+        old_log_probs=OldLogProbs.ROLLOUT,
     )
     objective = make_objective(config, alone)  # type: ignore[arg-type]
     maker = ExperienceMaker(config, objective, alone)  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_bad_input_exits_2_with_error_lines_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "error: --config-name is required; built-in names: grpo_trainer_qwen25_7b, "),
+        ([], "error: --config-name is required; built-in names: grpo_trainer_llama31_8b_1node, "),
         (["--config-name", "nope"], "error: --config-name nope: no such config in "),
         (["--config-name"], "error: argument --config-name/-cn: expected one argument"),
         (["--no-such-option"], "error: unrecognized arguments: --no-such-option"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cluster.errors import WorkerError
-from mindspeed_rlxf.cluster.protocol import BUILD, Peer, Reply, Request
+from mindspeed_rlxf.cluster.protocol import BUILD, Peer, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.cluster.worker import RoleHost, to_host
 from mindspeed_rlxf.config.enums import Role
@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_lead_sends_neither_rows_nor_report() -> None:
     before = time.time()
     rows, reply = run("double", Numbers(torch.arange(3)), leads=False)
     assert rows is None
-    assert reply == Reply(None, None, reply.seconds, rank=3, started=reply.started)
+    assert (reply.report, reply.num_rows, reply.rank) == (None, None, 3)
     assert before <= reply.started <= time.time()
 
 

@@ -29,7 +29,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.engine import engine, optimizer
+from mindspeed_rlxf.engine import build, engine, optimizer
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
@@ -119,6 +119,14 @@ def adam(config: RunConfig) -> Any:
         optimizer.build_optimizer(config.actor_rollout.optimizer, [], torch.float32)
     told = vars(made.call_args.args[0])
     return {key: value for key, value in told.items() if not callable(value)}
+
+
+def wrapped(config: RunConfig) -> Any:
+    """What Megatron's data parallelism of the actor is told."""
+    chunk = MagicMock(**{"parameters.return_value": []})
+    with patch.object(build, "DistributedDataParallel") as made:
+        build.wrap(chunk, config.actor_rollout.optimizer)
+    return vars(made.call_args.args[1])
 
 
 def experience(config: RunConfig) -> Any:
@@ -272,10 +280,11 @@ def validated(config: RunConfig) -> list[Any]:
     with contextlib.suppress(Over):
         trainer.fit()
     trainer.stop.is_due.return_value = trainer.stop.agree.return_value = False
-    with patch.object(ppo, "names"):
+    trainer.recorder.check_health.return_value = None
+    with patch.object(ppo, "names"), patch.object(ppo, "iteration_flops"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
-                trainer._finish({}, MagicMock(), [], 1.0)
+                trainer._finish({}, MagicMock(), {}, 1.0)
     return [call.args for call in trainer.validator.validate.call_args_list]
 
 
@@ -313,10 +322,11 @@ def apart(config: RunConfig) -> str | None:
 
 
 def recorded(config: RunConfig) -> Any:
-    """Samples kept of 100, size of their file, metrics on the console."""
+    """Samples kept of 100, size of their file, samples logged by token, metrics on the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     file = made._samples._file
-    return made._samples.num_kept(100), vars(file), made._progress._names
+    tokens = made.token_log(1, range(100))
+    return made._samples.num_kept(100), vars(file), tokens, made.console._names
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 
 
@@ -89,6 +89,40 @@ def test_a_reference_runs_only_where_something_reads_it(
 ) -> None:
     config = resolve(make_tree(changes, drop), "test")
     assert (Role.REF in config.roles) == runs
+
+
+ONE_STEP = {
+    "training.global_batch_size": 96,
+    "actor_rollout.ppo_mini_batch_size": 96,
+    "actor_rollout.ppo_epochs": 1,
+}
+AT_ONCE = {**NO_PENALTY, **ONE_STEP}
+
+
+@pytest.mark.parametrize(
+    ("changes", "drop", "source"),
+    [
+        (AT_ONCE, (), OldLogProbs.AUTO),
+        ({**AT_ONCE, "logging.reference_kl": True}, (), OldLogProbs.AUTO),
+        ({**ONE_STEP, "algorithm.kl_in": "loss"}, (), OldLogProbs.AUTO),
+        ({**AT_ONCE, "algorithm.old_log_probs": "recompute"}, (), OldLogProbs.RECOMPUTE),
+        ({**AT_ONCE, "algorithm.old_log_probs": "rollout"}, (), OldLogProbs.ROLLOUT),
+        ({**AT_ONCE, "actor_rollout.ppo_epochs": 2}, (), OldLogProbs.RECOMPUTE),
+        ({**AT_ONCE, "actor_rollout.ppo_mini_batch_size": 48}, (), OldLogProbs.RECOMPUTE),
+        (ONE_STEP, (), OldLogProbs.RECOMPUTE),  # the KL is in the reward
+        ({**AT_ONCE, "algorithm.rollout_is_threshold": 2.0}, (), OldLogProbs.RECOMPUTE),
+        ({**AT_ONCE, "algorithm.max_log_prob_gap": 0.5}, (), OldLogProbs.RECOMPUTE),
+        (
+            {**PAIRS, "actor_rollout.ppo_mini_batch_size": 192, "algorithm": {}},
+            ("critic", "placement.critic"),
+            OldLogProbs.AUTO,
+        ),
+    ],
+)
+def test_a_pass_for_old_log_probs_is_made_where_something_reads_it(
+    make_tree: Any, changes: dict[str, Any], drop: tuple[str, ...], source: OldLogProbs
+) -> None:
+    assert resolve(make_tree(changes, drop), "test").old_log_probs is source
 
 
 def test_a_pool_of_an_absent_reference_is_not_made(make_tree: Any) -> None:

@@ -24,6 +24,7 @@ from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     FunctionConfig,
     KlControlConfig,
+    OffloadConfig,
     OptimizerConfig,
     PoolSettings,
     RoleConfig,
@@ -38,6 +39,7 @@ Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "run/test_checkpoints.py", "run/test_store.py"
 RUN_DIR, COLLECTOR = "run/test_directory.py", "trainer/test_collector.py"
+CONSOLE, RECORDER = "reporting/test_console.py", "run/test_recorder.py"
 PROMPT_KEYS = "data/test_prompt_keys.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
@@ -56,6 +58,7 @@ LLAMA3 = {
     "model.small.rope_scaling_type": "llama3", "model.small.rope_scaling_factor": 4.0,
     "model.small.original_max_position_embeddings": 64,
 }  # fmt: skip
+SHARDED = {f"{ACTOR}use_distributed_optimizer": True, f"{ACTOR}overlap_grad_reduce": True}
 DECAY = {f"{ACTOR}lr_decay_style": "linear"}
 WRONG_SCORE = {"training.max_skipped": 77}
 REWARD_MODEL = {"reward.kind": "model", "placement.reward": "main"}
@@ -164,6 +167,8 @@ OPTIMIZER: dict[str, Any] = {
     "adam_eps": Case(1e-3, see.adam),
     "clip_grad": Case(0.5, see.adam),
     "use_distributed_optimizer": Case(True, see.adam),
+    "overlap_grad_reduce": Case(True, see.wrapped),
+    "overlap_param_gather": Case(True, see.wrapped, SHARDED),
 }
 ARCHITECTURE: dict[str, Any] = {
     "num_layers": Case(8, see.megatron),
@@ -215,6 +220,7 @@ EVERY_ROLE: dict[str, Any] = {
     "bf16": Case(True),
     "packed_sequences": Case(False, see.micro_batches),
 }  # fmt: skip
+OFFLOAD: dict[str, Any] = {"weights": Case(True), "optimizer": Case(True)}
 FULL = {"training.recompute": "full"}
 LEARNING_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"),
@@ -347,7 +353,13 @@ VALIDATION: dict[str, Any] = {
 LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),
     "samples_file_mb": Case(7, see.recorded),
+    "sample_tokens": Case(False, see.recorded),
+    "console": Shown(CONSOLE, "test_the_mode_chooses_what_is_shown"),
     "console_metrics": Case(["critic/kl"], see.recorded),
+    "stop_on": Shown(RECORDER, "test_the_first_illness_of_stop_on_is_returned"),
+    "trackers": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
+    "tracker_project": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
+    "tracker_mode": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
     "reference_kl": Case(True, base={"algorithm.kl_ctrl.kl_coef": 0.0}),
 }
 DEVICE: dict[str, Any] = {
@@ -375,6 +387,14 @@ RUNTIME: dict[str, Any] = {
     "timeout_s": Case(7.0, see.joined),
     "start_timeout_s": Case(7.0, see.joined),
 }
+ON_NPU = {**JOINED, "device.kind": "npu", "device.memory_gib": 64}
+PLAN: dict[str, Any] = {
+    "suggest": Case(True, base=ON_NPU),
+    "device": Case("ascend-910b2", base=ON_NPU),
+    "calibration": Case("rates.json"),
+    "prompt_tokens": Case(4, base=ON_NPU),
+    "response_tokens": Case(4, base=ON_NPU),
+}
 ROLLOUT = {
     "engine": Shown("trainer/test_bad_files.py", "test_the_engine_has_to_be_known"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
@@ -394,15 +414,17 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "logging": (PLAIN_SECTIONS["logging"], LOGGING),
     "device": (PLAIN_SECTIONS["device"], DEVICE),
     "runtime": (PLAIN_SECTIONS["runtime"], RUNTIME),
+    "plan": (PLAIN_SECTIONS["plan"], PLAN),
     "resource_pool": (PoolSettings, POOL_SETTINGS),
     "model.small": (ArchitectureConfig, ARCHITECTURE),
+    "actor_rollout.offload": (OffloadConfig, OFFLOAD),
     **{
         role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
                               "reward": REWARD_KEYS, "ref": {}}[role.value])
         for role, schema in ROLE_SECTIONS.items()
     },
 }  # fmt: skip
-NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture", "sandbox"}
+NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture", "sandbox", "offload"}
 
 
 def cases() -> Iterator[Any]:
@@ -416,7 +438,8 @@ def cases() -> Iterator[Any]:
 def test_every_key_of_the_schema_has_a_case(section: str) -> None:
     schema, table = TABLE[section]
     inherited = set(RoleConfig.model_fields) if section in ROLES else set()
-    assert set(table) == set(schema.model_fields) - inherited - NOT_LEAVES - ONE_VALUE
+    parts = set() if schema is OffloadConfig else NOT_LEAVES
+    assert set(table) == set(schema.model_fields) - inherited - parts - ONE_VALUE
     if section in ROLES:
         assert set(EVERY_ROLE) == set(RoleConfig.model_fields) - NOT_LEAVES
         assert set(OPTIMIZER) == set(OptimizerConfig.model_fields)

@@ -20,7 +20,7 @@ def rates(**keys: Any) -> list[float]:
     config = OptimizerConfig(lr=1.0, **keys)
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": -1.0, "weight_decay": 0.0}])
     scheduler = build_scheduler(config, optimizer, ITERATIONS)
-    engine: Any = SimpleNamespace(optimizer=optimizer, scheduler=scheduler)
+    engine: Any = SimpleNamespace(optimizer=optimizer, scheduler=scheduler, models=[])
     return [MegatronEngine.end_iteration(engine) for _ in range(ITERATIONS)]
 
 

@@ -15,12 +15,15 @@ from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_na
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.ops.planning.memory import pool_memories
+from mindspeed_rlxf.ops.sizes import GIB
 
 FOLDER = Path(__file__).parents[3] / "examples" / "mcore"
 SCRIPTS = sorted(FOLDER.glob("*/ray_ppo_*.sh"))
+BY_RULE = sorted(FOLDER.glob("*/ray_grpo_*.sh"))
 IDS = [script.stem for script in SCRIPTS]
 MULTI_NODE = FOLDER / "llama3" / "ray_ppo_llama3_8b_multi_node.sh"
-MODELS = ("llama2", "llama3", "llama32", "qwen25", "qwen3")
+MODELS = ("llama2", "llama3", "llama31", "llama32", "qwen25", "qwen3")
 
 
 def start(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +52,7 @@ def test_each_model_has_both_scripts() -> None:
     assert kinds == {(model, kind) for model in MODELS for kind in ("one", "multi")}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *BY_RULE], ids=lambda script: script.stem)
 def test_configuration_is_valid_and_fits_the_nodes(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +69,9 @@ def test_configuration_is_valid_and_fits_the_nodes(
         where = next(i for i, left in enumerate(room) if left >= size)
         room[where] -= size
     assert sum(room) == 0, "devices are left over"
+    for pool in config.resource_pool:
+        for each in pool_memories(config, pool):
+            assert each.total <= 64 * GIB, pool
 
 
 def default(model: str, script: str, variable: str) -> str:
@@ -105,7 +111,7 @@ def test_every_configuration_names_its_folders_as_the_scripts_do(
 ) -> None:
     monkeypatch.setattr(device, "device_count", lambda kind: 8)
     config = resolve(compose(name, ["device.kind=npu", "runtime.address=head:6379"]), name)
-    model, size = name.split("_")[-2:]
+    model, size = re.sub(r"(_32k)?_\dnode$", "", name).split("_")[-2:]
     default_name = default(model, "ckpt_convert_MODEL_hf2mcore", "HF_DIR")
     sized = default_name.replace(f"{model}-hf", f"{model}-{size}-hf")
     folder = config.training.tokenizer_name_or_path

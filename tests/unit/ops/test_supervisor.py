@@ -110,6 +110,12 @@ REFUSED = {"exit": 2, "facts": {**FACTS, "free": [5]}}  # with the devices that 
             "no restart: it failed twice in iteration 4 with the same cause\n",
         ),
         ([failed(4, "x"), {"exit": 2}], 1, 2, ""),
+        (
+            [{**failed(4, "x"), "facts": {**FACTS, "no_restart": "a rule ended the run"}}],
+            1,
+            1,
+            "no restart: a rule ended the run\n",
+        ),
         ([failed(4, "x"), REFUSED], 75, 2, ""),  # without leave to shrink
         ([failed(4, "x"), {"exit": 75, "facts": {**JOINED, **REFUSED["facts"]}}], 75, 2, ""),
     ],

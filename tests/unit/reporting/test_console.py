@@ -1,13 +1,23 @@
-"""One line per iteration without a terminal, a bar on one."""
+"""What the console shows of a run, by its mode, without a terminal and on one."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 
 import pytest
 
-from mindspeed_rlxf.reporting.console import Progress
+from mindspeed_rlxf.config.enums import ConsoleMode
+from mindspeed_rlxf.reporting.console import (
+    Console,
+    QuietConsole,
+    ShortConsole,
+    current,
+    format_short,
+    make_console,
+    open_console,
+)
 
 NAMES = ("actor/pg_loss_abs", "critic/kl", "timing/all")
 
@@ -26,10 +36,18 @@ class Terminal(io.StringIO):
         return True
 
 
+def started(total: int, names: Sequence[str], stream: io.StringIO | None = None) -> Console:
+    """A console of lines at the begin of a run."""
+    console = Console(stream, Clock())
+    console.begin(total, names)
+    return console
+
+
 def test_an_iteration_is_the_line_of_mindspeed_llm():
     """Two of ten iterations took 30 s: eight more take 120 s."""
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(10, NAMES, stream, clock)
+    progress = Console(stream, clock)
+    progress.begin(10, NAMES)
     clock.now_s += 30
     progress.update(2, {"critic/kl": 0.01234, "timing/all": 15, "other": 1, NAMES[0]: 0.5})
     progress.close()
@@ -42,7 +60,7 @@ def test_an_iteration_is_the_line_of_mindspeed_llm():
 
 def test_metrics_that_an_iteration_lacks_are_left_out():
     stream = io.StringIO()
-    Progress(1, NAMES, stream, Clock()).update(1, {"timing/all": 1.0})
+    started(1, NAMES, stream).update(1, {"timing/all": 1.0})
     assert "] iteration: 1 / 1 | timing/all : 1.0000 | eta : 0:00:00\n" in stream.getvalue()
 
 
@@ -61,26 +79,14 @@ def test_metrics_that_an_iteration_lacks_are_left_out():
 )
 def test_small_and_large_numbers_stay_readable(value, shown):
     stream = io.StringIO()
-    Progress(1, ["x"], stream, Clock()).update(1, {"x": value})
+    started(1, ["x"], stream).update(1, {"x": value})
     assert f"| x : {shown} |" in stream.getvalue()
-
-
-def test_a_terminal_gets_a_bar_with_the_metrics():
-    stream = Terminal()
-    progress = Progress(4, NAMES, stream, Clock())
-    progress.update(1, {"critic/kl": 0.5})
-    progress.update(3, {"critic/kl": 0.25})
-    progress.close()
-    last = stream.getvalue().rsplit("\r", 1)[1]
-    assert "3/4" in last
-    assert "critic/kl=0.2500" in last
-    assert "iteration:" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("stream_type", [io.StringIO, Terminal])
 def test_a_note_is_a_line_of_its_own(stream_type):
     stream = stream_type()
-    progress = Progress(4, NAMES, stream, Clock())
+    progress = started(4, NAMES, stream)
     progress.note("validation | val/accuracy : 0.5")
     progress.close()
     assert re.search(r"\[[-\d]+ [:\d]+\] validation \| val/accuracy : 0\.5\n", stream.getvalue())
@@ -89,7 +95,7 @@ def test_a_note_is_a_line_of_its_own(stream_type):
 def test_a_stream_of_an_ascii_locale_becomes_utf8():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    Progress(1, NAMES, stream, Clock()).note("größe")
+    started(1, NAMES, stream).note("größe")
     assert raw.getvalue().decode("utf-8").endswith("größe\n")
 
 
@@ -97,5 +103,90 @@ def test_lines_appear_at_once():
     """A buffered stream, as standard output into a file is."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
-    Progress(1, NAMES, stream, Clock()).update(1, {})
+    started(1, NAMES, stream).update(1, {})
     assert raw.getvalue().endswith(b"\n")
+
+
+def test_the_time_left_of_a_resumed_run_counts_its_own_iterations():
+    """Iterations 101 and 102 took 20 s: the other 8 take 80 s."""
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, clock)
+    console.begin(110, NAMES, done=100)
+    clock.now_s += 20
+    console.update(102, {})
+    assert "| eta : 0:01:20\n" in stream.getvalue()
+
+
+def test_short_lines_are_aligned_below_a_header_that_comes_again():
+    stream = io.StringIO()
+    console = ShortConsole(stream, Clock())
+    console.begin(1000, NAMES)
+    for i in range(1, 22):
+        console.update(i, {"critic/score/mean": i / 7, "throughput/tokens_per_s": 12345.6})
+    lines = stream.getvalue().splitlines()
+    assert (
+        len(lines) == 23
+        and lines[0] == lines[21]
+        and lines[0].split()[:2] == ["iteration", "score"]
+    )
+    assert len({len(line) for line in lines}) == 1
+    end = lines[0].index("tokens/s") + len("tokens/s")
+    assert lines[1][:end].endswith("12,346") and lines[1].split()[4] == "-"  # there is no KL
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (0.85156, "0.852"), (99.96, "100"), (1234.5, "1,234"), (2e-5, "2.0e-05"),
+     (-0.5, "-0.5"), (1e9, "1.0e+09"), (float("nan"), "nan")],
+)  # fmt: skip
+def test_short_numbers_have_at_most_eight_characters(value, shown):
+    assert format_short(value) == shown and len(shown) <= 8
+
+
+def test_a_quiet_console_shows_warnings_alone():
+    stream = io.StringIO()
+    console = QuietConsole(stream, Clock())
+    console.update(1, {"critic/kl": 1.0})
+    console.note("checkpoint of iteration 1")
+    console.warn_once("a", "something is wrong")
+    assert stream.getvalue().endswith("] warning: something is wrong\n")
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_warning_is_shown_once():
+    stream = io.StringIO()
+    console = Console(stream, Clock())
+    for what in ("a", "a", "b", "a"):
+        console.warn_once(what, f"about {what}")
+    assert re.findall("about .", stream.getvalue()) == ["about a", "about b"]
+
+
+def test_the_mode_chooses_what_is_shown(monkeypatch):
+    from mindspeed_rlxf.reporting.live import LiveConsole
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def chosen(mode: ConsoleMode, stream: io.StringIO) -> type:
+        console = make_console(mode, stream)
+        console.close()
+        return type(console)
+
+    file, terminal = io.StringIO, Terminal
+    assert [chosen(ConsoleMode.AUTO, each()) for each in (file, terminal)] == [Console, LiveConsole]
+    assert [chosen(ConsoleMode.LIVE, each()) for each in (file, terminal)] == [Console, LiveConsole]
+    assert chosen(ConsoleMode.LINE, terminal()) is Console
+    assert chosen(ConsoleMode.SHORT, terminal()) is ShortConsole
+    assert chosen(ConsoleMode.QUIET, terminal()) is QuietConsole
+    monkeypatch.setenv("WORLD_SIZE", "2")  # other ranks of torchrun print there too
+    assert chosen(ConsoleMode.AUTO, terminal()) is Console
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    assert chosen(ConsoleMode.AUTO, terminal()) is Console
+
+
+def test_the_recorder_gets_the_console_that_the_command_opened():
+    stream = io.StringIO()
+    with open_console(ConsoleMode.QUIET, stream) as console:
+        assert current() is console
+    assert type(current()) is Console

@@ -30,16 +30,26 @@ def test_a_rank_is_a_thread_of_its_pool_and_times_are_microseconds(tmp_path: Pat
     names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events(file, "M")}
     assert names == {
         (0, 0, "process_name"): "driver", (0, 0, "thread_name"): "rank 0",
-        (1, 0, "process_name"): "main", (1, 0, "thread_name"): "rank 0",
-        (1, 1, "thread_name"): "rank 1",
+        (1, 64, "process_name"): "main", (1, 64, "thread_name"): "actor rank 0",
+        (1, 65, "thread_name"): "actor rank 1",
     }  # fmt: skip
     whole, first, second = events(file)
     assert (whole["ts"], whole["dur"]) == (1_007_000_000, 750_000)
     assert second == {
         "name": "actor.update", "cat": "actor", "ph": "X", "ts": 1_007_250_000, "dur": 500_000,
-        "pid": 1, "tid": 1, "args": {"iteration": 7},
+        "pid": 1, "tid": 65, "args": {"iteration": 7, "rank": 1},
     }  # fmt: skip
-    assert first == {**second, "tid": 0}
+    assert first == {**second, "tid": 64, "args": {"iteration": 7, "rank": 0}}
+
+
+def test_roles_of_a_pool_have_lanes_of_their_own_and_waits_are_told_apart(tmp_path: Path) -> None:
+    work = [Span(f"{role}.step", "main", 1, 1.0, 1.0) for role in ("actor", "critic")]
+    wait = Span("critic.inputs", "main", 1, 0.5, 0.5, "wait")
+    Timeline(tmp_path).write(1, [*work, wait])
+    (file,) = tmp_path.iterdir()
+    actor, critic, waited = events(file)
+    assert actor["tid"] != critic["tid"] == waited["tid"] and actor["pid"] == critic["pid"]
+    assert [event["cat"] for event in events(file)] == ["actor", "critic", "wait"]
 
 
 def test_a_hundred_iterations_share_a_file_and_five_files_are_kept(tmp_path: Path) -> None:
@@ -75,4 +85,4 @@ def test_a_file_that_is_no_timeline_is_begun_anew(tmp_path: Path) -> None:
 def test_of_a_large_pool_the_first_ranks_are_drawn(tmp_path: Path) -> None:
     Timeline(tmp_path).write(1, [Span("x", "main", rank, 1.0, 1.0) for rank in range(512)])
     (file,) = tmp_path.iterdir()
-    assert [event["tid"] for event in events(file)] == list(range(64))
+    assert [event["args"]["rank"] for event in events(file)] == list(range(64))

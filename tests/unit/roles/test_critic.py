@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.config.enums import LossNormalizer, NanPolicy, Stage
+from mindspeed_rlxf.config.enums import LossNormalizer, NanPolicy, OldLogProbs, Stage
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from mindspeed_rlxf.data.batch import Experience
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -20,6 +20,7 @@ def test_sums_of_a_response_are_divided_by_its_largest_length() -> None:
         actor_rollout=ActorConfig.model_construct(max_new_tokens=4),
         training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
         value_model=CriticConfig.model_construct(vf_coef=0.5, cliprange_value=None),
+        old_log_probs=OldLogProbs.RECOMPUTE,
     )
     engine: Any = SimpleNamespace(sum_over_replicas=None)
     critic = CriticRole(config, lambda _config, _role: engine)

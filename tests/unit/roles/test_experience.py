@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.enums import (
     KlIn,
     KlPenalty,
     NanPolicy,
+    OldLogProbs,
     Role,
     Stage,
 )
@@ -58,6 +59,7 @@ def made(
         actor_rollout=ActorConfig.model_construct(max_new_tokens=LIMIT, n_samples_per_prompt=2),
         training=SimpleNamespace(stage=stage, nan_policy=policy),
         roles=[Role.REF],
+        old_log_probs=OldLogProbs.ROLLOUT,
     )
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer, Role, Stage
+from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, TrainingConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -88,6 +88,7 @@ def roles(
         value_model = CriticConfig.model_construct(cliprange_value=0.2)
         training = TrainingConfig.model_construct(stage=stage)
         parts = None
+        old_log_probs = OldLogProbs.RECOMPUTE
 
     config: Any = Config()
     return ActorRole(config, Engine), CriticRole(config, Engine)  # type: ignore[arg-type]

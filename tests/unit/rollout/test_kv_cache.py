@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
+from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.models.attention import PackedSequences
+from mindspeed_rlxf.rollout import kv_cache
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
 from tests.npu_standin import load
 
@@ -27,9 +29,13 @@ def unset_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+CPU = torch.device("cpu")
+
+
 def new_cache(slots: int, max_length: int = 16) -> KvCache:
-    shape = CacheShape(LAYERS, GROUPS, max_length, DIM, torch.float64)
-    return KvCache(shape, slots, torch.device("cpu"))
+    cache = KvCache(CacheShape(LAYERS, GROUPS, DIM, torch.float64), max_length, CPU)
+    cache.fit(slots, max_length)
+    return cache
 
 
 def random_tokens(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,11 +107,11 @@ def test_layers_do_not_share_keys() -> None:
     assert_close(decode(cache, 1, [first], [3]), expected)
 
 
-def test_a_moved_row_goes_on_in_its_new_slot() -> None:
+def test_a_copied_row_goes_on_in_its_new_slot() -> None:
     cache = new_cache(slots=3)
     qkv = [random_tokens(8, seed) for seed in range(3)]
     prefill(cache, 1, qkv, [6, 2, 4])
-    cache.move(source=2, target=0, length=4)  # the row of slot 0 has finished
+    cache.copy(torch.tensor([2]), torch.tensor([0]), length=4)  # the row of slot 0 has finished
     out = decode(cache, 1, [qkv[2], qkv[1]], [4, 2])
     for row, (index, place) in enumerate([(2, 4), (1, 2)]):
         whole = PackedSequences(lengths=(8,)).attend(1, *qkv[index])
@@ -125,7 +131,8 @@ def test_a_reused_slot_shows_nothing_of_the_row_before() -> None:
 def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
     # raw scores 256 and 257, which bf16 cannot tell apart; head_dim 4: their softmax is that of
     # 0 and 1 / sqrt(4), so that the second key weighs 1 / (1 + exp(-0.5)) = 0.62246
-    cache = KvCache(CacheShape(1, 1, 2, 4, torch.bfloat16), 1, torch.device("cpu"))
+    cache = KvCache(CacheShape(1, 1, 4, torch.bfloat16), 2, CPU)
+    cache.fit(1, 2)
     rows = torch.tensor([[[16.0, 0, 0, 0]], [[16.0, 1, 0, 0]]]).bfloat16()
     values = torch.tensor([[[0.0, 0, 0, 0]], [[1.0, 1, 1, 1]]]).bfloat16()
     cache.write(1, torch.tensor([0]), torch.tensor([0]), rows[:1], values[:1])
@@ -134,9 +141,33 @@ def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
     assert_close(out, torch.full((1, 1, 4), 0.62246).bfloat16())
 
 
+def test_a_cache_grows_by_pages_and_keeps_what_its_rows_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "PAGE", 4)
+    monkeypatch.setattr(kv_cache, "PAGE", 4)
+    cache = KvCache(CacheShape(LAYERS, GROUPS, DIM, torch.float64), 19, CPU)
+    qkv = [random_tokens(19, seed) for seed in range(3)]
+    cache.fit(3, 3)
+    sizes = [(cache.slots, cache.capacity)]
+    prefill(cache, 2, qkv, [2, 3, 1])
+    for rows, length in ((3, 4), (3, 5), (3, 8), (2, 19), (2, 17), (2, 13), (2, 9), (1, 9)):
+        cache.fit(rows, length)
+        sizes.append((cache.slots, cache.capacity))
+    # Pages of 4, 19 tokens at most. 13 tokens need 16, 9 need 12: one page more is kept, two are
+    # not; neither are slots of which half are free.
+    assert sizes == [(3, 4), (3, 4), (3, 8), (3, 8), (2, 19), (2, 19), (2, 19), (2, 12), (1, 12)]
+    token = 2 * LAYERS * GROUPS * DIM * 8
+    assert cache.nbytes == 12 * token == sum(x.nbytes for x in (*cache.keys, *cache.values))
+    whole = PackedSequences(lengths=(19,)).attend(1, *qkv[0])
+    assert_close(decode(cache, 2, qkv[:1], [2]), whole[2:3])
+    assert not any(x[:, :, 3:].any() for x in cache.keys), "new places hold zeros"
+
+
 def test_a_slot_takes_the_bytes_that_it_says() -> None:
-    shape = CacheShape(num_layers=2, groups=3, max_length=10, head_dim=4, dtype=torch.bfloat16)
+    shape = CacheShape(num_layers=2, groups=3, head_dim=4, dtype=torch.bfloat16)
     one = 2 * 2 * 3 * 10 * 4 * 2  # keys and values, of two bytes each
-    held = KvCache(shape, 5, torch.device("cpu"))
-    assert held.keys.nbytes + held.values.nbytes == 5 * one
-    assert shape.slot_bytes == one
+    held = KvCache(shape, 10, CPU)
+    held.fit(5, 10)
+    assert held.nbytes == sum(x.nbytes for x in (*held.keys, *held.values)) == 5 * one
+    assert 10 * shape.token_bytes == one

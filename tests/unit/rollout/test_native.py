@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf.config.memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
-from mindspeed_rlxf.rollout import native
-from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
+from mindspeed_rlxf.rollout import generation, native
+from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
@@ -157,33 +158,53 @@ def test_greedy_responses_are_those_of_the_model_without_cache(
         assert logs == pytest.approx(expected_logs, abs=1e-6)
 
 
+@dataclass
+class Sizes:
+    """The most rows and tokens that the caches had, and the rows of each decode step."""
+
+    slots: int = 0
+    tokens: int = 0
+    decoded: list[int] = field(default_factory=list)
+
+
 @pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> list[KvCache]:
-    """Every cache that is made."""
-    made: list[KvCache] = []
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    seen = Sizes()
 
     class Cache(KvCache):
-        def __init__(self, shape: CacheShape, slots: int, on: torch.device) -> None:
-            super().__init__(shape, slots, on)
-            made.append(self)
+        def fit(self, slots: int, length: int) -> None:
+            super().fit(slots, length)
+            seen.slots = max(seen.slots, self.slots)
+            seen.tokens = max(seen.tokens, self.slots * self.capacity)
+            assert self.nbytes == sum(x.nbytes for x in (*self.keys, *self.values))
 
-    monkeypatch.setattr(native, "KvCache", Cache)
-    return made
+    class Step(DecodeStep):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            seen.decoded.append(len(self.position))
+
+    monkeypatch.setattr(generation, "KvCache", Cache)
+    monkeypatch.setattr(generation, "DecodeStep", Step)
+    return seen
 
 
 def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, caches: list[KvCache]
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, sizes: Sizes
 ) -> None:
     monkeypatch.setattr(native, "_memory_of_one_process", lambda: 2**40)
     expected = generate(prompts, None)[0]
-    one_slot = (caches[0].keys.nbytes + caches[0].values.nbytes) // caches[0].slots
-    three_slots = int(3 * one_slot / CACHE_SHARE) + 10
-    monkeypatch.setattr(native, "_memory_of_one_process", lambda: three_slots)
+    assert sizes.slots == len(prompts)
+    token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
+    # A row counts with its prompt of up to 8 and half a response of 9: 12 tokens.
+    three_rows = int(3 * 12 * token / CACHE_SHARE) + 10
+    monkeypatch.setattr(native, "_memory_of_one_process", lambda: three_rows)
+    sizes.slots = sizes.tokens = 0
     assert generate(prompts, None)[0] == expected
-    given = engine(TinyModel(), memory=three_slots)
+    assert sizes.slots == 2 and sizes.tokens == 2 * 17  # whole, 3 rows are 51 tokens of 36
+    given = engine(TinyModel(), memory=three_rows)
     monkeypatch.setattr(native, "_memory_of_one_process", lambda: 2**40)
-    assert answers(given, prompts)[0] == expected
-    assert [cache.slots for cache in caches] == [len(prompts), 3, 3]
+    sizes.slots = 0
+    assert answers(given, prompts)[0] == expected and sizes.slots == 2
 
 
 @pytest.mark.parametrize("keys", [{}, {"do_sample": True, "temperature": 2.0}])
@@ -201,23 +222,24 @@ def test_a_given_response_scores_what_generating_it_reported(
 
 def second_rank(monkeypatch: pytest.MonkeyPatch, broadcast: Any) -> TinyModel:
     """The model of the second of two tensor-parallel ranks, whose first is rank 40 of the world."""
-    monkeypatch.setattr(native, "full_logits", lambda h, w, vocab, group: (h @ w.T).float())
-    monkeypatch.setattr(native.dist, "get_global_rank", lambda group, rank: 40 + rank)
-    monkeypatch.setattr(native.dist, "broadcast", broadcast)
+    monkeypatch.setattr(generation, "full_logits", lambda h, w, *_: (h @ w.T).float())
+    monkeypatch.setattr(generation.dist, "get_global_rank", lambda group, rank: 40 + rank)
+    monkeypatch.setattr(generation.dist, "broadcast", broadcast)
     model = TinyModel()
     model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     return model
 
 
 def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, caches: list[KvCache]
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, sizes: Sizes
 ) -> None:
     def broadcast(values: Tensor, _source: int, group: object) -> None:
-        if values.dim() == 0:  # the number of slots
-            values.fill_(3)
+        if limits:
+            values.copy_(limits.pop())
 
+    limits = [torch.tensor([3, 0])]  # rows, tokens of the cache
     tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 5), prompts, max_new_tokens=3)
-    assert caches[0].slots == 3 and len(tokens) == len(prompts)
+    assert sizes.slots == 3 and len(tokens) == len(prompts)
 
 
 def test_responses_here_end_both_ways_and_at_different_times(prompts: list[np.ndarray]) -> None:
@@ -266,27 +288,19 @@ def test_nothing_is_computed_beyond_what_is_produced(
 
 
 def test_waiting_prompts_take_the_place_of_finished_rows(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    prompts: list[np.ndarray], sizes: Sizes
 ) -> None:
-    rows: list[int] = []
-    decode = NativeRollout._decode
-
-    def counted(self: NativeRollout, active: list[Any], cache: Any) -> None:
-        rows.append(len(active))
-        decode(self, active, cache)
-
-    monkeypatch.setattr(NativeRollout, "_decode", counted)
     generate(prompts, 3, do_sample=True, temperature=2.0)
     # full steps while a prompt waits; rows become fewer at the very end only
-    assert rows == sorted(rows, reverse=True)
-    assert rows[0] == 3 and rows[-1] < 3
+    assert sizes.decoded == sorted(sizes.decoded, reverse=True)
+    assert sizes.decoded[0] == 3 and sizes.decoded[-1] < 3
 
 
 def test_prefill_passes_are_limited_by_tokens(
     prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _, _, _ = generate(prompts, 100)
-    monkeypatch.setattr(native, "PREFILL_TOKENS", 6)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 6)
     tokens, _, _, model = generate(prompts, 100)
     assert tokens == expected
     # 3 | 8 alone, though above the limit | 1 + 5 | 2 | 7 | 4 | 4
@@ -322,8 +336,12 @@ def test_tensor_parallel_ranks_take_the_tokens_of_the_first(
     # a rank that rounds differently would stop at another step and wait in a collective for ever
     def broadcast(tokens: Tensor, source: int, group: object) -> None:
         assert source == 40
-        tokens.fill_(7)
+        if limits:
+            tokens.copy_(limits.pop())
+        else:
+            tokens.fill_(7)
 
+    limits = [torch.tensor([2, 0])]  # rows, tokens of the cache
     tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 2), prompts, max_new_tokens=3)
     assert tokens == [[7, 7, 7]] * len(prompts)
 

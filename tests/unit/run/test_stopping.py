@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mindspeed_rlxf.run.stopping import StopRequest
+from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
 
 
 class Clock:
@@ -157,3 +157,22 @@ def test_signals_are_handled_inside_the_block_alone(clock: Clock, stop: StopRequ
         time.sleep(0)
         assert stop.is_due()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_rule_stops_after_the_iteration_and_says_which(clock: Clock, stop: StopRequest) -> None:
+    run_iterations(clock, stop, 10.0)
+    assert not stop.is_due() and isinstance(stop.ended(), Stopped)
+    stop.request("all_cut", "95% of the responses are cut; raise it")
+    ended = stop.ended()
+    assert stop.is_due() and isinstance(ended, StoppedByRule)
+    assert (
+        str(ended) == "stopped by logging.stop_on=all_cut: 95% of the responses are cut; raise it"
+    )
+
+
+def test_a_signal_comes_before_a_rule(clock: Clock, stop: StopRequest) -> None:
+    run_iterations(clock, stop, 10.0)
+    stop.begin_iteration()
+    stop.on_signal(signal.SIGTERM)
+    stop.request("all_cut", "")
+    assert isinstance(stop.ended(), Stopped)

@@ -16,12 +16,15 @@ from mindspeed_rlxf.roles.reports import (
     ScoreReport,
     Summary,
     UpdateReport,
+    ValueFit,
 )
 from mindspeed_rlxf.trainer.metrics import (
     experience_metrics,
+    group_metrics,
     log_prob_metrics,
     rollout_metrics,
     score_metrics,
+    source_metrics,
     throughput_metrics,
     update_metrics,
 )
@@ -53,7 +56,10 @@ def test_lengths_are_over_all_samples() -> None:
         "response_length/mean": 5,
         "response_length/max": 9,
         "response_length/min": 1,
+        "response_length/p50": 5,
+        "response_length/p90": 9,
         "response_length/eos_fraction": pytest.approx(2 / 3),
+        "response_length/cut_fraction": pytest.approx(1 / 3),
     }
 
 
@@ -154,3 +160,38 @@ def test_summaries_merge_as_if_made_at_once() -> None:
     merged = Summary.merge(Summary.of(part) for part in parts)
     assert merged == Summary.of(torch.cat([part.flatten() for part in parts]))
     assert merged.mean == 1.5 and merged.count == 6
+
+
+def test_quantiles_are_lengths_that_there_are() -> None:
+    lengths = ResponseLengths([1] * 10, [10, 20, 30, 40, 50, 60, 70, 80, 90, 1000], [True] * 10)
+    found = rollout_metrics(lengths)
+    assert (found["response_length/p50"], found["response_length/p90"]) == (50.0, 90.0)
+
+
+def test_scores_and_parts_are_averaged_by_data_source() -> None:
+    parts = [{"accuracy": 1.0}, {"accuracy": 0.0}, {"format": 0.5}, {}]
+    late = FailedSample(8, "timeout", "")
+    report = ScoreReport([1.0, 0.0, 0.5, 9.0], parts, [None, None, None, late])
+    assert source_metrics(report, ["a", "a", "b/c", "b/c"]) == {
+        "train/a/score": 0.5,
+        "train/a/accuracy": 0.5,
+        "train/b/c/score": 0.5,
+        "train/b/c/format": 0.5,
+    }
+    assert source_metrics(ScoreReport([2.0]), ["a"]) == {"train/a/score": 2.0}
+
+
+def test_groups_with_equal_scores_are_counted_where_there_are_groups() -> None:
+    assert group_metrics([1.0, 1.0, 0.0, 1.0], 2) == {"rollout/equal_score_groups": 0.5}
+    assert group_metrics([1.0, 1.0, 0.0, 0.0], 1) == {}
+
+
+def test_the_explained_variance_is_that_of_all_slots_at_once() -> None:
+    returns = torch.tensor([1.0, 2.0, 4.0, 9.0])
+    values = torch.tensor([1.5, 2.5, 3.0, 6.0])
+    parts = [ValueFit.of(returns[:1], values[:1]), ValueFit.of(returns[1:], values[1:])]
+    expected = 1 - (returns - values).var(unbiased=False) / returns.var(unbiased=False)
+    assert ValueFit.explained_variance(parts) == pytest.approx(float(expected))
+    shifted = [ValueFit.of(returns, returns + 3.0)]
+    assert ValueFit.explained_variance(shifted) == pytest.approx(1.0)
+    assert math.isnan(ValueFit.explained_variance([ValueFit.of(torch.ones(3), values[:3])]))

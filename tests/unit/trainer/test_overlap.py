@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
-from mindspeed_rlxf.config.enums import ScoreSlotLimit
+from mindspeed_rlxf.config.enums import OldLogProbs, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
@@ -49,14 +49,16 @@ def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> N
         training=SimpleNamespace(train_iters=1, seed=1),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
+        old_log_probs=OldLogProbs.RECOMPUTE,
         count_updates=lambda iteration: iteration,
     )
     names = ("actor", "rollout", "ref", "critic", "reward")
     roles: Any = SimpleNamespace(**{name: Scripted(name, called) for name in names})
-    prompts: Any = SimpleNamespace(next_prompts=lambda: None)
+    prompts: Any = SimpleNamespace(next_prompts=lambda: SimpleNamespace(sample_ids=[0]))
     nobody: Any = None
+    recorder: Any = SimpleNamespace(token_log=lambda *_: None)
     with pytest.raises(Waited):
-        PpoTrainer(config, roles, prompts, nobody, nobody, nobody, StopRequest(0.0)).fit()
+        PpoTrainer(config, roles, prompts, nobody, recorder, nobody, StopRequest(0.0)).fit()
     scoring = ["rollout.update_weights", "rollout.generate", "reward.score"]
     scoring += ["actor.log_probs", "ref.log_probs", "critic.values"]
     updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]

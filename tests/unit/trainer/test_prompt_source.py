@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompt_store import Labels, PromptStore
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler
+from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler, make_sampler
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
 from tests.unit.conftest import MakeConfig
 
@@ -65,6 +65,29 @@ def test_a_source_continues_from_its_state() -> None:
         ours, theirs = first.next_prompts(), second.next_prompts()
         assert ours.sample_ids == theirs.sample_ids
         assert ours.ground_truths == theirs.ground_truths
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 2.0)])
+def test_a_batch_that_was_read_ahead_is_the_next_and_no_part_of_the_state(
+    weights: tuple[float, ...],
+) -> None:
+    def start() -> PromptSource:
+        return PromptSource(prompts(5), make_sampler((2, 3), weights, 3, 1, True), 2)
+
+    plain, reads, resumed = start(), start(), start()
+    for _ in range(5):
+        reads.read_ahead()
+        reads.read_ahead()
+        assert reads.state_dict() == plain.state_dict()
+        resumed.read_ahead()
+        resumed.load_state_dict(reads.state_dict())
+        expected = plain.next_prompts()
+        for source_ in (reads, resumed):
+            found = source_.next_prompts()
+            assert found.sample_ids == expected.sample_ids
+            assert found.ground_truths == expected.ground_truths
+        assert reads.pop_consumed() == plain.pop_consumed()
+        assert reads.state_dict() == plain.state_dict() == resumed.state_dict()
 
 
 def test_rows_are_numbered_from_the_first_id() -> None:

@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule
 from mindspeed_rlxf.run.supervised import CHILD_OF
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
@@ -38,6 +39,7 @@ class Command:
         self.lacking: Exception | None = None
         self.trained: list[int] = []
         self.validated: list[Path] = []
+        self.ends: Exception | None = None  # what training raises
 
     def run(self, sections: dict[str, Any] | None = None, **training: Any) -> int:
         """sections: keys of other sections"""
@@ -69,7 +71,11 @@ class Command:
         checkpoints.commit(last, trainer_state(last), None, print)
         checkpoints.store.set_exported(last)
         self.trained.append(last)
-        yield SimpleNamespace(fit=lambda: None)
+        yield SimpleNamespace(fit=self.fit)
+
+    def fit(self) -> None:
+        if self.ends:
+            raise self.ends
 
     def validate_only(self, _: Any, __: Any, directory: RunDirectory, *___: Any) -> int:
         self.validated.append(directory.path)
@@ -168,3 +174,17 @@ def test_validation_only_trains_nothing(
     assert command.facts() == {"joined": False}, "the supervisor knows of no directory"
     kept = [path for path in before if path.is_file()]
     assert all(path.stat().st_mtime_ns == before[path] for path in kept)
+
+
+def test_a_run_that_a_rule_ended_is_a_failure_that_is_not_restarted(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """75 would have schedulers give the same command again, 0 would say that it is done."""
+    command.ends = StoppedByRule("kl_runaway", "the KL is 9")
+    assert command.run(train_iters=3) == 1
+    assert "failed: stopped by logging.stop_on=kl_runaway: the KL is 9" in capsys.readouterr().err
+    assert "logging.stop_on" in command.facts()["no_restart"]
+    failure = json.loads((command.folder / "failure.json").read_text())
+    assert (failure["role"], failure["phase"]) == ("driver", "health")
+    command.ends = Stopped()
+    assert command.run(train_iters=4) == 75 and "no_restart" not in command.facts()

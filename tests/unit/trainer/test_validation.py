@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
-from mindspeed_rlxf.config.schema import LoggingConfig, ValidationConfig
+from mindspeed_rlxf.config.schema import AlgorithmConfig, LoggingConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
@@ -78,6 +78,7 @@ def make(tmp_path: Path, size: int, **keys: Any) -> tuple[Validator, Roles, RunD
         validation=ValidationConfig(n_samples=size, do_sample=size > 1, **keys),
         training=SimpleNamespace(seed=7, train_iters=1),
         logging=LoggingConfig(samples=5),
+        algorithm=AlgorithmConfig(),
     )
     roles: Any = Roles(size)
     directory = RunDirectory(tmp_path)

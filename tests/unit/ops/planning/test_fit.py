@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
@@ -54,64 +55,63 @@ def test_too_little_memory_is_a_problem_with_a_remedy(config: Callable[..., RunC
     run = config({**JOINED, "device.memory_gib": 0.25})
     (problem,) = map(str, check_fit(run).problems)
     assert problem.startswith("resource_pool.main: a device needs ")
-    assert "has 256.0 MiB; " in problem
+    assert "has 256.0 MiB; use more devices, or place roles on pools of their own" in problem
     assert "does not fit: needs" in section(run, "Memory per device, pool main")
 
 
-def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -> None:
-    large = {"model.small.vocab_size": 10**6, "actor_rollout.use_distributed_optimizer": True}
-    run = config({**JOINED, **large, "device.memory_gib": 0.5})
-    (problem,) = map(str, check_fit(run).problems)
-    assert problem.endswith(
-        "; set critic.use_distributed_optimizer=true or raise tensor_model_parallel_size or "
-        "raise pipeline_model_parallel_size or place roles on pools of their own"
-    )
-
-
-def test_remedy_for_experts_spreads_them(config: Callable[..., RunConfig]) -> None:
-    experts = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 10**5}
-    run = config({**JOINED, **experts, "device.memory_gib": 0.5})
-    (problem,) = map(str, check_fit(run).problems)
-    assert "raise actor_rollout.expert_model_parallel_size or " in problem
-    most = {"training.expert_model_parallel_size": 8}
-    (problem,) = map(
-        str, check_fit(config({**JOINED, **experts, **most, "device.memory_gib": 0.5})).problems
-    )
-    assert "expert_model_parallel_size" not in problem
-
-
+LARGE = {"model.small.vocab_size": 10**6, **JOINED}
 LONG = {
     "model.small.max_position_embeddings": 4096,
     "training.seq_length": 4096,
     "actor_rollout.max_prompt_length": 2048,
     "actor_rollout.max_new_tokens": 2048,
-    "device.memory_gib": 0.5,
     **JOINED,
 }
+EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 10**5, **JOINED}
+ONE_ROW = {"actor_rollout.num_samples_per_step": 1}
 
 
 @pytest.mark.parametrize(
-    ("changes", "remedy"),
+    ("changes", "memory_gib", "remedy"),
     [
-        ({"actor_rollout.num_samples_per_step": 12}, "lower actor_rollout.num_samples_per_step"),
+        (LARGE, 3.3, "set actor_rollout.use_distributed_optimizer=true: "),
         (
-            {"actor_rollout.num_samples_per_step": 1, "critic.micro_batch_size": 4},
-            "lower critic.micro_batch_size",
+            {**LARGE, "training.use_distributed_optimizer": True},
+            2.5,
+            "set ref.offload.weights=true: ",
+        ),
+        (LARGE, 2.0, "set actor_rollout.tensor_model_parallel_size=8 critic."),  # not one alone
+        (EXPERTS, 22.0, "set actor_rollout.use_distributed_optimizer=true: "),
+        (
+            {**LONG, "actor_rollout.num_samples_per_step": 12},
+            0.98,
+            "set actor_rollout.num_samples_per_step=6: ",
         ),
         (
-            {
-                "actor_rollout.num_samples_per_step": 1,
-                "critic.max_tokens_per_micro_batch": 4 * 4096,
-            },
-            "lower critic.max_tokens_per_micro_batch",
+            {**LONG, **ONE_ROW, "critic.micro_batch_size": 4},
+            1.1,
+            "set critic.micro_batch_size=2: ",
+        ),
+        (
+            {**LONG, **ONE_ROW, "critic.max_tokens_per_micro_batch": 4 * 4096},
+            1.1,
+            "set critic.max_tokens_per_micro_batch=8192: ",
         ),
     ],
 )
-def test_remedy_lowers_the_largest_part(
-    config: Callable[..., RunConfig], changes: dict[str, Any], remedy: str
+def test_the_first_change_that_suffices_is_named_with_what_it_reaches(
+    config: Callable[..., RunConfig], changes: dict[str, Any], memory_gib: float, remedy: str
 ) -> None:
-    (problem,) = map(str, check_fit(config({**LONG, **changes})).problems)
-    assert problem.endswith("; " + remedy)
+    run = config({**changes, "device.memory_gib": memory_gib})
+    (problem,) = map(str, check_fit(run).problems)
+    text = problem.partition("; ")[2]
+    assert text.startswith(remedy), text
+    overrides, reached = text.removeprefix("set ").rsplit(": ", 1)
+    values = dict(each.split("=") for each in overrides.split())
+    changed = {key: yaml.safe_load(value) for key, value in values.items()}
+    again = config({**changes, **changed, "device.memory_gib": memory_gib})
+    assert check_fit(again).problems == []
+    assert f"fits: needs {reached}, has" in section(again, "Memory per device, pool main")
 
 
 def test_every_phase_has_a_line(config: Callable[..., RunConfig]) -> None:

@@ -50,6 +50,21 @@ def test_responses_that_are_not_learnt_from_are_held_too(make_tree: Callable[...
     assert rows({"algorithm.adv_estimator": "remax"}) * 4 == 5 * plain
 
 
+def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(
+    make_tree: Callable[..., Any],
+) -> None:
+    """fp32: weights 4 bytes, moments 8; every one of 8 ranks has a whole model."""
+    config = resolve(make_tree({}), "t")
+    actor = model_numbers(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
+    critic = model_numbers(config.value_model.architecture, Head.SCORE)
+    host = needed(make_tree, {})
+    assert (host.offloaded, host.checkpoint) == (0, 12 * (actor + critic))
+    moved = needed(make_tree, {"training.offload": {"weights": True, "optimizer": True}})
+    assert moved.offloaded == 8 * (4 * (2 * actor + critic) + 8 * (actor + critic))
+    assert moved.total - moved.offloaded - moved.devices == host.total - host.devices
+    assert needed(make_tree, JOINED).checkpoint == host.checkpoint // 2
+
+
 def test_joined_cluster_shows_its_largest_host(make_tree: Callable[..., Any]) -> None:
     assert needed(make_tree, JOINED).num_processes == 4
 

@@ -39,16 +39,17 @@ def phase(config: RunConfig, role: Role, name: str, stage: int = 0) -> Any:
 def test_cache_is_as_large_as_the_real_one(config: Callable[..., RunConfig]) -> None:
     run = config({"actor_rollout.num_samples_per_step": 3, "actor_rollout.bf16": True})
     # 4 layers, 4 groups of width 64 / 8 = 8; 8 + 16 tokens
-    real = KvCache(CacheShape(4, 4, 24, 8, torch.bfloat16), 3, torch.device("cpu"))
-    expected = real.keys.nbytes + real.values.nbytes
-    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == expected
+    real = KvCache(CacheShape(4, 4, 8, torch.bfloat16), 24, torch.device("cpu"))
+    real.fit(3, 24)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == real.nbytes
 
 
 @pytest.mark.parametrize("room", [1, 5, 1000])
 def test_rows_follow_the_rule_of_the_rollout(
     config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    one = memory.kv_cache_bytes(1, 24, config().actor_rollout.architecture, 1, 4)
+    # A row counts with half a response, in pages: more than the 24 tokens that it can have.
+    one = memory.kv_cache_bytes(24, config().actor_rollout.architecture, 1, 4)
     whole = int(room * one / memory.CACHE_SHARE) + 10
     monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
     run = config({"device.cpu_threads": 1})
@@ -57,6 +58,7 @@ def test_rows_follow_the_rule_of_the_rollout(
     monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
     run = config({"device.memory_gib": whole / GIB})  # counts for each process, as it does in a run
     assert cache_rows(run) == min(96 // 8, room)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == min(12, room) * one
 
 
 def test_frozen_roles_hold_weights_only(config: Callable[..., RunConfig]) -> None:
@@ -71,7 +73,40 @@ def test_roles_of_a_pool_add_up_but_only_the_largest_phase_counts(
     pool = pool_memory(config(), "main")
     assert [r.role for r in pool.roles] == [Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC]  # no rule
     phases = [p.total for r in pool.roles for p in r.phases]
-    assert pool.total == sum(r.kept for r in pool.roles) + max(phases)
+    assert pool.total == sum(sum(r.state) + r.other for r in pool.roles) + max(phases)
+
+
+def test_what_is_offloaded_counts_in_the_phases_that_use_it(
+    config: Callable[..., RunConfig],
+) -> None:
+    """Peaks of all modes: kept by all roles, and the largest phase with what it brings back."""
+    actor, ref, critic = pool_memory(config(), "main").roles
+    states = [sum(role.state) for role in (actor, ref, critic)]
+    weights = [role.weights for role in (actor, ref, critic)]
+    for changes in ({}, {"optimizer": True}, {"weights": True, "optimizer": True}):
+        keys = {f"training.offload.{name}": value for name, value in changes.items()}
+        pool = pool_memory(config(keys), "main")
+        found = []
+        for number, role in enumerate((actor, ref, critic)):
+            for each in role.phases:
+                learns = each.name in ("update", "optimizer step")
+                kept = weights if len(changes) < 2 else [0, 0, 0]
+                kept = [*(states if not changes else kept)]
+                kept[number] = states[number] if learns or not changes else weights[number]
+                found.append(sum(kept) + each.total)
+        assert pool.total == max(found) + sum(role.other for role in (actor, ref, critic))
+        both, optimizers = sum(weights), actor.optimizer + critic.optimizer
+        assert pool.copies == [0, optimizers, optimizers + both][len(changes)]
+
+
+def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(
+    config: Callable[..., RunConfig],
+) -> None:
+    changes = {"algorithm.kl_penalty": "full", "training.offload.weights": True}
+    pool = pool_memory(config(changes), "main")
+    actor, ref, _ = pool.roles
+    assert pool.held(ref, ref.phases[0])[0] == actor.weights + ref.weights
+    assert pool.held(actor, actor.phases[0])[0] == actor.weights
 
 
 def test_pipeline_receives_weights_for_generation(config: Callable[..., RunConfig]) -> None:

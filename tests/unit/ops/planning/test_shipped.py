@@ -23,4 +23,4 @@ def test_it_plans_and_fits(name: str) -> None:
 
 
 def test_there_is_one_for_every_family() -> None:
-    assert len(REAL) == 9
+    assert len(REAL) == 17

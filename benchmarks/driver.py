@@ -1,0 +1,336 @@
+"""CPU time of the driver for each worker and phase, beside that of a bare call of a Ray actor.
+
+The trainer, its role groups, metrics and files are real; the workers answer at once. 32 of them are
+processes of a pool with a world of their own, then 512 are stand-ins, 64 to a process, which
+answer without reading their inputs. Each iteration has nine phases; between iterations the driver
+makes as many calls of bare actors that return their argument, one after the other and then all
+answers, as the trainer does. CPU time is that of the whole driver process, Ray's threads included.
+Prints one JSON line.
+
+    python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1])] * 2)
+
+import numpy as np
+import torch
+
+from mindspeed_rlxf.cluster.protocol import BUILD, Reply
+from mindspeed_rlxf.cluster.role_groups import RoleGroups
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import DeviceConfig, RunConfig, RuntimeConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rows
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.roles.reports import (
+    ExperienceReport,
+    GenerateReport,
+    LogProbReport,
+    ScoreReport,
+    Summary,
+    UpdateReport,
+)
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.recorder import Recorder
+from mindspeed_rlxf.run.stopping import StopRequest
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
+
+SAMPLES, RANKS_PER_PROCESS, WARM = 4, 64, 2  # samples of a worker; iterations before the first
+NUMBERS = Summary(SAMPLES, 1.0, 1.0, 0.0)
+STEP = {"pg_loss": 0.1, "pg_clipfrac": 0.0, "ppo_kl": 0.0, "entropy": 1.0, "grad_norm": 1.0}
+VALUE_STEP = {"vf_loss": 0.1, "vf_clipfrac": 0.0, "vpred_mean": 0.0, "grad_norm": 1.0}
+
+
+@dataclass(frozen=True)
+class Blank(Rows):
+    numbers: torch.Tensor  # [batch, response] fp32
+
+
+class Role:
+    """Answers every method of every role at once, with rows and reports of the usual size."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.length = next(a for a in arguments if isinstance(a, int))
+
+    def _rows(self, rows: Any) -> Blank:
+        return Blank(torch.zeros(rows.num_rows, self.length))
+
+    def update_weights(self, version: int) -> RoleOutput:
+        return RoleOutput()
+
+    def generate(self, prompts: Any, seed: int, greedy: bool) -> RoleOutput:
+        count, lengths = prompts.num_rows, [self.length] * prompts.num_rows
+        given = prompts.sample_ids, prompts.data_sources, [16] * count, lengths, [True] * count
+        return RoleOutput(self._rows(prompts), GenerateReport(*given, count, count, count, 0.0))
+
+    def score(self, rollouts: Any) -> RoleOutput:
+        return RoleOutput(self._rows(rollouts), ScoreReport([0.5] * rollouts.num_rows))
+
+    def log_probs(self, rollouts: Any) -> RoleOutput:
+        return RoleOutput(self._rows(rollouts), LogProbReport(NUMBERS))
+
+    def values(self, rollouts: Any) -> RoleOutput:
+        return RoleOutput(self._rows(rollouts))
+
+    def make_experience(self, inputs: Any) -> RoleOutput:
+        report = ExperienceReport([0.1] * inputs.rollouts.num_rows, *[NUMBERS] * 5)
+        return RoleOutput(self._rows(inputs.rollouts), report)
+
+    def update_policy(self, rollouts: Any, *rest: Any) -> RoleOutput:
+        return RoleOutput(report=UpdateReport([STEP] * 2, 1e-5))
+
+    def update_critic(self, rollouts: Any, *rest: Any) -> RoleOutput:
+        return RoleOutput(report=UpdateReport([VALUE_STEP] * 2, 1e-5))
+
+
+class ManyRanks:
+    """The stand-in of many ranks in one process: runs requests without fetching rows."""
+
+    def __init__(self, length: int) -> None:
+        self.role = Role(length)
+
+    def run_request(self, data: bytes, refs: list[Any]) -> tuple[Any, Reply]:
+        from mindspeed_rlxf.cluster.ray.message import unpack
+
+        request = unpack((data, refs))
+        if request.method == BUILD:
+            return None, Reply(None, None, 0.0)
+        if request.of_engine:
+            return None, Reply(None, None, 0.0)
+        output = getattr(self.role, request.method)(*request.args)
+        rows = None if output.rows is None else output.rows.num_rows
+        return output.rows, Reply(output.report, rows, 0.0)
+
+
+class Bare:
+    def same(self, value: Any) -> Any:
+        return value
+
+
+class Measured(PpoTrainer):
+    """Notes the CPU seconds of each iteration, and of as many bare calls after it."""
+
+    def prepare(self, bare: list[Any], ray: Any) -> None:
+        self.bare, self.ray = bare, ray
+        self.cpu: list[float] = []
+        self.bare_cpu: list[float] = []
+        self.num_calls = self.num_phases = 0
+
+    def _finish(self, measured: Any, collected: Any, calls: Any, all_s: float) -> None:
+        super()._finish(measured, collected, calls, all_s)
+        self.num_phases = len(calls) + 1  # the first gives the rollout its weights
+        self.num_calls = (
+            sum(len(call.replies()) for call in calls) + self.actor.train.pool.world_size
+        )
+        self.cpu.append(cpu_s() - self._began)
+        self._bare_calls()
+
+    def _bare_calls(self) -> None:
+        began, size = cpu_s(), self.actor.train.pool.world_size
+        for _ in range(self.num_phases):
+            refs = [self.bare[i % len(self.bare)].same.remote(i) for i in range(size)]
+            self.ray.get(refs)
+        self.bare_cpu.append(cpu_s() - began)
+        self._began = cpu_s()
+
+    def fit(self) -> None:
+        self._began = cpu_s()
+        super().fit()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=32)
+    parser.add_argument("--stand-ins", type=int, default=512)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[64, 8192])
+    parser.add_argument("--profile", action="store_true", help="cProfile of the stand-ins' driver")
+    arguments = parser.parse_args()
+    from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
+
+    began = time.monotonic()
+    runtime = RayRuntime(
+        DeviceConfig(kind=DeviceKind.CPU),
+        RuntimeConfig(timeout_s=300.0, start_timeout_s=280.0, address="local"),
+        max(arguments.workers, 1),
+        log_dir=Path(tempfile.mkdtemp()),
+    )
+    found: dict[str, Any] = {"ray_start_s": round(time.monotonic() - began, 1)}
+    try:
+        if arguments.workers:
+            began = time.monotonic()
+            pool = runtime.create_pools({"main": [arguments.workers]})["main"]
+            found["workers_start_s"] = round(time.monotonic() - began, 1)
+            for length in arguments.lengths:
+                found[f"workers_{length}_tokens"] = measure(pool, length, arguments)
+            pool.shutdown()
+        for length in arguments.lengths if arguments.stand_ins else ():
+            pool = stand_in_pool(runtime, arguments.stand_ins, length)
+            found[f"stand_ins_{length}_tokens"] = measure(pool, length, arguments)
+            end_stand_ins(pool)
+    finally:
+        runtime.shutdown()
+    facts = {"benchmark": "driver", "workers": arguments.workers, "cores": os.cpu_count()}
+    print(json.dumps({**facts, "stand_ins": arguments.stand_ins, **found}))
+
+
+def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
+    """A pool whose ranks are stand-ins, 64 to a process."""
+    import ray
+
+    from mindspeed_rlxf.cluster.nodes import Place
+    from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorkers
+    from mindspeed_rlxf.cluster.worker import ProcessSetup
+
+    many = ray.remote(num_cpus=0)(ManyRanks)
+    run = many.options(max_concurrency=1)
+    processes = [run.remote(length) for _ in range(-(-size // RANKS_PER_PROCESS))]
+    actors = tuple(TwoReturns(processes[rank // RANKS_PER_PROCESS]) for rank in range(size))
+    places = tuple(Place("host", "127.0.0.1", 0, ()) for _ in range(size))
+    workers = RayWorkers((size,), None, actors, places)
+    setups = [
+        ProcessSetup("main", rank, size, DeviceKind.CPU, 1, 60.0, None, "127.0.0.1")
+        for rank in range(size)
+    ]
+    pools = runtime.pools
+    pool = RayPool("main", workers, setups, [SimpleNamespace()] * size, pools.deadlines, pools)
+    return pool
+
+
+def end_stand_ins(pool: Any) -> None:
+    import ray
+
+    for process in {id(each.actor): each.actor for each in pool.workers.actors}.values():
+        ray.kill(process)
+
+
+class TwoReturns:
+    """The handle of a stand-in's process, with the two returns of a worker's method."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.run_request = actor.run_request.options(num_returns=2)
+
+
+def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    import ray
+
+    with tempfile.TemporaryDirectory() as name:
+        config = run_config(pool.world_size, Path(name), WARM + arguments.iterations)
+        began = time.monotonic()
+        roles = stand_in_roles(config, pool, length)
+        built_s = time.monotonic() - began
+        trainer = make_trainer(config, roles)
+        actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(min(8, pool.world_size))]
+        ray.get([actor.same.remote(0) for actor in actors])
+        trainer.prepare(actors, ray)
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            out, sys.stdout = sys.stdout, nowhere
+            try:
+                profiled(trainer) if arguments.profile else trainer.fit()
+            finally:
+                sys.stdout = out
+        for actor in actors:
+            ray.kill(actor)
+    per_call = statistics.median(trainer.cpu[WARM:]) / trainer.num_calls
+    bare = statistics.median(trainer.bare_cpu[WARM:]) / (trainer.num_phases * pool.world_size)
+    return {
+        "phases": trainer.num_phases,
+        "messages": trainer.num_calls,
+        "cpu_ms_per_worker_and_phase": round(per_call * 1e3, 3),
+        "bare_call_cpu_ms": round(bare * 1e3, 3),
+        "ratio_to_bare_call": round(per_call / bare, 2),
+        "driver_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "build_s": round(built_s, 1),
+    }
+
+
+def profiled(trainer: Measured) -> None:
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    profile.runcall(trainer.fit)
+    pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(30)
+
+
+def stand_in_roles(config: RunConfig, pool: Any, length: int) -> RoleGroups:
+    """The groups of a run, built of stand-ins."""
+    from unittest.mock import patch
+
+    from mindspeed_rlxf.cluster import group
+
+    build = group.RoleGroup.build
+
+    def build_stand_in(self: Any, factory: Any, *arguments: Any) -> Any:
+        return build(self, Role, length)
+
+    with patch.object(group.RoleGroup, "build", build_stand_in):
+        return RoleGroups.build(config, {"main": pool}, [1])
+
+
+def run_config(size: int, folder: Path, iterations: int) -> RunConfig:
+    batch = size * SAMPLES
+    keys = {
+        "training.train_iters": iterations,
+        "training.global_batch_size": batch,
+        "training.output_dir": folder / "run",
+        "actor_rollout.ppo_mini_batch_size": batch // 2,
+        "actor_rollout.micro_batch_size": 2,
+        "critic.critic_mini_batch_size": batch // 2,
+        "critic.micro_batch_size": 2,
+        "logging.samples": 0,
+        "validation.interval": 0,
+        "validation.after": False,
+        "validation.before": False,
+        "resource_pool.main": f"[{size}]",
+        "runtime.address": "head:6379",  # a plan for other hosts: this one need not hold all
+        "device.kind": "cpu",
+    }
+    tree = compose("ppo_trainer_tiny_rm", [f"{key}={value}" for key, value in keys.items()])
+    return resolve(tree, "driver")
+
+
+def make_trainer(config: RunConfig, roles: RoleGroups) -> Measured:
+    prompts = [
+        Prompt(i, "prompt", np.arange(2, 18), "truth", "source")
+        for i in range(2 * roles_size(config))
+    ]
+    nothing: Any = SimpleNamespace(
+        settle=lambda note: None, is_due=lambda *_: False, validate=lambda *_, **__: {}
+    )
+    recorder = Recorder(config, RunDirectory.create(config), None)
+    source = PromptSource.from_config(config, prompts)
+    stop = StopRequest(60.0)
+    return Measured(config, roles, source, nothing, recorder, nothing, stop)
+
+
+def roles_size(config: RunConfig) -> int:
+    return config.training.global_batch_size
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Generation by the native engine beside `transformers.generate` with the same weights.
+
+Two workloads of a Llama of 18.9 M parameters, fp32, sdpa, sampling at temperature 1: `equal` (16
+prompts of 64 tokens, 128 new tokens each) and `mix` (the prompts and response lengths of
+`rollout_lengths.json`, 16 at a time: transformers generates each batch of 16 until all of it are
+done, our engine refills finished rows). Lengths are forced in both, by position. The two take turns
+in one process, each with the number of threads that is fastest for it; medians of 5.
+
+`cost`: processor time of the host and dispatched operators of a decode step, of a model of 28
+layers so small that computation hardly counts, with one thread. Both are the difference between a
+generation of 8 new tokens and one of 40, over the 32 steps between. Operators are those that a
+TorchDispatchMode sees, views included, after it has decomposed those without a kernel of their own.
+
+Prints one JSON line. With `--baseline CHECKOUT` the cost and the times of another checkout of this
+package, measured in a process of its own before and after, and the ratios to it.
+
+    python benchmarks/rollout.py [--device cpu|cuda|npu] [--quick] [--parts equal,mix,cost]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.enums import DeviceKind
+
+LENGTHS = Path(__file__).with_name("rollout_lengths.json")
+ROWS, SEED = 16, 1
+MODEL = ArchitectureConfig(
+    num_layers=8,
+    hidden_size=384,
+    ffn_hidden_size=1024,
+    num_attention_heads=6,
+    num_query_groups=2,
+    vocab_size=16384,
+    max_position_embeddings=1024,
+)
+TOY = MODEL.model_copy(
+    update={
+        "num_layers": 28,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", type=DeviceKind, default=DeviceKind.CPU)
+    parser.add_argument("--quick", action="store_true", help="one short repetition of each")
+    parser.add_argument("--parts", default="equal,mix,cost")
+    parser.add_argument("--baseline", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--ours-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--write-lengths", type=int, metavar="SEED")
+    arguments = parser.parse_args()
+    if arguments.write_lengths is not None:
+        LENGTHS.write_text(json.dumps(make_lengths(arguments.write_lengths)) + "\n", "utf-8")
+    before = [measure_baseline(arguments)] if arguments.baseline else []
+    found = measure(arguments)
+    if arguments.baseline:
+        found["baseline"] = compare(found, [*before, measure_baseline(arguments)])
+    print(json.dumps(found))
+
+
+def make_lengths(seed: int, count: int = 64, limit: int = 512) -> dict[str, object]:
+    """Draw log-normal response lengths up to the limit, whose mean is 40% of it."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.lognormal(0.0, 0.8, count)
+    scales = np.linspace(1, limit, 4096)
+    means = [(drawn * scale).clip(8, limit).mean() for scale in scales]
+    scale = scales[int(np.abs(np.array(means) - 0.4 * limit).argmin())]
+    lengths = (drawn * scale).clip(8, limit).astype(int)
+    made = f"default_rng({seed}): lognormal(0, 0.8) scaled to a mean of 40% of {limit}, in 8.."
+    return {"made": made, "prompt": 64, "limit": limit, "responses": lengths.tolist()}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    device.setup(arguments.device)
+    dist.init_process_group(
+        device.backend(arguments.device), store=dist.HashStore(), rank=0, world_size=1,
+        timeout=timedelta(minutes=5),
+    )  # fmt: skip
+    parts, repeats = arguments.parts.split(","), 1 if arguments.quick else 5
+    found: dict[str, Any] = {
+        "benchmark": "rollout",
+        "device": str(device.current_device()),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+    if {"equal", "mix"} & set(parts):
+        pair = Pair(MODEL, with_peer=not arguments.ours_only)
+        found["parameters"] = sum(p.numel() for p in pair.peer.parameters())
+        if "equal" in parts:
+            found["equal"] = pair.race([8 if arguments.quick else 128] * ROWS, repeats)
+        if "mix" in parts:
+            lengths = json.loads(LENGTHS.read_text(encoding="utf-8"))["responses"]
+            found["mix"] = pair.race(lengths[:20] if arguments.quick else lengths, repeats)
+    if "cost" in parts:
+        found["cost"] = step_cost(Pair(TOY, with_peer=False), repeats)
+    dist.destroy_process_group()
+    return found
+
+
+class Pair:
+    """The engine and transformers with the same random weights."""
+
+    def __init__(self, architecture: ArchitectureConfig, with_peer: bool) -> None:
+        # Megatron may be imported after the device's set-up only.
+        from mindspeed_rlxf.device import megatron_versions
+        from mindspeed_rlxf.rollout.native import NativeRollout
+        from mindspeed_rlxf.rollout.weights import OwnWeights
+
+        megatron_versions.mend()
+        a, self.with_peer, self.threads = architecture, with_peer, dict[str, int]()
+        torch.manual_seed(0)
+        self.peer: Any = LlamaForCausalLM._from_config(
+            LlamaConfig(
+                num_hidden_layers=a.num_layers,
+                hidden_size=a.hidden_size,
+                intermediate_size=a.ffn_hidden_size,
+                num_attention_heads=a.num_attention_heads,
+                num_key_value_heads=a.kv_heads,
+                vocab_size=a.vocab_size,
+                max_position_embeddings=a.max_position_embeddings,
+                tie_word_embeddings=True,
+                rms_norm_eps=a.norm_epsilon,
+                bos_token_id=None,
+                eos_token_id=None,
+                pad_token_id=0,
+            ),
+            attn_implementation="sdpa",
+        ).to(device.current_device(), torch.float32)
+        self.peer.eval()
+        self.engine = NativeRollout(OwnWeights(a, 1, torch.float32, SEED), max_rows=ROWS)
+        named = dict(self.peer.named_parameters())  # a tied weight once
+        self.engine.update_weights(((name, p.data) for name, p in named.items()), 0)
+        self.engine.wake()
+        self.vocab = a.vocab_size
+
+    def prompts(self, count: int) -> np.ndarray:
+        return np.random.default_rng(SEED).integers(1, self.vocab, (count, 64))
+
+    def ours(self, lengths: Sequence[int]) -> int:
+        """Generate; returns the number of tokens."""
+        from mindspeed_rlxf.rollout.protocol import GenerationRequest
+        from mindspeed_rlxf.rollout.sampling import SamplingSettings
+
+        prompts = self.prompts(len(lengths))
+        asked = [
+            GenerationRequest(i, i, prompts[i], SamplingSettings(True, 1.0, 0, 1.0, 0, n, ()), SEED)
+            for i, n in enumerate(lengths)
+        ]
+        return sum(len(result.tokens) for result in self.engine.generate(asked))
+
+    def theirs(self, lengths: Sequence[int]) -> int:
+        """Generate batch after batch, each until all its rows have their lengths."""
+        prompts, where = torch.from_numpy(self.prompts(len(lengths))), device.current_device()
+        for start in range(0, len(lengths), ROWS):
+            batch, wanted = prompts[start : start + ROWS], lengths[start : start + ROWS]
+            criteria = StoppingCriteriaList([AtLengths(64, wanted, where)])
+            self.peer.generate(
+                batch.to(where), attention_mask=torch.ones_like(batch).to(where),
+                stopping_criteria=criteria, max_new_tokens=max(wanted), do_sample=True, top_k=0,
+            )  # fmt: skip
+        device.synchronize()
+        return sum(lengths)
+
+    def race(self, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
+        """Measure both in turn; tokens per second of each, and the ratio of the medians."""
+        sides: dict[str, Callable[[Sequence[int]], int]] = {"ours": self.ours}
+        if self.with_peer:
+            sides["transformers"] = self.theirs
+        for name, generate in sides.items():
+            self.threads.setdefault(name, 0)
+            if not self.threads[name]:
+                self.threads[name] = best_threads(lambda run=generate: run([24] * ROWS))
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(repeats):
+            for name, generate in sides.items():
+                torch.set_num_threads(self.threads[name])
+                started = time.perf_counter()
+                assert generate(lengths) == sum(lengths)
+                times[name].append(time.perf_counter() - started)
+        medians = {name: statistics.median(all_s) for name, all_s in times.items()}
+        found: dict[str, Any] = {"tokens": sum(lengths), "threads": dict(self.threads)}
+        found |= {f"{name}_s": round(all_s, 3) for name, all_s in medians.items()}
+        if self.with_peer:
+            found["ratio"] = round(medians["transformers"] / medians["ours"], 2)
+        return found
+
+
+class AtLengths(StoppingCriteria):
+    """Ends each row at its own number of new tokens."""
+
+    def __init__(self, prompt: int, lengths: Sequence[int], where: torch.device) -> None:
+        self.ends = torch.tensor(lengths, device=where) + prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self.ends
+
+
+def best_threads(run: Callable[[], Any]) -> int:
+    """Return the number of threads with which `run` is fastest."""
+    found: dict[int, float] = {}
+    for threads in sorted({1, os.cpu_count() or 1}):
+        torch.set_num_threads(threads)
+        run()
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        found[threads] = min(times)
+    return min(found, key=lambda threads: found[threads])
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that reach the device's kernels, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # what an operator is made of, where it has no kernel of its own
+            parts = func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step_cost(pair: Pair, repeats: int) -> dict[str, float]:
+    """Milliseconds of the host and operators of a decode step: those of 32 more, over 32."""
+    torch.set_num_threads(1)
+
+    def took(new_tokens: int) -> float:
+        started = time.process_time()  # other programs of the machine do not count
+        pair.ours([new_tokens] * ROWS)
+        return time.process_time() - started
+
+    def operators(new_tokens: int) -> int:
+        with Counted() as counted:
+            pair.ours([new_tokens] * ROWS)
+        return counted.operators
+
+    took(8)
+    times = [(took(40) - took(8)) / 32 for _ in range(repeats)]
+    count = (operators(40) - operators(8)) / 32
+    return {"host_ms": round(1000 * statistics.median(times), 2), "operators": round(count, 1)}
+
+
+def measure_baseline(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure another checkout with this script, in a process of its own."""
+    words = ["--device", arguments.device.value, "--parts", arguments.parts, "--ours-only"]
+    done = subprocess.run(
+        [sys.executable, __file__, *words, *(["--quick"] if arguments.quick else [])],
+        env={**os.environ, "PYTHONPATH": str(arguments.baseline.resolve())},
+        stdout=subprocess.PIPE, check=True, text=True,
+    )  # fmt: skip
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare(found: dict[str, Any], baselines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean of each figure of the baseline, and what it was times ours."""
+    compared: dict[str, Any] = {}
+    for part, figures in (("cost", ("host_ms", "operators")), ("equal", ("ours_s",)),
+                          ("mix", ("ours_s",))):  # fmt: skip
+        for figure in figures if part in found else ():
+            was = statistics.mean(each[part][figure] for each in baselines)
+            name = f"{part}_{figure}"
+            compared |= {name: round(was, 3), f"{name}_ratio": round(found[part][figure] / was, 3)}
+    return compared
+
+
+if __name__ == "__main__":
+    main()

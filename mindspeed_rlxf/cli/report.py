@@ -1,0 +1,62 @@
+"""`report`: write one HTML file about one or several runs.
+
+Exit codes: 0 = written; 2 = a mistake on the command line, one `error:` line per problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
+from mindspeed_rlxf.run.report import report_mode, write_report
+
+OPTIONS = (
+    option(
+        "runs", nargs="+", metavar="RUN", help="run directory; several are laid over each other"
+    ),
+    option("--output", "-o", metavar="FILE", help="RUN/report.html, with several RUNs report.html"),
+    option("--samples", type=int, default=MAX_SAMPLES, help=f"at most this many ({MAX_SAMPLES})"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report; return the exit code."""
+    speak_utf8()
+    try:
+        arguments = _parse(argv)
+        runs = [Path(run) for run in arguments.runs]
+        file = _file(arguments.output, runs)
+        try:
+            size = write_report(runs, file, arguments.samples, mode=report_mode(runs[0], file))
+        except OSError as error:
+            rule = f"must be a file that can be written: {error.strerror}"
+            problem = Problem("--output", rule, repr(str(file)), "give another one")
+            raise UserError(problem) from error
+    except UserError as mistake:
+        return fail(mistake.problems)
+    print(f"report: {file} ({size / 1e6:.1f} MB)")
+    return 0
+
+
+def _file(output: str | None, runs: Sequence[Path]) -> Path:
+    """Return the file to write."""
+    if output is not None:
+        return Path(output)
+    return runs[0] / "report.html" if len(runs) == 1 else Path("report.html")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with usage where it is wrong."""
+    parser = Parser(
+        OPTIONS,
+        prog="mindspeed-rlxf report",
+        description="Writes one HTML file with curves, schedule and samples; it needs no network.",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.samples < 0:
+        parser.error(f"--samples={arguments.samples} must be 0 or more; use {MAX_SAMPLES}")
+    return arguments

@@ -1,0 +1,63 @@
+"""`watch`: serve the report of a run to browsers of this host, anew while the run writes.
+
+Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:` line per problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.reporting.report.content import RunFolder
+from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
+from mindspeed_rlxf.reporting.report.server import LiveRun, LiveServer
+from mindspeed_rlxf.run.report import find_state, open_runs
+
+PORT = 8760
+OPTIONS = (
+    option("run", metavar="RUN", help="run directory"),
+    option("--port", type=int, default=PORT, help=f"of 127.0.0.1; 0 = any free one ({PORT})"),
+    option("--samples", type=int, default=MAX_SAMPLES, help=f"at most this many ({MAX_SAMPLES})"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until Ctrl-C; return the exit code."""
+    speak_utf8()
+    try:
+        arguments = _parse(argv)
+        (first,) = open_runs([Path(arguments.run)])
+
+        def open_run() -> RunFolder:
+            return RunFolder(first.path, first.name, find_state(first.path), first.split)
+
+        server = _listen(LiveRun(open_run, arguments.samples), arguments.port)
+    except UserError as problem:
+        return fail(problem.problems)
+    print(f"watching {first.path}: {server.url} (Ctrl-C ends it)", flush=True)
+    with contextlib.closing(server.socket), contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return 0
+
+
+def _listen(run: LiveRun, port: int) -> LiveServer:
+    """Open the port. Raises UserError where it is taken."""
+    try:
+        return LiveServer(run, port)
+    except (OSError, OverflowError) as error:
+        problem = Problem("--port", f"must be a free port of this host: {error}", port, "use 0")
+        raise UserError(problem) from error
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with usage where it is wrong."""
+    parser = Parser(
+        OPTIONS,
+        prog="mindspeed-rlxf watch",
+        description="Serves the report of a run on the loopback address while the run goes on.",
+    )
+    return parser.parse_args(argv)

@@ -1,0 +1,43 @@
+"""Spans of the calls that have ended, kept until they are written to the timeline.
+
+Every call that the driver waits for is recorded: those of the loop, of validation, of transfers of
+weights and of saves. A process that writes no timeline keeps the newest ones only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.reporting.timeline import MOST_RANKS, Span
+
+LONGEST_UNSEEN_S = 0.001  # of a wait that is left out
+_ended: deque[Span] = deque(maxlen=20_000)
+
+
+def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:
+    """Record a call: the work of each rank, its wait for inputs, and the wait of the driver.
+
+    names: `role.method` of each reply
+    asked: when the driver began to wait, seconds since the epoch
+    """
+    for name, reply in zip(names, replies, strict=False):
+        if reply.rank >= MOST_RANKS:
+            continue
+        _ended.append(Span(name, pool, reply.rank, reply.started, reply.seconds))
+        if reply.fetch_s > LONGEST_UNSEEN_S:
+            role, began = name.partition(".")[0], reply.started - reply.fetch_s
+            _ended.append(Span(f"{role}.inputs", pool, reply.rank, began, reply.fetch_s, "wait"))
+    waited = time.time() - asked
+    if names and waited > LONGEST_UNSEEN_S:
+        _ended.append(Span(f"wait for {names[0]}", "driver", 0, asked, waited, "wait"))
+
+
+def take() -> list[Span]:
+    """Return the spans since the last time, in the order in which calls ended."""
+    found = []
+    while _ended:
+        found.append(_ended.popleft())
+    return found

@@ -1,0 +1,72 @@
+"""Split a response into the texts of its tokens, which together are the response."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
+
+
+class TokenPieces:
+    """Splits responses; a token that ends inside a character has "" as its text.
+
+    The next token then has the whole character. Knows byte-level tokens (GPT-2), tokens with a
+    lower block for a space and byte tokens (SentencePiece); others it decodes alone.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._known = tokenizer, dict[int, bytes]()
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._bytes = (
+            _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", "")) else {}
+        )
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """Return one text for each id."""
+        pieces, left, waiting = [], b"", 0
+        for place, token_id in enumerate(ids, 1):
+            left, waiting = left + self._bytes_of(token_id), waiting + 1
+            try:
+                pieces.append(left.decode("utf-8"))
+            except UnicodeDecodeError:
+                if waiting < MAX_TOKENS and place < len(ids):
+                    pieces.append("")
+                    continue
+                pieces.append(left.decode("utf-8", "replace"))
+            left, waiting = b"", 0
+        return pieces
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id not in self._known:
+            self._known[token_id] = self._find_bytes(token_id)
+        return self._known[token_id]
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes that a token stands for."""
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):  # not in the vocabulary
+            return f"<{token_id}>".encode()
+        if byte := BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        if self._bytes and all(letter in self._bytes for letter in token):
+            return bytes(self._bytes[letter] for letter in token)
+        if "\u2581" in token:
+            return token.replace("\u2581", " ").encode("utf-8", "replace")
+        return str(self._tokenizer.decode([token_id])).encode("utf-8", "replace")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return letter -> byte of byte-level tokenizers: printable bytes stand for themselves.
+
+    The others are the letters from U+0100 on, in their order (GPT-2's `bytes_to_unicode`).
+    """
+    itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in itself]
+    letters = {chr(byte): byte for byte in itself}
+    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}

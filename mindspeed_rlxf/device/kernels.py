@@ -1,0 +1,190 @@
+"""Choose fused operators by what works on this device, never by a version.
+
+Each row of TABLE names an operator and where it may come from. `find` tries the rows in order: it
+imports the operator, runs it forward and backward on a small input, and compares with plain torch.
+What fails is left out with one line in the log. On NPU MindSpeed's operators take the place of
+Megatron's own (`facade.fuses_layers`), and nothing here is asked for; on CPU there are none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_rlxf.device import facade
+
+logger = logging.getLogger(__name__)
+
+HALF = torch.bfloat16
+TOLERANCE = 0.05  # of bf16 results, whose numbers are about 1
+
+
+class Operator(str, Enum):
+    """What may be fused; the value is its name in the log."""
+
+    ATTENTION = "attention of packed sequences"
+    NORM = "root-mean-square norm"
+    ROTARY = "rotary embedding"
+    SWIGLU = "gated activation"
+    GRADIENT = "gradient accumulation"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an operator comes from.
+
+    load: returns it, as its users call it; raises where it is not installed
+    probe: runs it on the device; raises where it does not work, or computes something else
+    """
+
+    operator: Operator
+    name: str
+    load: Callable[[], Any]
+    probe: Callable[[Any, torch.device], None]
+
+
+@functools.cache
+def find(operator: Operator) -> Any:
+    """Return the first operator of TABLE that works on this process's device; None = plain torch.
+
+    In deterministic mode none is used: backward passes of fused attention add in any order.
+    """
+    if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
+        return None
+    for source in (row for row in TABLE if row.operator is operator):
+        try:
+            found = source.load()
+            source.probe(found, facade.current_device())
+        except Exception as error:  # whatever a library of the device raises
+            cause = str(error).strip().splitlines()[:1]
+            why = f"{type(error).__name__}: {cause[0] if cause else ''}"
+            logger.info("%s: %s does not work here (%s)", operator.value, source.name, why)
+            continue
+        logger.info("%s: %s", operator.value, source.name)
+        return found
+    logger.info("%s: plain torch", operator.value)
+    return None
+
+
+def _torch_varlen() -> Any:
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+        ends, longest = _ends(lengths, query.device), max(lengths)
+        how = {"window_size": (-1, 0), "enable_gqa": query.size(1) != key.size(1)}  # causal
+        out: Tensor = varlen_attn(query, key, value, ends, ends, longest, longest, **how)
+        return out
+
+    return attend
+
+
+def _flash_attention() -> Any:
+    flash = importlib.import_module("flash_attn").flash_attn_varlen_func
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+        ends, longest = _ends(lengths, query.device), max(lengths)
+        out: Tensor = flash(query, key, value, ends, ends, longest, longest, causal=True)
+        return out
+
+    return attend
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _engine_norm() -> Any:
+    return importlib.import_module("transformer_engine.pytorch").RMSNorm
+
+
+def _engine_rotary() -> Any:
+    """Megatron's switch for it stands for Transformer Engine's operator."""
+    module = importlib.import_module("megatron.core.extensions.transformer_engine")
+    return module.fused_apply_rotary_pos_emb
+
+
+def _megatron_swiglu() -> Any:
+    return importlib.import_module("megatron.core.fusions.fused_bias_swiglu").bias_swiglu_impl
+
+
+def _apex_gradient() -> Any:
+    return importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
+
+
+def _noise(device: torch.device, *shape: int) -> Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+    return numbers.to(device=device, dtype=HALF).requires_grad_()
+
+
+def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Raise AssertionError unless both results and their gradients are alike."""
+    mine, theirs = (torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected))
+    for one, other in zip((found, *mine), (expected, *theirs), strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _probe_attention(attend: Any, device: torch.device) -> None:
+    """Two sequences, two heads of queries for each of keys."""
+    query, key, value = (_noise(device, 24, heads, 64) for heads in (4, 2, 2))
+    found = attend(query, key, value, (5, 19))
+    outs = []
+    for one, keys, values in zip(*(x.split((5, 19)) for x in (query, key, value)), strict=True):
+        rows = [x.transpose(0, 1)[None] for x in (one, keys, values)]
+        outs.append(
+            F.scaled_dot_product_attention(
+                rows[0], rows[1], rows[2], is_causal=True, enable_gqa=True
+            )
+        )
+    expected = torch.cat([out[0].transpose(0, 1) for out in outs])
+    _compare(found, expected, (query, key, value))
+
+
+def _probe_norm(norm: Any, device: torch.device) -> None:
+    hidden = _noise(device, 8, 1, 64)
+    module = norm(64, eps=1e-5, params_dtype=HALF, device=device)
+    expected = module.weight * F.rms_norm(hidden.float(), (64,), eps=1e-5).to(HALF)
+    _compare(module(hidden), expected, (hidden, module.weight))
+
+
+def _probe_rotary(rotate: Any, device: torch.device) -> None:
+    """Padded rows, and packed tokens whose angles come token by token."""
+    angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
+    for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):
+        query, each = _noise(device, *shape), angles.view(of)
+        turned = torch.cat((-query[..., 32:], query[..., :32]), dim=-1)
+        expected = query * each.cos().to(HALF) + turned * each.sin().to(HALF)
+        _compare(rotate(query, each), expected, (query,))
+
+
+def _probe_swiglu(activate: Any, device: torch.device) -> None:
+    both = _noise(device, 8, 1, 128)
+    gate, up = both.chunk(2, dim=-1)
+    _compare(activate(both, None), F.silu(gate) * up, (both,))
+
+
+def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:
+    inputs, grads = _noise(device, 16, 32).detach(), _noise(device, 16, 8).detach()
+    total = torch.ones(8, 32, device=device)
+    expected = total + grads.float().t() @ inputs.float()
+    accumulate_fp32(inputs, grads, total)
+    torch.testing.assert_close(total, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+TABLE = (
+    Source(Operator.ATTENTION, "torch.nn.attention.varlen", _torch_varlen, _probe_attention),
+    Source(Operator.ATTENTION, "flash_attn", _flash_attention, _probe_attention),
+    Source(Operator.NORM, "transformer_engine", _engine_norm, _probe_norm),
+    Source(Operator.ROTARY, "transformer_engine", _engine_rotary, _probe_rotary),
+    Source(Operator.SWIGLU, "megatron.core", _megatron_swiglu, _probe_swiglu),
+    Source(Operator.GRADIENT, "apex", _apex_gradient, _probe_gradient),
+)

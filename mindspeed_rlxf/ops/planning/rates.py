@@ -1,0 +1,66 @@
+"""Rates of a device: what a unit of each kind of work costs, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mindspeed_rlxf.config.memory import FP32
+from mindspeed_rlxf.ops.planning.devices import SHARES, DeviceFigures
+from mindspeed_rlxf.ops.planning.work import Kind, Work
+
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a FLOP, of a byte of the device's memory, of a layer's call, of a phase."""
+
+    flop: float
+    moved: float
+    call: float
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Costs by kind of work, and of what leaves the device.
+
+    link, network, host: seconds of a byte; message: of a collective
+    iteration_s:         of what belongs to no phase
+    basis:               what the figures are, for people
+    """
+
+    costs: Mapping[Kind, Costs]
+    link: float
+    network: float
+    host: float
+    message: float
+    iteration_s: float
+    basis: str
+
+    def seconds(self, kind: Kind, work: Work) -> float:
+        """Return the time of work that nothing overlaps."""
+        own = self.costs[kind]
+        computed = work.flop * own.flop + work.moved * own.moved + work.calls * own.call
+        sent = work.link * self.link + work.network * self.network + work.host * self.host
+        return own.start + computed + sent + work.messages * self.message
+
+
+def published_rates(figures: DeviceFigures, itemsize: int) -> Rates:
+    """Return rates from the table of devices; matrices in fp32 count half of those in bf16."""
+    share, host = SHARES, figures.host_gb_s
+    flop = figures.bf16_tflops * TERA * share.matrices / (2 if itemsize == FP32 else 1)
+    costs = Costs(1 / flop, 1 / (figures.memory_gb_s * GIGA * share.memory), share.call_s)
+    assumed = "" if host else f", assumed {share.host_gb_s:g} GB/s to the host"
+    return Rates(
+        dict.fromkeys(Kind, costs),
+        1 / (figures.link_gb_s * GIGA * share.links),
+        1 / (figures.network_gb_s * GIGA * share.links),
+        1 / (host * GIGA * share.links if host else share.host_gb_s * GIGA),
+        share.message_s,
+        0.0,
+        f"published figures of {figures.name} ({figures.source}), of which programs are assumed "
+        f"to reach {share.matrices:.0%} (matrices), {share.memory:.0%} (memory) and "
+        f"{share.links:.0%} (links){assumed}",
+    )

@@ -1,0 +1,199 @@
+"""Find the cheapest change that makes a pool fit its devices, with the figure that it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mindspeed_rlxf.config.enums import Recompute, Role
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.ops.planning.memory import (
+    GENERATES,
+    PoolMemory,
+    cache_rows,
+    pool_memories,
+)
+from mindspeed_rlxf.ops.planning.prediction import predict
+from mindspeed_rlxf.ops.planning.rates import Rates
+from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
+from mindspeed_rlxf.ops.sizes import format_bytes
+
+MOST_CHANGES = 10  # of a remedy
+LEAST_SHARE = 0.01  # of the time of an iteration: what any change is taken to cost
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A set of changes, the bytes that a device then needs, and the predicted time, if known."""
+
+    changes: Changes
+    config: RunConfig
+    total: int
+    seconds: float | None
+
+
+def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str:
+    """Name the cheapest change after which a device of the pool needs at most `limit` bytes.
+
+    Of single changes that suffice, and of several found step by step, those with the shortest
+    predicted time; without rates the first single one in the order of `_single_changes`. Where
+    nothing suffices, the least that was reached is named.
+    """
+    search = _Search(config, pool, limit, rates)
+    singles = search.steps(search.before)
+    enough = [tried for tried in singles if tried.total <= limit]
+    least = search.before
+    if rates is not None or not enough:
+        least = search.several()
+        enough += [least] if least.total <= limit else []
+    if enough:
+        return f"set {search.describe(min(enough, key=_cost))}"
+    apart = ", or place roles on pools of their own" if len(pool.roles) > 1 else ""
+    reached = f"; the least found is {search.describe(least)}" if least.changes else ""
+    return f"use more devices{apart}, no change of keys suffices{reached}"
+
+
+def _cost(tried: Tried) -> tuple[float, int]:
+    seconds = 0.0 if tried.seconds is None else round(tried.seconds, 3)
+    return seconds, len(tried.changes)
+
+
+class _Search:
+    """Changes of a configuration whose pool does not fit `limit` bytes of a device."""
+
+    def __init__(
+        self, config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None
+    ) -> None:
+        self.config, self.pool, self.limit, self.rates = config, pool, limit, rates
+        self.before = Tried({}, config, pool.total, self._seconds(config))
+
+    def describe(self, found: Tried) -> str:
+        """Write the overrides, the bytes that they reach, and what they cost."""
+        slower = ""
+        if found.seconds is not None and self.before.seconds:
+            share = found.seconds / self.before.seconds - 1
+            slower = f" ({share:+.0%} predicted time)"
+        return f"{' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
+
+    def steps(self, start: Tried) -> list[Tried]:
+        """Return what each single change beside those of `start` reaches, where it saves bytes."""
+        pool = _like(start.config, self.pool)
+        found = [
+            self._try({**start.changes, **changes})
+            for changes in _single_changes(start.config, pool)
+        ]
+        return [tried for tried in found if tried and tried.total < start.total]
+
+    def several(self) -> Tried:
+        """Add the change of the lowest price until the pool fits; leave out what is not needed."""
+        best = self.before
+        for _ in range(MOST_CHANGES):
+            steps = self.steps(best)
+            if not steps:
+                break
+            best = min(steps, key=partial(self._price, best))
+            if best.total <= self.limit:
+                return self._pruned(best)
+        return best
+
+    def _price(self, before: Tried, tried: Tried) -> float:
+        """Return what a change costs for each byte that it saves of those that are too many."""
+        saved = min(before.total - tried.total, before.total - self.limit)
+        if tried.seconds is None or before.seconds is None:
+            return -saved
+        slower = max(0.0, tried.seconds - before.seconds)
+        return (slower + LEAST_SHARE * before.seconds) / saved
+
+    def _pruned(self, found: Tried) -> Tried:
+        for key in list(found.changes):
+            fewer = {name: value for name, value in found.changes.items() if name != key}
+            tried = self._try(fewer)
+            if tried and tried.total <= self.limit:
+                found = tried
+        return found
+
+    def _try(self, changes: Changes) -> Tried | None:
+        """Return what changes reach; None where a rule forbids them."""
+        try:
+            varied = vary(self.config, changes)
+        except ConfigError:
+            return None
+        return Tried(changes, varied, _like(varied, self.pool).total, self._seconds(varied))
+
+    def _seconds(self, config: RunConfig) -> float | None:
+        return predict(config, self.rates).iteration_s if self.rates else None
+
+
+def _like(config: RunConfig, pool: PoolMemory) -> PoolMemory:
+    """Return the memory of the same part of the same pool in another configuration."""
+    found = pool_memories(config, pool.pool)
+    return next(each for each in found if each.part == pool.part)
+
+
+def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
+    """Yield changes that may lower the memory of a pool, the cheapest kinds first."""
+    roles = {each.role: config.role(each.role) for each in pool.roles}
+    learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
+    if pool.part == GENERATES:
+        yield from _smaller_batches(config, roles)
+        yield {"rollout.tensor_model_parallel_size": 2 * config.rollout_tp}
+        return
+    for role, learner in learning.items():
+        if config.layout(role).dp > 1 and not learner.optimizer.use_distributed_optimizer:
+            yield {f"{role.value}.use_distributed_optimizer": True}
+    yield from _smaller_batches(config, roles)
+    for role, section in roles.items():
+        if role not in learning and not section.offload.weights:
+            yield {f"{role.value}.offload.weights": True}
+    for role, learner in learning.items():
+        if not learner.offload.optimizer:
+            yield {f"{role.value}.offload.optimizer": True}
+        if learner.recompute is Recompute.NONE:
+            yield {f"{role.value}.recompute": Recompute.SELECTIVE.value}
+        if learner.recompute is not Recompute.FULL:
+            yield {f"{role.value}.recompute": Recompute.FULL.value}
+        if not learner.offload.weights:
+            yield {f"{role.value}.offload.weights": True}
+    yield from _spread(config, roles)
+
+
+def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
+    """Yield halves of what is computed at once: rows of generation, and of micro-batches."""
+    if Role.ACTOR_ROLLOUT in roles:
+        rows = cache_rows(config)
+        while rows > 1:
+            rows = -(-rows // 2)
+            yield {"actor_rollout.num_samples_per_step": rows}
+    actor = config.actor_rollout
+    length = actor.max_prompt_length + actor.max_new_tokens
+    for role, section in roles.items():
+        tokens, size = section.max_tokens_per_micro_batch, section.micro_batch_size
+        while tokens is not None and tokens > length:
+            tokens = max(length, tokens // 2)
+            yield {f"{role.value}.max_tokens_per_micro_batch": tokens}
+        while tokens is None and size > 1:
+            size //= 2
+            yield {f"{role.value}.micro_batch_size": size}
+
+
+def _spread(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
+    """Yield layouts with more ranks for each model."""
+    for role, section in roles.items():
+        if section.architecture.num_experts:
+            yield {
+                f"{role.value}.expert_model_parallel_size": 2 * section.expert_model_parallel_size
+            }
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        changes: Changes = {}
+        for role, section in roles.items():
+            if key.startswith("pipeline") and not isinstance(section, LearningConfig):
+                continue
+            changes[f"{role.value}.{key}"] = 2 * getattr(section, key)
+            if key.startswith("tensor"):
+                changes[f"{role.value}.sequence_parallel"] = True
+        if changes:
+            yield changes

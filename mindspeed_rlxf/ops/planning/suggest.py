@@ -1,0 +1,245 @@
+"""Search the fastest layouts that fit the given devices; `dry_run=true plan.suggest=true`.
+
+The search tries a fixed list of layouts in a fixed order, so that its answer depends on the
+configuration alone. Every layout passes the rules of the configuration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.enums import Recompute, Role
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
+from mindspeed_rlxf.ops.planning import available
+from mindspeed_rlxf.ops.planning.host import host_memory_needed
+from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model, pool_memories
+from mindspeed_rlxf.ops.planning.prediction import predict
+from mindspeed_rlxf.ops.planning.rates import Rates
+from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
+from mindspeed_rlxf.ops.sizes import GIB, format_bytes
+
+SIZES = (1, 2, 4, 8)
+"""Of tensor and pipeline parallelism."""
+SHOWN, TOLD_EVERY_S = 3, 2.0
+RUNTIME_BYTES, KEPT_FREE = 4 * GIB, 0.1
+"""What a suggestion leaves of a device: to the runtime, and a share for fragmentation."""
+
+Changes = dict[str, Any]
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Changes that make a layout, what its fullest device needs, the predicted iteration."""
+
+    changes: Changes
+    total: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """One point of the search. offload: number of steps of `_offloads`"""
+
+    tp: int
+    pp: int
+    recompute: Recompute
+    sequences: int  # of the longest, that a micro-batch holds
+
+
+def usable(device_bytes: int) -> int:
+    """Return the bytes of a device that a suggestion may plan with."""
+    return int((device_bytes - RUNTIME_BYTES) * (1 - KEPT_FREE))
+
+
+def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Suggestion]:
+    """Return the fastest layouts that need at most `limit` bytes of a device, the best first.
+
+    The best of each pair of TP and PP; where fewer pairs fit than are shown, others follow.
+    note: is told how far the search is
+    """
+    layouts = list(_layouts(config))
+    found: list[tuple[_Layout, Suggestion]] = []
+    told = time.monotonic()
+    for number, layout in enumerate(layouts):
+        if time.monotonic() - told > TOLD_EVERY_S:
+            told = time.monotonic()
+            note(f"suggest: {number} of {len(layouts)} layouts, {len(found)} fit")
+        if best := _best_offload(config, layout, rates, limit):
+            found.append((layout, best))
+    found.sort(key=lambda each: each[1].seconds)  # stable: of equal ones the first tried
+    firsts: dict[tuple[int, int], Suggestion] = {}
+    for layout, suggestion in found:
+        firsts.setdefault((layout.tp, layout.pp), suggestion)
+    chosen = list(firsts.values())[:SHOWN]
+    chosen += [each for _, each in found if each not in chosen][: SHOWN - len(chosen)]
+    return sorted(chosen, key=lambda each: each.seconds)
+
+
+def _layouts(config: RunConfig) -> Iterator[_Layout]:
+    """Yield the layouts that some pool has ranks for."""
+    largest = max(map(config.pool_size, config.resource_pool))
+    for tp, pp, recompute, sequences in product(SIZES, SIZES, Recompute, (1, 2, 4)):
+        if tp * pp <= largest:
+            yield _Layout(tp, pp, recompute, sequences)
+
+
+def _best_offload(
+    config: RunConfig, layout: _Layout, rates: Rates, limit: int
+) -> Suggestion | None:
+    """Try to offload ever more, until all rows of a replica can be generated at once."""
+    best: Suggestion | None = None
+    for offloaded in _offloads(config):
+        made = _evaluate(config, {**_changes(config, layout), **offloaded}, rates, limit)
+        if made is None:
+            continue
+        suggestion, enough = made
+        if best is None or suggestion.seconds < best.seconds:
+            best = suggestion
+        if enough:
+            break
+    return best
+
+
+def _offloads(config: RunConfig) -> Iterator[Changes]:
+    """Yield what to offload, the cheapest first: nothing, frozen weights, optimizers, all."""
+    roles = [role for role in config.roles if has_model(config, role)]
+    learning = [role for role in roles if isinstance(config.role(role), LearningConfig)]
+    steps: list[tuple[list[Role], bool, bool]] = [([], False, False)]
+    if len(roles) > len(learning):
+        steps.append(([role for role in roles if role not in learning], False, False))
+    frozen = steps[-1][0]
+    steps += [(frozen, True, False), (frozen, True, True)]
+    for weights, optimizer, learned in steps:
+        changes: Changes = {f"{role.value}.offload.weights": role in weights for role in roles}
+        for role in learning:
+            changes[f"{role.value}.offload.weights"] = learned
+            changes[f"{role.value}.offload.optimizer"] = optimizer
+        yield changes
+
+
+def _changes(config: RunConfig, layout: _Layout) -> Changes:
+    """Return the keys that make a layout, for every role with a model."""
+    actor = config.actor_rollout
+    tokens = layout.sequences * (actor.max_prompt_length + actor.max_new_tokens)
+    changes: Changes = {}
+    for role in config.roles:
+        if not has_model(config, role):
+            continue
+        section, size = config.role(role), sum(config.processes_of(role))
+        tp = min(layout.tp, size)
+        learns = isinstance(section, LearningConfig)
+        pp = min(layout.pp, size // tp) if learns else 1
+        changes[f"{role.value}.tensor_model_parallel_size"] = tp
+        changes[f"{role.value}.pipeline_model_parallel_size"] = pp
+        changes[f"{role.value}.sequence_parallel"] = tp > 1
+        changes[f"{role.value}.max_tokens_per_micro_batch"] = tokens
+        if section.num_layers_per_virtual_pipeline_stage is not None:
+            changes[f"{role.value}.num_layers_per_virtual_pipeline_stage"] = None
+        if learns:
+            changes[f"{role.value}.use_distributed_optimizer"] = size > tp * pp
+            changes[f"{role.value}.recompute"] = layout.recompute.value
+            changes |= _uniform(role, section)
+    return changes
+
+
+def _uniform(role: Role, section: LearningConfig | Any) -> Changes:
+    """Recompute layer by layer, the least memory of `full`, where something else is set."""
+    wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    given = {name: getattr(section, name) for name in wanted}
+    return {
+        f"{role.value}.{name}": value
+        for name, value in wanted.items()
+        if getattr(given[name], "value", given[name]) != value
+    }
+
+
+def _evaluate(
+    config: RunConfig, changes: Changes, rates: Rates, limit: int
+) -> tuple[Suggestion, bool] | None:
+    """Return a layout that fits, with as many rows at once as do, and whether these are all.
+
+    None where a rule forbids it, or where not even one row fits.
+    """
+    rows_key = "actor_rollout.num_samples_per_step"
+    try:
+        rows = waiting = _waiting(vary(config, changes))
+        varied = vary(config, {**changes, rows_key: rows})
+        if (excess := _largest(varied) - limit) > 0:
+            rows -= -(-excess // _row_bytes(varied))
+            if rows < 1:
+                return None
+            rows = rows if rows < 8 else rows // 8 * 8
+            varied = vary(config, {**changes, rows_key: rows})
+    except ConfigError:
+        return None
+    total = _largest(varied)
+    if total > limit or not _host_fits(varied):
+        return None
+    seconds = predict(varied, rates).iteration_s
+    return Suggestion({**changes, rows_key: rows}, total, seconds), rows == waiting
+
+
+def _pools(config: RunConfig) -> list[PoolMemory]:
+    return [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
+
+
+def _largest(config: RunConfig) -> int:
+    return max(pool.total for pool in _pools(config))
+
+
+def _host_fits(config: RunConfig) -> bool:
+    there = available.host_memory(config)
+    return there is None or host_memory_needed(config, _pools(config)).total <= there
+
+
+def _waiting(config: RunConfig) -> int:
+    """Count the samples of a rollout replica."""
+    return -(-config.samples_per_iteration // config.rollout_layout.dp)
+
+
+def _row_bytes(config: RunConfig) -> int:
+    """Return the least that one row less frees: its KV cache."""
+    actor, tp = config.actor_rollout, config.rollout_tp
+    length = actor.max_prompt_length + actor.max_new_tokens
+    return memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
+
+
+def show_suggestions(
+    config: RunConfig, found: list[Suggestion], now: float, nested: bool, limit: int
+) -> str:
+    """Make the section of the plan: each suggestion's figures and its overrides."""
+    if not found:
+        return (
+            f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
+        )
+    lines = []
+    for number, each in enumerate(found, 1):
+        change = f"{each.seconds / now - 1:+.0%} beside this configuration"
+        lines += [
+            f"  {number}. predicted {each.seconds:,.3g} s an iteration ({change}), "
+            f"{format_bytes(each.total)} of a device",
+            f"     {' '.join(as_overrides(_worth_saying(config, each.changes), nested))}",
+        ]
+    return "\n".join(lines)
+
+
+def _worth_saying(config: RunConfig, changes: Changes) -> Changes:
+    """Leave out what the configuration has already."""
+    varied, before = vary(config, changes).model_dump(), config.model_dump()
+    return {
+        key: value for key, value in changes.items() if _value(varied, key) != _value(before, key)
+    }
+
+
+def _value(payload: Changes, path: str) -> Any:
+    *parents, last = path.split(".")
+    for part in parents:
+        payload = payload[part]
+    return payload[last] if last in payload else payload["optimizer"][last]

@@ -1,0 +1,49 @@
+"""Change keys of a checked configuration; the rules of the configuration judge the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from mindspeed_rlxf.config.errors import ConfigError, Problem
+from mindspeed_rlxf.config.rules.sections import check
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.suggest import format_value
+
+Changes = Mapping[str, Any]
+"""YAML key -> value, as `critic.offload.optimizer` -> True."""
+
+
+def vary(config: RunConfig, changes: Changes) -> RunConfig:
+    """Return the configuration with these keys changed. Errors: ConfigError for a broken rule."""
+    payload = config.model_dump()
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        holder = payload
+        for part in parents:
+            holder = holder[part]
+        if last not in holder:  # keys of the optimizer lie flat in a role
+            holder = holder["optimizer"]
+        holder[last] = value
+    try:
+        varied = RunConfig.model_validate(payload)
+    except ValidationError as error:
+        raise ConfigError(Problem("", str(error))) from error
+    if problems := check(varied):
+        raise ConfigError(problems)
+    return varied
+
+
+def as_overrides(changes: Changes, nested: bool = False) -> list[str]:
+    """Write changes as arguments of a command.
+
+    nested: the YAML has actor and reference under `actor_rollout_ref`
+    """
+    inside = ("actor_rollout.", "ref.")
+    return [
+        f"{'actor_rollout_ref.' if nested and key.startswith(inside) else ''}{key}="
+        f"{value if isinstance(value, str) and value.isalpha() else format_value(value)}"
+        for key, value in changes.items()
+    ]

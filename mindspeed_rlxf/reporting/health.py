@@ -1,0 +1,329 @@
+"""Find illnesses of a run in its metrics, and say each once with its value and a remedy.
+
+    health = Health()
+    for finding in health.check(iteration, metrics):   # illnesses that begin or end here
+        print(finding.line)
+
+An illness begins in one iteration and ends after `CLEAR` iterations without it. `health.jsonl` has
+one object for each beginning and each end: the fields of `Finding`. What is found follows from the
+metrics alone, so that a resumed run takes up its illnesses from metrics.jsonl (`replay`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mindspeed_rlxf.config.enums import HealthRule
+
+CLEAR = 5  # iterations without an illness after which it has ended
+BASELINE = 5  # first iterations that later ones are compared with
+
+LOW_ENTROPY = 0.02  # nats; a policy that still explores has more
+ENTROPY_SHARE = 0.1  # of the baseline
+KL_LIMIT = 1.0  # nats per token
+FALL = 0.1  # of the validation score, over the range between its start and its best
+CUT_SHARE = 0.9
+EQUAL_SHARE = 0.9
+GAP_LIMIT = 0.05  # nats; bf16 rounds to about 0.01
+GAP_GROWTH = 10.0  # times the baseline
+GAP_FLOOR = 0.01  # nats; a gap below it may grow
+SKEW_LIMIT = 0.2
+LAG_ITERATIONS = 10
+LAG_SHARE = 0.1  # of the iteration's time, for a phase to matter
+CRITIC_ITERATIONS = 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An illness that begins or ends in an iteration; one object of health.jsonl.
+
+    rule:   a word of `HealthRule`
+    event:  `began` or `ended`
+    metric: name of what was measured; value: of it, over the iterations that the rule looks at
+    text:   a sentence with the value; remedy: what to do, empty where it ended
+    stops:  whether it ends the run (`logging.stop_on`)
+    """
+
+    iteration: int
+    rule: str
+    event: str
+    metric: str
+    value: float
+    text: str
+    remedy: str
+    stops: bool = False
+
+    @property
+    def line(self) -> str:
+        """The line for the console."""
+        if self.event == "ended":
+            return f"health: {self.rule} has ended, iteration {self.iteration}: {self.text}"
+        return f"warning: {self.rule}: {self.text}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rule measured. ill: whether that is an illness"""
+
+    ill: bool
+    metric: str
+    value: float
+    text: str
+
+
+class History:
+    """Finite values of the watched metrics, in the order of iterations."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self.lagging: dict[str, tuple[int, list[float]]] = {}  # phase -> rank, its skews in a row
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        for name in WATCHED:
+            if (value := metrics.get(name)) is not None and math.isfinite(value):
+                self._values[name].append(value)
+        validated = [v for k, v in metrics.items() if _is_validation_score(k) and v is not None]
+        if validated:
+            self._values[VALIDATION].append(sum(validated) / len(validated))
+            scores = self._values[SCORE]
+            self._values[SCORE_THEN].append(statistics.fmean(scores[-BASELINE:] or [math.nan]))
+        self._follow_ranks(metrics)
+
+    def first(self, name: str) -> float:
+        """Return the mean of the first values."""
+        return statistics.fmean(self._values[name][:BASELINE])
+
+    def last(self, name: str, count: int) -> array[float]:
+        """Return the last `count` values, oldest first; empty where there are fewer."""
+        values = self._values[name]
+        return values[-count:] if len(values) >= count else array("d")
+
+    def all(self, name: str) -> array[float]:
+        return self._values[name]
+
+    def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
+        """Count in how many iterations in a row the same rank was the slowest of a phase."""
+        whole = metrics.get("timing/all") or math.inf
+        for name, rank in metrics.items():
+            kind, _, phase = name.partition("/")
+            if kind != "slowest_rank" or rank is None:
+                continue
+            skew, seconds = metrics.get(f"skew/{phase}"), metrics.get(f"timing/{phase}") or 0.0
+            before, skews = self.lagging.get(phase, (-1, []))
+            if skew is None or skew < SKEW_LIMIT or seconds < LAG_SHARE * whole:
+                self.lagging[phase] = (-1, [])
+            elif before == int(rank):
+                skews.append(skew)
+                del skews[:-LAG_ITERATIONS]
+            else:
+                self.lagging[phase] = (int(rank), [skew])
+
+
+def _is_validation_score(name: str) -> bool:
+    return name.startswith("val/") and name.endswith("/score")
+
+
+Rule = Callable[[History], Reading | None]
+"""Reads the history; None = not enough values."""
+
+ENTROPY, KL, SCORE = "actor/entropy", "critic/kl", "critic/score/mean"
+CUT, FIT = "response_length/cut_fraction", "critic/explained_variance"
+EQUAL, GAP = "rollout/equal_score_groups", "rollout/log_prob_gap_mean"
+WATCHED = (ENTROPY, KL, SCORE, CUT, FIT, EQUAL, GAP)
+VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at validations"
+
+
+def find_entropy_collapse(history: History) -> Reading | None:
+    """The entropy of the last 5 iterations is near 0, and a small part of what it was."""
+    recent = history.last(ENTROPY, 5)
+    if not recent:
+        return None
+    value, first = statistics.fmean(recent), history.first(ENTROPY)
+    ill = value < LOW_ENTROPY and value < ENTROPY_SHARE * first
+    text = f"the policy's entropy is {value:.3g} nats per token, {first:.3g} at the start"
+    return Reading(ill, ENTROPY, value, text)
+
+
+def find_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
+    """The KL to the reference is over the limit in each of the last 3 iterations."""
+    recent = history.last(KL, 3)
+    if not recent:
+        return None
+    value = statistics.fmean(recent)
+    text = f"the KL to the reference is {value:.3g} nats per token (limit {limit:g})"
+    return Reading(min(recent) > limit, KL, value, text)
+
+
+def find_falling_validation(history: History) -> Reading | None:
+    """Each of the last 3 validations is worse than the one before, while training scores rose.
+
+    The fall from the best validation has to be a tenth of the range of all, or more.
+    """
+    validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
+    if not validated or not trained:
+        return None
+    falls = all(later < earlier for earlier, later in itertools.pairwise(validated))
+    everything = history.all(VALIDATION)
+    best, now = max(everything), validated[-1]
+    large = best - now >= FALL * max(best - min(everything), abs(best))
+    text = (
+        f"the validation score fell from {validated[0]:.3g} to {now:.3g} over three validations, "
+        f"while the score of training rose from {trained[0]:.3g} to {trained[-1]:.3g}"
+    )
+    return Reading(falls and large and trained[-1] > trained[0], VALIDATION, now, text)
+
+
+def find_cut_responses(history: History) -> Reading | None:
+    """Nearly all responses of the last 5 iterations reach the limit without EOS."""
+    recent = history.last(CUT, 5)
+    if not recent:
+        return None
+    value = statistics.fmean(recent)
+    text = f"{value:.0%} of the responses are cut at the limit"
+    return Reading(value >= CUT_SHARE, CUT, value, text)
+
+
+def find_idle_critic(history: History) -> Reading | None:
+    """The values of the last 30 iterations predict returns worse than a constant would."""
+    recent = history.last(FIT, CRITIC_ITERATIONS)
+    if not recent:
+        return None
+    value = statistics.median(recent)
+    text = f"the critic explains {value:.1%} of the variance of returns"
+    return Reading(value < 0.0, FIT, value, text)
+
+
+def find_equal_scores(history: History) -> Reading | None:
+    """Nearly all prompts of the last 5 iterations have responses that score the same."""
+    recent = history.last(EQUAL, 5)
+    if not recent:
+        return None
+    value = statistics.fmean(recent)
+    text = f"all responses score the same for {value:.0%} of the prompts, which teach nothing"
+    return Reading(value >= EQUAL_SHARE, EQUAL, value, text)
+
+
+def find_growing_gap(history: History) -> Reading | None:
+    """Generation and training disagree by more than rounding, or ten times as much as at first."""
+    recent = history.last(GAP, 3)
+    if not recent:
+        return None
+    value, first = statistics.median(recent), history.first(GAP)
+    ill = value > GAP_LIMIT or (value > GAP_FLOOR and value > GAP_GROWTH * first)
+    text = (
+        f"log-probs of generation and training differ by {value:.3g} nats on average, "
+        f"{first:.3g} at the start"
+    )
+    return Reading(ill, GAP, value, text)
+
+
+def find_lagging_rank(history: History) -> Reading | None:
+    """The same rank is the slowest of a phase, by far, for 10 iterations."""
+    if not history.lagging:
+        return None
+    phase = max(history.lagging, key=lambda name: len(history.lagging[name][1]))
+    rank, skews = history.lagging[phase]
+    value = statistics.fmean(skews) if skews else 0.0
+    text = (
+        f"rank {rank} was the slowest of {phase} in {len(skews)} iterations in a row, "
+        f"{value:.0%} over the mean of ranks"
+    )
+    return Reading(len(skews) >= LAG_ITERATIONS, f"skew/{phase}", value, text)
+
+
+RULES: dict[HealthRule, tuple[Rule, str]] = {
+    HealthRule.ENTROPY_COLLAPSE: (
+        find_entropy_collapse,
+        "raise actor_rollout.entropy_coeff or algorithm.kl_ctrl.kl_coef, lower actor_rollout.lr",
+    ),
+    HealthRule.KL_RUNAWAY: (
+        find_kl_runaway,
+        "raise algorithm.kl_ctrl.kl_coef, lower actor_rollout.lr",
+    ),
+    HealthRule.VALIDATION_FALLS: (
+        find_falling_validation,
+        "the policy may exploit the reward: read samples.jsonl, raise algorithm.kl_ctrl.kl_coef, "
+        "or take the best checkpoint",
+    ),
+    HealthRule.ALL_CUT: (
+        find_cut_responses,
+        "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
+        "algorithm.overlong_buffer_len",
+    ),
+    HealthRule.CRITIC_EXPLAINS_NOTHING: (
+        find_idle_critic,
+        "train the critic first (critic.warmup_iters), or change critic.lr",
+    ),
+    HealthRule.EQUAL_SCORES: (
+        find_equal_scores,
+        "use easier or harder prompts, algorithm.filter_groups=true, or more "
+        "actor_rollout.n_samples_per_prompt",
+    ),
+    HealthRule.LOG_PROB_GAP: (
+        find_growing_gap,
+        "compare precision and layout of generation and training; "
+        "algorithm.max_log_prob_gap stops the run at the token with the largest gap",
+    ),
+    HealthRule.LAGGING_RANK: (
+        find_lagging_rank,
+        "look at its host with `mindspeed-rlxf doctor`",
+    ),
+}
+
+
+class Health:
+    """Checks iterations by all rules; keeps which illnesses have begun."""
+
+    def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
+        """stop_on: rules whose finding ends the run; kl_limit: nats per token"""
+        self.active: dict[str, Finding] = {}
+        self._stop_on, self._history = tuple(stop_on), History()
+        self._clear: dict[str, int] = {}
+        self._rules = dict(RULES)
+        remedy = RULES[HealthRule.KL_RUNAWAY][1]
+        self._rules[HealthRule.KL_RUNAWAY] = (
+            lambda history: find_kl_runaway(history, kl_limit),
+            remedy,
+        )
+
+    def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
+        """Add the metrics of an iteration; return the illnesses that begin or end with it."""
+        self._history.add(metrics)
+        found = []
+        for rule, (measure, remedy) in self._rules.items():
+            reading = measure(self._history)
+            if reading is not None and (finding := self._follow(iteration, rule, reading, remedy)):
+                found.append(finding)
+        return found
+
+    def replay(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
+        """Add an iteration of before a resume, or a validation of its own, and report nothing."""
+        self.check(iteration, metrics)
+
+    def _follow(
+        self, iteration: int, rule: HealthRule, reading: Reading, remedy: str
+    ) -> Finding | None:
+        """Return the beginning or the end of an illness, None where nothing changes."""
+        name = rule.value
+        if reading.ill:
+            self._clear[name] = 0
+            if name in self.active:
+                return None
+            stops = rule in self._stop_on
+            measured = reading.metric, reading.value, reading.text
+            self.active[name] = Finding(iteration, name, "began", *measured, remedy, stops)
+            return self.active[name]
+        self._clear[name] = self._clear.get(name, 0) + 1
+        if name not in self.active or self._clear[name] < CLEAR:
+            return None
+        began = self.active.pop(name)
+        return replace(
+            began, iteration=iteration, event="ended", metric=reading.metric,
+            value=reading.value, text=reading.text, remedy="", stops=False,
+        )  # fmt: skip

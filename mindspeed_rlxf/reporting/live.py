@@ -1,0 +1,289 @@
+"""A view of a run that changes in its place on a terminal, drawn with rich.
+
+Everything else that this process prints meanwhile comes as lines above the view. Control characters
+in it are shown, not sent (`files.printable`).
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO, cast
+
+from rich.console import Console as Terminal
+from rich.console import ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from mindspeed_rlxf.files.printable import RawStream, printable
+from mindspeed_rlxf.reporting.console import WARNING, Console, format_short
+from mindspeed_rlxf.reporting.phases import PHASES
+
+REFRESHES_PER_S = 2
+LABEL = 9  # width of the first column
+MOST_WIDTH = 120  # of the view: wider lines are hard to follow
+CURVE_POINTS = 400
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "white", "bright_black")
+SHOWN_PHASES = 5
+
+
+class LiveConsole(Console):
+    """Draws the view; `note` prints a line above it."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream, clock)
+        self.view = View(self)
+        self._terminal = Terminal(
+            file=cast(TextIO, RawStream(stream)), force_terminal=True, highlight=False
+        )
+        self._live = Live(
+            self.view,
+            console=self._terminal,
+            refresh_per_second=REFRESHES_PER_S,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self._streams = sys.stdout, sys.stderr
+        self._is_open = True
+        PHASES.write = None
+        sys.stdout, sys.stderr = _Lines(self, sys.stdout), _Lines(self, sys.stderr)
+        self._live.start()
+        self._terminal.show_cursor(True)  # a killed process cannot show it again
+
+    def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
+        super().begin(total, names, done, title)
+        self.view.title, self.view.total, self.view.iteration = printable(title), total, done
+
+    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self.view.add(iteration, metrics)
+
+    def note(self, text: str) -> None:
+        if text.startswith(WARNING):
+            self.view.warnings += 1
+        super().note(text)
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _Lines):
+                stream.end_line()
+        sys.stdout, sys.stderr = self._streams
+        self._live.stop()
+
+    def _print(self, line: str) -> None:
+        """Print a line above the view, or where it was."""
+        text = Text(printable(line).expandtabs(4))
+        if line.split("] ", 1)[-1].startswith(WARNING):
+            text.stylize("yellow")
+        self._terminal.print(text, soft_wrap=True)
+
+    print_line = _print
+
+
+class View:
+    """What is drawn: the newest metrics, short curves, and what the driver waits for."""
+
+    def __init__(self, owner: Console) -> None:
+        self._owner = owner
+        self.title, self.total, self.iteration, self.warnings = "", 0, 0, 0
+        self.metrics: dict[str, float] = {}
+        self._left = ""
+        self._validated: tuple[int, float] | None = None
+        self._began = time.monotonic()
+        self._curves = {
+            name: deque[float](maxlen=CURVE_POINTS) for name in ("critic/score/mean", "critic/kl")
+        }
+
+    def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Take over the metrics of an iteration that has ended."""
+        self.iteration, self.metrics = iteration, dict(metrics)
+        self._left = str(self._owner.time_left(iteration))
+        for name, curve in self._curves.items():
+            if (value := metrics.get(name)) is not None and value == value:
+                curve.append(value)
+        scores = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/score")]
+        if scores:
+            self._validated = iteration, sum(scores) / len(scores)
+
+    def __rich_console__(self, _: Terminal, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, MOST_WIDTH) - 1
+        for line in self.lines(width):
+            line.truncate(width, overflow="ellipsis")
+            line.no_wrap = True
+            yield line
+
+    def lines(self, width: int) -> list[Text]:
+        """Return the lines of the view, none of them wider than the terminal."""
+        lines = [self._headline(width), self._progress(width)] if self.total else []
+        if self.metrics:
+            lines += [
+                self._curve("score", "critic/score/mean", self._validation(), width),
+                self._curve("KL", "critic/kl", self._facts(
+                    ("coefficient", "critic/kl_coeff"), ("entropy", "actor/entropy")), width),
+                _line("length", self._facts(("mean", "response_length/mean"),
+                      ("median", "response_length/p50"), ("p90", "response_length/p90"),
+                      ("max", "response_length/max"), ("cut", "response_length/cut_fraction"))),
+                _line("loss", self._facts(("policy", "actor/pg_loss_abs"),
+                      ("preference", "actor/dpo_loss"), ("critic", "critic/vf_loss"),
+                      ("gradient", "actor/grad_norm"),
+                      ("explained", "critic/explained_variance"))),
+                _line("speed", self._facts(("tokens/s", "throughput/tokens_per_s"),
+                      ("per device", "throughput/tokens_per_s_per_device"),
+                      ("MFU", "throughput/mfu"), ("s/iteration", "timing/all"))),
+                *self._phases(width),
+                _line("memory", self._memory()),
+            ]  # fmt: skip
+        return [*lines, self._now(width)]
+
+    def _headline(self, width: int) -> Text:
+        """Return title, and on the right the iteration."""
+        right = f"iteration {self.iteration} / {self.total}"
+        title = self.title[-max(width - len(right) - 2, 0) :]
+        return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
+
+    def _progress(self, width: int) -> Text:
+        passed = time.monotonic() - self._began
+        text = f" {self.iteration / self.total:4.0%}  {_clock(passed)} passed"
+        text += f"  {self._left} left" if self._left else ""
+        return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
+
+    def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
+        """Return a number, its curve in the space that is left, and facts."""
+        curve = self._curves[name]
+        if not curve:
+            return _line(label, "-")
+        value = f"{format_short(curve[-1]):<8}"
+        room = max(width - LABEL - len(value) - len(facts) - 4, 8)
+        drawn = draw_curve(list(curve), min(room, 60))
+        return Text.assemble(
+            (f"{label:<{LABEL}}", "dim"), (value, "bold"), (drawn, "cyan"), "  ", (facts, "")
+        )
+
+    def _validation(self) -> str:
+        if self._validated is None:
+            return ""
+        iteration, score = self._validated
+        return f"validation {format_short(score)} (iteration {iteration})"
+
+    def _facts(self, *named: tuple[str, str]) -> str:
+        """Return `name number` of the metrics that there are."""
+        return "  ".join(
+            f"{label} {_show(name, self.metrics[name])}"
+            for label, name in named
+            if name in self.metrics
+        )
+
+    def _phases(self, width: int) -> list[Text]:
+        """Return the shares of the iteration's time as one coloured bar, and its legend."""
+        whole = self.metrics.get("timing/all", 0.0)
+        found = {
+            name.partition("/")[2]: value / whole
+            for name, value in self.metrics.items()
+            if name.startswith("timing/") and name != "timing/all" and whole > 0
+        }
+        inside = {k: v for k, v in found.items() if k not in ("save", "val", "sync")}
+        longest = sorted(inside.items(), key=lambda item: -item[1])[:SHOWN_PHASES]
+        bar, legend = Text(f"{'time':<{LABEL}}", "dim"), Text(" " * LABEL)
+        room = width - LABEL
+        for (name, share), colour in zip(longest, COLOURS, strict=False):
+            bar.append("█" * int(min(share, 1.0) * room), colour)
+            entry = f"{name} {share:.0%}  "
+            if len(legend) + len(entry) <= width:
+                legend.append("■ ", colour).append(entry)
+        return [bar, legend]
+
+    def _memory(self) -> str:
+        """Return the largest peak and its phase, and idle shares of pools."""
+        peaks = {k[7:]: v for k, v in self.metrics.items() if k.startswith("memory/")}
+        phase = max(peaks, key=lambda name: peaks[name], default="")
+        text = f"peak {peaks[phase]:.2f} GiB ({phase})" if phase else "-"
+        idle = [f"{k[5:]} {v:.0%}" for k, v in self.metrics.items() if k.startswith("idle/")]
+        return text + (f"  idle {', '.join(idle)}" if idle else "")
+
+    def _now(self, width: int) -> Text:
+        """Return what the driver waits for, with a bar where it is known how far that is."""
+        phase = PHASES.current
+        warned = f"  {self.warnings} warnings above" if self.warnings else ""
+        if phase is None:
+            runs = self.total > 0 and self.iteration < self.total
+            return _line("now", (f"iteration {self.iteration + 1}" if runs else "-") + warned)
+        text = f" {printable(str(phase))}{warned}"
+        if phase.share is None:
+            return _line("now", text.strip())
+        bar = _bar(phase.share, max(min(30, width - LABEL - len(text)), 0))
+        return Text.assemble((f"{'now':<{LABEL}}", "dim"), bar, text)
+
+
+class _Lines(io.TextIOBase):
+    """Stands in for stdout or stderr: prints whole lines above the view."""
+
+    encoding = "utf-8"
+
+    def __init__(self, console: LiveConsole, stream: TextIO) -> None:
+        self._console, self._stream, self._rest = console, stream, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._console.print_line(line.rpartition("\r")[2])
+        return len(text)
+
+    def end_line(self) -> None:
+        """Print what has no end of line yet."""
+        if self._rest:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def flush(self) -> None:
+        """Do nothing: a line is printed when it ends."""
+
+
+def draw_curve(values: Sequence[float], width: int) -> str:
+    """Draw values, oldest first, as blocks from their smallest to their largest.
+
+    Where there are more than `width`, a block is the mean of several.
+    """
+    size = max(1, -(-len(values) // width))
+    means = [sum(part) / len(part) for part in _split(values, size)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[0] * len(means)
+    return "".join(BLOCKS[int((v - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for v in means)
+
+
+def _split(values: Sequence[float], size: int) -> list[Sequence[float]]:
+    """Split into parts of `size` that end with the last value; the first may be shorter."""
+    first = len(values) % size
+    parts = [values[:first]] if first else []
+    return [*parts, *(values[i : i + size] for i in range(first, len(values), size))]
+
+
+def _line(label: str, text: str) -> Text:
+    return Text.assemble((f"{label:<{LABEL}}", "dim"), text)
+
+
+def _bar(share: float, width: int) -> Text:
+    """Draw a bar of this width, a part of it filled."""
+    filled = round(min(max(share, 0.0), 1.0) * max(width, 0))
+    return Text.assemble(("━" * filled, "cyan"), ("━" * (max(width, 0) - filled), "bright_black"))
+
+
+def _show(name: str, value: float) -> str:
+    return f"{value:.0%}" if name.endswith(("_fraction", "/mfu")) else format_short(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

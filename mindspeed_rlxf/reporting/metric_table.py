@@ -1,0 +1,230 @@
+"""Every metric of a run: what it is, its unit, its healthy range, and what to do outside of it.
+
+`python -m mindspeed_rlxf.reporting.metric_table docs/metrics.md` writes the table into the
+document.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+Range = tuple[float | None, float | None]
+"""Smallest and largest healthy value; None = no limit on that side."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, or a family of them.
+
+    name:    in metrics.jsonl; `<word>` stands for any text
+    unit:    empty = none
+    healthy: None = depends on the task
+    remedy:  what to do outside of the healthy range, or where the curve looks wrong
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: Range | None = None
+    remedy: str = ""
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        parts = re.split(r"(<[^>]+>)", self.name)
+        return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
+
+    def is_healthy(self, value: float) -> bool:
+        """Whether a value is in the healthy range; True where there is none. NaN is not in it."""
+        if self.healthy is None:
+            return True
+        low, high = self.healthy
+        return (low is None or value >= low) and (high is None or value <= high) and value == value
+
+
+def _spread(name: str, unit: str, meaning: str) -> tuple[Metric, ...]:
+    """Make the metrics `name/mean`, `name/max` and `name/min`."""
+    words = {"mean": "mean", "max": "largest", "min": "smallest"}
+    return tuple(Metric(f"{name}/{end}", unit, f"{word} {meaning}") for end, word in words.items())
+
+
+POLICY = (
+    Metric("actor/pg_loss", "", "loss of the policy, mean over optimizer steps; near 0 with "
+           "whitened advantages"),
+    Metric("actor/pg_loss_abs", "", "mean over optimizer steps of the size of the policy's loss"),
+    Metric("actor/pg_clipfrac", "share", "tokens whose probability ratio was clipped", (0.0, 0.3),
+           "lower actor_rollout.lr or ppo_epochs"),
+    Metric("actor/ppo_kl", "nats", "mean of old minus new log-prob over tokens of the updates",
+           (-0.1, 0.1), "lower actor_rollout.lr or ppo_epochs"),
+    Metric("actor/entropy", "nats", "mean entropy of the next token of the policy", (0.02, None),
+           "raise actor_rollout.entropy_coeff, algorithm.kl_ctrl.kl_coef or "
+           "actor_rollout.clip_ratio_high; lower actor_rollout.lr"),
+    Metric("actor/kl_loss", "nats", "KL to the reference as a part of the loss, before its "
+           "coefficient"),
+    Metric("actor/grad_norm", "", "norm of the policy's gradient before clipping, mean over steps",
+           None, "where it grows over many iterations, lower actor_rollout.lr"),
+    Metric("actor/lr", "", "learning rate of the policy in this iteration"),
+    Metric("actor/skipped_steps", "steps", "optimizer steps left out because of NaN or inf",
+           (0.0, 0.0), "look for the first sample that logs/driver.log names"),
+    Metric("actor/dpo_loss", "", "preference loss, mean over pairs that differ"),
+    Metric("actor/dpo_accuracy", "share", "pairs whose better response is the likelier one"),
+    Metric("actor/dpo_margin", "", "implicit reward of the better response less the other's"),
+    Metric("actor/dpo_decided", "share", "pairs whose scores differ", (0.1, None),
+           "use prompts of another difficulty"),
+)  # fmt: skip
+CRITIC = (
+    Metric("critic/vf_loss", "", "loss of the value model, mean over optimizer steps"),
+    Metric("critic/vf_clipfrac", "share", "values whose change was clipped", (0.0, 0.3),
+           "raise critic.cliprange_value or lower critic.lr"),
+    Metric("critic/vpred_mean", "", "mean value predicted in the updates"),
+    Metric("critic/explained_variance", "", "1 - Var(return - value) / Var(return), values from "
+           "before the updates; 1 = they predict the returns, 0 = as good as a constant",
+           (0.0, 1.0), "train the critic first (critic.warmup_iters), raise critic.lr"),
+    Metric("critic/grad_norm", "", "norm of the critic's gradient before clipping, mean over "
+           "steps", None, "where it grows over many iterations, lower critic.lr"),
+    Metric("critic/lr", "", "learning rate of the critic in this iteration"),
+    Metric("critic/skipped_steps", "steps", "optimizer steps left out because of NaN or inf",
+           (0.0, 0.0), "look for the first sample that logs/driver.log names"),
+    Metric("critic/kl", "nats", "KL to the reference by algorithm.kl_penalty, mean over samples "
+           "of the mean over tokens", (None, 1.0),
+           "raise algorithm.kl_ctrl.kl_coef or lower actor_rollout.lr"),
+    Metric("critic/kl_coeff", "", "coefficient of the KL penalty in this iteration"),
+    *_spread("critic/score", "", "score of a response, penalties included"),
+    *_spread("critic/rewards", "", "sum of the token rewards of a response, KL penalty included"),
+    *_spread("critic/advantages", "", "advantage of a token"),
+    *_spread("critic/returns", "", "return of a token"),
+    *_spread("critic/values", "", "value of a token, from before the updates"),
+)  # fmt: skip
+SAMPLES = (
+    Metric("train/<data_source>/score", "", "mean score of the responses to this data source"),
+    Metric("train/<data_source>/<part>", "", "mean of a part of the score, by data source"),
+    Metric("reward/<part>", "", "mean of a part of the score over all responses"),
+    Metric("reward/failed", "responses", "responses that could not be scored", (0.0, 0.0),
+           "see the cause in reward/failed_<cause>"),
+    Metric("reward/failed_<cause>", "responses", "those that failed for this cause", (0.0, 0.0),
+           "timeout: raise the function's time; else correct the function"),
+    *_spread("prompt_length", "tokens", "length of a prompt"),
+    *_spread("response_length", "tokens", "length of a response"),
+    Metric("response_length/p50", "tokens", "median length of a response"),
+    Metric("response_length/p90", "tokens", "length that 90% of the responses do not exceed"),
+    Metric("response_length/eos_fraction", "share", "responses that ended by themselves"),
+    Metric("response_length/cut_fraction", "share", "responses cut at the limit", (0.0, 0.5),
+           "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
+           "overlong_buffer_len"),
+    Metric("rollout/equal_score_groups", "share", "prompts whose responses all score the same, "
+           "which teach nothing to estimators that compare responses", (0.0, 0.8),
+           "use prompts of another difficulty, algorithm.filter_groups=true, or more samples"),
+    Metric("rollout/gen_batches", "batches", "batches generated for the iteration "
+           "(algorithm.filter_groups)"),
+    Metric("rollout/alike_groups", "prompts", "prompts kept although their responses score the "
+           "same (algorithm.filter_groups)", (0.0, 0.0),
+           "raise algorithm.max_num_gen_batches, or use other prompts"),
+    Metric("rollout/log_prob_gap_mean", "nats", "mean distance of the log-probs of generation and "
+           "training, over tokens", (0.0, 0.05),
+           "compare precision and layout; algorithm.rollout_is_threshold corrects for it"),
+    Metric("rollout/log_prob_gap_max", "nats", "largest distance of a token", None,
+           "algorithm.max_log_prob_gap stops the run there"),
+    *_spread("rollout/is_weight", "", "weight of a token by algorithm.rollout_is_threshold"),
+    Metric("val/<data_source>/score", "", "mean score of the validation prompts of this source"),
+    Metric("val/<data_source>/<metric>", "", "another metric of validation, see running.md"),
+)  # fmt: skip
+SPEED = (
+    Metric("timing/gen", "s", "generation, all batches"),
+    Metric("timing/reward", "s", "scoring, what runs beside generation left out"),
+    Metric("timing/old_log_prob", "s", "log-probs of the policy before its updates"),
+    Metric("timing/ref", "s", "log-probs of the reference"),
+    Metric("timing/values", "s", "values of the critic"),
+    Metric("timing/adv", "s", "rewards and advantages"),
+    Metric("timing/update_critic", "s", "all optimizer steps of the critic"),
+    Metric("timing/update_actor", "s", "all optimizer steps of the policy"),
+    Metric("timing/sync", "s", "generation waits for weights"),
+    Metric("timing/all", "s", "the iteration, without validation and saving"),
+    Metric("timing/save", "s", "the iteration waits for its checkpoint"),
+    Metric("timing/val", "s", "validation"),
+    Metric("throughput/tokens_per_s", "tokens/s", "prompt and response tokens per second of "
+           "the iteration"),
+    Metric("throughput/tokens_per_s_per_device", "tokens/s", "the same per device"),
+    Metric("throughput/tflops_per_device", "TFLOP/s", "operations that the models need, of "
+           "generation, forward passes and updates, per second and device; recomputation does not "
+           "count"),
+    Metric("throughput/mfu", "share", "the same over the peak of the device; absent where the "
+           "peak is not known", (0.05, 1.0),
+           "see timing/, idle/ and skew/ for where the time goes"),
+    Metric("memory/<phase>", "GiB", "largest peak of device memory among the ranks of a phase of "
+           "timing/; on CPU resident memory of the process", None,
+           "memory.md says what each part takes"),
+    Metric("idle/<pool>", "share", "of the iteration in which ranks of the pool ran nothing",
+           (0.0, 0.6), "give the pool fewer devices, or put more roles on it"),
+    Metric("skew/<phase>", "share", "time of the slowest rank over the mean of ranks, less 1; "
+           "ranks that wait for each other in collectives are equal", (0.0, 0.5),
+           "where it is the same rank each time: mindspeed-rlxf doctor"),
+    Metric("slowest_rank/<phase>", "rank", "rank with the longest time, as its pool counts"),
+)  # fmt: skip
+SECTIONS = {
+    "The policy": POLICY,
+    "KL, rewards and the critic": CRITIC,
+    "Responses and scores": SAMPLES,
+    "Time, devices and memory": SPEED,
+}
+METRICS = tuple(metric for section in SECTIONS.values() for metric in section)
+
+MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.reporting.metric_table -->"
+
+
+@functools.cache
+def find_metric(name: str) -> Metric | None:
+    """Return the row of a metric, the one with the most literal text; None = not in the table."""
+    found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
+    return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
+
+
+def tables() -> str:
+    """Return Markdown tables of all metrics."""
+    parts = []
+    for title, metrics in SECTIONS.items():
+        rows = [_row("metric", "unit", "meaning", "healthy", "otherwise"), "|---|---|---|---|---|"]
+        rows += [
+            _row(f"`{m.name}`", m.unit, m.meaning, _show(m.healthy), m.remedy) for m in metrics
+        ]
+        parts += [f"## {title}", "\n".join(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def put_into(text: str) -> str:
+    """Replace the part of the document behind `MARK` with the tables."""
+    head, mark, _ = text.partition(MARK)
+    assert mark, f"the document has no line {MARK}"
+    return f"{head}{MARK}\n\n{tables()}"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(_named(cells))} |"
+
+
+def _named(cells: tuple[str, ...]) -> Iterator[str]:
+    """Yield cells with the keys of the configuration between backticks."""
+    for cell in cells:
+        yield (
+            cell
+            if "`" in cell
+            else re.sub(r"(?<![\w/`])([a-z_]+(?:\.[a-z_]+)+(?:=\w+)?)", r"`\1`", cell)
+        )
+
+
+def _show(healthy: Range | None) -> str:
+    """Show a range: `0 to 0.3`, `at most 1`, `at least 0.02`; empty for None."""
+    low, high = healthy or (None, None)
+    if low is None:
+        return "" if high is None else f"at most {high:g}"
+    if high is None:
+        return f"at least {low:g}"
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(put_into(document.read_text(encoding="utf-8")), encoding="utf-8")

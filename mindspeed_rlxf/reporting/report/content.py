@@ -1,0 +1,85 @@
+"""Gather what the page shows of each run, as JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.reporting.report.answers import answer_all
+from mindspeed_rlxf.reporting.report.curves import describe_metrics, make_curves
+from mindspeed_rlxf.reporting.report.illness import find_illnesses
+from mindspeed_rlxf.reporting.report.records import (
+    read_checkpoints,
+    read_configs,
+    read_failures,
+    read_iterations,
+    read_resumes,
+)
+from mindspeed_rlxf.reporting.report.samples import Split
+from mindspeed_rlxf.reporting.report.schedule import read_schedules
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run to report on.
+
+    name:  shown in place of the path
+    state: finished, running, failed, or stopped
+    split: splits responses into tokens; None where there is no tokenizer
+    """
+
+    path: Path
+    name: str
+    state: str
+    split: Split | None = None
+
+
+def gather(run: RunFolder) -> dict[str, Any]:
+    """Return everything about a run but its samples."""
+    iterations, failures = read_iterations(run.path), read_failures(run.path)
+    configs = read_configs(run.path)
+    config = configs[-1][1] if configs else {}
+    checkpoints, environment = read_checkpoints(run.path)
+    curves = make_curves(iterations)
+    return {
+        "name": run.name,
+        "state": run.state,
+        "done": max((each.number for each in iterations), default=0),
+        "planned": config.get("training.train_iters"),
+        "seconds": sum(each.time_s for each in iterations),
+        "answers": answer_all(iterations, config),
+        "illnesses": find_illnesses(run.path, iterations, failures),
+        "curves": curves,
+        "about": describe_metrics(list(curves)),
+        "schedules": read_schedules(run.path),
+        "config": config,
+        "changes": _changes(configs),
+        "environment": environment,
+        "checkpoints": checkpoints,
+        "failures": failures,
+        "resumes": read_resumes(run.path),
+    }
+
+
+def name_runs(paths: Sequence[Path]) -> list[str]:
+    """Return the last parts of the paths, as many as make them differ."""
+    full = [path.absolute() for path in paths]
+    for count in range(1, max(len(path.parts) for path in full)):
+        names = ["/".join(path.parts[-count:]) for path in full]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in full]
+
+
+def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the keys that each later configuration of a run changed."""
+    found = []
+    for (_, before), (name, after) in itertools.pairwise(configs):
+        for key in sorted({*before, *after}):
+            if before.get(key) != after.get(key):
+                row = {"file": name, "key": key, "before": before.get(key), "after": after.get(key)}
+                found.append(row)
+    return found

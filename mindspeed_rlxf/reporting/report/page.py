@@ -1,0 +1,109 @@
+"""Make the HTML file: one page with its style, its scripts and its compressed data.
+
+The data is base64, so that no text of a run can end the element that holds it; the scripts write
+texts to the page as text alone. A policy in the page names the only script and the only style that
+a browser may run, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from mindspeed_rlxf.reporting.report.content import RunFolder, gather
+from mindspeed_rlxf.reporting.report.samples import (
+    MAX_SAMPLES,
+    choose_samples,
+    cut_for_page,
+)
+
+SCRIPTS = ("base.js", "chart.js", "curves.js", "time.js", "tokens.js", "samples.js", "page.js")
+MAX_BYTES = 10 * 10**6  # of the file
+OTHER_BYTES = 3 * 10**6  # of them for all but samples
+LEVEL = 9  # of gzip
+
+
+def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> str:
+    """Return the HTML text of a report of runs, the first one first; at most about 10 MB."""
+    main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [gather(run) for run in runs]}
+    room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
+    blobs = {"main": pack(main), "samples": pack_samples(runs, max_samples, room)}
+    return make_page(", ".join(run.name for run in runs), blobs)
+
+
+def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
+    """Return the compressed samples of runs; half as many until they fit into `room` bytes."""
+    chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
+    while True:
+        samples = [
+            {"samples": cut_for_page(each, run.path, run.split), "seen": each.seen}
+            for run, each in zip(runs, chosen, strict=True)
+        ]
+        if len(blob := pack(samples)) <= room or not any(each.count for each in chosen):
+            return blob
+        chosen = [each.halved() for each in chosen]
+
+
+def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:
+    """Return the HTML text. blobs: name -> compressed JSON; with `live` the page asks for them"""
+    style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
+    script = f"'use strict';\n(() => {{\n{script}\n}})();"
+    data = "\n".join(
+        f'<script type="text/plain" id="data-{name}">{base64.b64encode(blob).decode()}</script>'
+        for name, blob in blobs.items()
+    )
+    return Template(_read("page.html")).substitute(
+        title=html.escape(title),
+        policy=policy(style, script, live),
+        live="yes" if live else "no",
+        style=style,
+        script=script,
+        data=data,
+    )
+
+
+def policy(style: str, script: str, live: bool) -> str:
+    """Return the Content-Security-Policy: our script and style, no network but a live server."""
+    asks = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"connect-src {asks}; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def pack(value: Any) -> bytes:
+    """Compress a value as JSON: NaN and inf become null, a lone surrogate `\\\\udXXX`."""
+    text = json.dumps(
+        _finite(value),
+        ensure_ascii=False,
+        allow_nan=False,
+        separators=(",", ":"),
+        default=str,
+    )
+    return gzip.compress(text.encode("utf-8", "backslashreplace"), LEVEL, mtime=0)
+
+
+def _finite(value: Any) -> Any:
+    """Return the tree with None in place of numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _read(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

@@ -1,0 +1,115 @@
+"""Read the files of a run as they are: growing, cut by a kill, or damaged.
+
+Nothing here raises for the content of a file. What cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindspeed_rlxf.files.plain import MAX_JSON, open_plain, parse_json, read_json, read_pointer
+from mindspeed_rlxf.files.plain_yaml import read_yaml
+from mindspeed_rlxf.reporting.line_file import LineFile
+
+LOG_TAIL = 4 * 2**20  # bytes of driver.log that are looked through
+RESUMED = "resumed from "
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One line of metrics.jsonl; None = a value that was not finite."""
+
+    number: int
+    metrics: dict[str, float | None]
+    time_s: float
+
+
+def read_records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines and its older parts, those that can be read."""
+    with contextlib.suppress(OSError, EOFError, zlib.error):
+        for line in LineFile(file).lines():
+            with contextlib.suppress(ValueError):  # half a line of a killed process
+                if isinstance(record := parse_json(line), dict):
+                    yield record
+
+
+def read_iterations(run: Path) -> list[Iteration]:
+    """Read metrics.jsonl in the order of iterations; of an iteration written twice, the union."""
+    found: dict[int, Iteration] = {}
+    for record in read_records(run / "metrics.jsonl"):
+        number, values = record.get("iteration"), record.get("metrics")
+        if not isinstance(number, int) or not isinstance(values, dict):
+            continue
+        metrics = {k: _number(v) for k, v in values.items()}
+        before = found[number].metrics if number in found else {}
+        found[number] = Iteration(number, before | metrics, _number(record.get("time_s")) or 0.0)
+    return [found[number] for number in sorted(found)]
+
+
+def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return (name, key -> value) of config.yaml and of each later one, oldest first."""
+    later = [file for file in run.glob("config.*.yaml") if file.name.split(".")[1].isdecimal()]
+    later.sort(key=lambda file: int(file.name.split(".")[1]))
+    found = []
+    for file in (run / "config.yaml", *later):
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            found.append((file.name, flatten(read_yaml(file))))
+    return found
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of nested mappings; an empty mapping is a value."""
+    if not isinstance(value, dict) or (prefix and not value):
+        return {prefix: value} if prefix else {}
+    parts = (flatten(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
+    return {key: item for part in parts for key, item in part.items()}
+
+
+def read_failures(run: Path) -> list[dict[str, Any]]:
+    """Return the failures of the run, the oldest first; the last may be the one that ended it."""
+    found = list(read_records(run / "logs" / "failures.jsonl"))
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(last := read_json(run / "failure.json"), dict):
+            found.append({**last, "last": True})
+    names = ("time", "role", "rank", "host", "phase", "iteration", "message", "last")
+    return [{name: each[name] for name in names if name in each} for each in found]
+
+
+def read_resumes(run: Path) -> list[str]:
+    """Return the lines of driver.log that say where a start took up the run."""
+    with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
+        stream.seek(0, 2)
+        stream.seek(max(stream.tell() - LOG_TAIL, 0))
+        lines = stream.read(LOG_TAIL).decode("utf-8", "replace").splitlines()
+        return [line for line in lines if RESUMED in line][-100:]
+    return []
+
+
+def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the checkpoints, oldest first, and versions and layouts that wrote the newest."""
+    folder, found, about = run / "checkpoints", [], {}
+    best = -1
+    with contextlib.suppress(OSError, ValueError):
+        best = int(read_pointer(folder / "best_checkpointed_iteration.txt"))
+    for path in sorted(folder.glob("iter_*")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            manifest = read_json(path / "manifest.json", MAX_JSON)
+            size = sum(entry["size"] for entry in manifest["files"])
+            number = int(manifest["iteration"])
+            found.append({"name": path.name, "iteration": number, "bytes": size,
+                          "best": number == best})  # fmt: skip
+            about = {k: v for k, v in manifest.items() if k in ("versions", "layouts")}
+    return found, flatten(about)
+
+
+def _number(value: Any) -> float | None:
+    """Return a number as it is, None for anything else."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < float("inf") else None

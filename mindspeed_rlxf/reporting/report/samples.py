@@ -1,0 +1,149 @@
+"""Choose samples of a run for the report, evenly over its iterations, and cut them for the page."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.files.plain import parse_json
+from mindspeed_rlxf.files.printable import printable
+from mindspeed_rlxf.reporting.report.records import read_records
+from mindspeed_rlxf.reporting.sample_tokens import NUMBERS, token_files
+
+MAX_SAMPLES = 2000  # of a report
+VALIDATION_SHARE = 0.5  # of the samples, at most where there are samples of training too
+MAX_TEXT = 20_000  # characters of a prompt or a response that are shown
+KEY = re.compile(rb'\{"iteration": (\d+), "sample_id": (\d+),')
+
+Split = Callable[[list[int]], list[str]]
+"""Splits a response into the texts of its tokens: as many as ids, "" for a part of a character."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Samples of a report. seen: how many the files have"""
+
+    training: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    seen: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.training) + len(self.validation)
+
+    def halved(self) -> Chosen:
+        """Return every second sample of training, and every second prompt of validation."""
+        prompts = sorted({_prompt_of(sample) for sample in self.validation})[::2]
+        kept = [sample for sample in self.validation if _prompt_of(sample) in set(prompts)]
+        return Chosen(self.training[::2], kept if len(prompts) > 1 else kept[::2], self.seen)
+
+
+def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
+    """Choose samples of training evenly, and of validation all responses to chosen prompts.
+
+    Holds four times as many as it returns at most.
+    """
+    validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
+    has_training = next(read_records(run / "samples.jsonl"), None) is not None
+    share = int(limit * VALIDATION_SHARE) if has_training else limit
+    while len(validation) > share and (prompts := {_prompt_of(s) for s in validation}):
+        kept = set(sorted(prompts)[::2]) if len(prompts) > 1 else set()
+        validation = [s for s in validation if _prompt_of(s) in kept]
+    training, seen = _choose_evenly(run / "samples.jsonl", limit - len(validation))
+    return Chosen(training, validation, seen + seen_there)
+
+
+def cut_for_page(chosen: Chosen, run: Path, split: Split | None = None) -> list[dict[str, Any]]:
+    """Return the samples with short names, as the page reads them; with numbers per token."""
+    wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training}
+    numbers = read_token_numbers(run, wanted) if split else {}
+    cut = [_cut(sample, "training", split, numbers) for sample in chosen.training]
+    return cut + [_cut(sample, "validation", None, {}) for sample in chosen.validation]
+
+
+def read_token_numbers(
+    run: Path, wanted: set[tuple[Any, Any]]
+) -> dict[tuple[int, int], dict[str, list[float | None]]]:
+    """Return (iteration, sample id) -> name -> one number per response token, of these samples."""
+    found = {}
+    for file in token_files(run / "samples_tokens"):
+        with contextlib.suppress(OSError, EOFError, zlib.error):
+            for line in file.lines():
+                key = KEY.match(line)
+                if key is None or (place := (int(key[1]), int(key[2]))) not in wanted:
+                    continue
+                with contextlib.suppress(ValueError):
+                    record = parse_json(line)
+                    found[place] = {name: record[name] for name in NUMBERS if name in record}
+    return found
+
+
+def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
+    """Return at most `limit` records with equal gaps, and the number of records."""
+    kept: list[dict[str, Any]] = []
+    stride, count = 1, 0
+    for record in read_records(file):
+        if count % stride == 0:
+            kept.append(record)
+        count += 1
+        if len(kept) > 2 * limit:
+            kept, stride = kept[::2], 2 * stride
+    if len(kept) > limit:  # between one and two times as many: leave some out, evenly
+        kept = [kept[i * len(kept) // limit] for i in range(limit)]
+    return kept, count
+
+
+def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
+    """Return all responses to prompts with equal gaps, and the number of records."""
+    kept: list[dict[str, Any]] = []
+    step, count = 1, 0
+    for record in read_records(file):
+        count += 1
+        if _prompt_of(record) % step == 0:
+            kept.append(record)
+        while len(kept) > 4 * limit and step < 2**40:
+            step *= 2
+            kept = [each for each in kept if _prompt_of(each) % step == 0]
+    return kept[: 4 * limit], count
+
+
+def _prompt_of(sample: dict[str, Any]) -> int:
+    number = sample.get("prompt_id", sample.get("sample_id"))
+    return number if isinstance(number, int) else 0
+
+
+def _cut(
+    sample: dict[str, Any], kind: str, split: Split | None, numbers: dict[Any, dict[str, Any]]
+) -> dict[str, Any]:
+    """Make the entry of a sample: short names, no control characters, tokens where known."""
+    ids = sample.get("response_ids")
+    ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []
+    parts = sample.get("reward_parts")
+    entry: dict[str, Any] = {
+        "i": sample.get("iteration"), "id": sample.get("sample_id"), "k": kind,
+        "p": _text(sample.get("prompt")), "r": _text(sample.get("response")),
+        "s": sample.get("score"), "n": len(ids),
+        "parts": parts if isinstance(parts, dict) else {},
+    }  # fmt: skip
+    for name, short in (("data_source", "d"), ("ground_truth", "gt"), ("answer", "a")):
+        if sample.get(name) is not None:
+            entry[short] = _text(sample[name])
+    if kind == "validation":
+        entry["pid"] = _prompt_of(sample)
+    found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
+    if split and found and len(entry["r"]) < MAX_TEXT:
+        entry["t"] = [printable(piece) for piece in split(ids)]
+        entry["num"] = {k: v for k, v in found.items() if len(v) == len(ids)}
+    return entry
+
+
+def _text(value: Any) -> str:
+    """Return a text without characters that change the direction or the order of others."""
+    text = value if isinstance(value, str) else str(value)
+    more = len(text) - MAX_TEXT
+    return printable(text[:MAX_TEXT]) + (f" [{more} more characters]" if more > 0 else "")

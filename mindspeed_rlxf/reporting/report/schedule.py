@@ -1,0 +1,104 @@
+"""Read the timelines of a run for the chart of one iteration's schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.files.plain import open_plain, parse_json
+from mindspeed_rlxf.reporting.timeline import DRIVER
+
+MAX_ITERATIONS = 60  # with a schedule in the report
+MAX_SPANS = 40_000  # of all of them
+MAX_LANES = 64
+MAX_LINE = 2**16
+
+Event = dict[str, Any]
+
+
+def read_schedules(run: Path) -> dict[str, Any]:
+    """Return lanes, names, and for each of some iterations its spans.
+
+    lanes:      texts, `pool, role, rank`, the driver first
+    names:      of spans
+    iterations: iteration -> [[lane, name, is a wait, start, length], ...]; ms from its first span
+    """
+    by_iteration, labels = _read_events(run / "timeline")
+    lanes, names = _Numbers(), _Numbers()
+    chosen = _choose(by_iteration)
+    found: dict[str, list[list[Any]]] = {}
+    left = MAX_SPANS
+    for iteration in chosen:
+        events = sorted(by_iteration[iteration], key=lambda e: (e["ts"], -e["dur"]))[:left]
+        left -= len(events)
+        start = events[0]["ts"] if events else 0
+        spans = []
+        for event in events:
+            lane = lanes.of(labels.get((event["pid"], event["tid"]), "?"))
+            name, waits = names.of(str(event["name"])), int(event.get("cat") == "wait")
+            began, length = round((event["ts"] - start) / 1e3, 2), round(event["dur"] / 1e3, 2)
+            if lane < MAX_LANES:
+                spans.append([lane, name, waits, began, length])
+        found[str(iteration)] = spans
+    return {"lanes": lanes.texts[:MAX_LANES], "names": names.texts, "iterations": found}
+
+
+class _Numbers:
+    """Numbers texts in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._known: dict[str, int] = {}
+
+    def of(self, text: str) -> int:
+        if text not in self._known:
+            self._known[text] = len(self.texts)
+            self.texts.append(text)
+        return self._known[text]
+
+
+def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, int], str]]:
+    """Return iteration -> spans, and (pid, tid) -> `pool, role, rank`."""
+    spans: dict[int, list[Event]] = defaultdict(list)
+    pools: dict[int, str] = {}
+    threads: dict[tuple[int, int], str] = {}
+    for event in _events(folder):
+        args = event["args"]
+        if event["ph"] == "M" and event["name"] == "process_name":
+            pools[event["pid"]] = str(args["name"])
+        elif event["ph"] == "M":
+            threads[event["pid"], event["tid"]] = str(args["name"])
+        elif event["dur"] >= 0:
+            spans[int(args["iteration"])].append(event)
+    labels = {
+        (pid, tid): DRIVER if pools.get(pid) == DRIVER else f"{pools.get(pid, '?')}, {text}"
+        for (pid, tid), text in threads.items()
+    }
+    return spans, labels
+
+
+def _events(folder: Path) -> Iterator[Event]:
+    """Yield the events of all files, one per line, that can be read and have their fields."""
+    for file in sorted(folder.glob("iterations_*.json")):
+        with contextlib.suppress(OSError), open_plain(file) as stream:
+            while line := stream.readline(MAX_LINE):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    event = parse_json(line.strip().rstrip(b","))
+                    if event["ph"] == "X":
+                        event["ts"] + event["dur"] + event["pid"] + event["tid"]
+                        int(event["args"]["iteration"])
+                    yield event
+
+
+def _choose(by_iteration: dict[int, list[Event]]) -> list[int]:
+    """Return iterations evenly, with the first, the last and the slowest."""
+    everything = sorted(by_iteration)
+    if len(everything) <= MAX_ITERATIONS:
+        return everything
+    evenly = MAX_ITERATIONS - 3
+    chosen = {everything[i * len(everything) // evenly] for i in range(evenly)}
+    slowest = max(everything, key=lambda n: max(e["dur"] for e in by_iteration[n]))
+    return sorted(chosen | {everything[0], everything[-1], slowest})

@@ -1,0 +1,122 @@
+"""Serve the report of a run that is going on, to browsers of this host.
+
+Only the loopback address is listened on, and requests must name it: a page of another site whose
+name was made to point here (DNS rebinding) is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from mindspeed_rlxf.reporting.report.content import RunFolder, gather
+from mindspeed_rlxf.reporting.report.page import MAX_BYTES, make_page, pack, pack_samples
+
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost", "[::1]")
+FILES = ("metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json", "run.lock")
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+TIMEOUT_S = 30.0  # of a connection that says nothing
+
+
+class LiveRun:
+    """The parts of the page, made anew where the files have changed since they were made."""
+
+    def __init__(self, open_run: Callable[[], RunFolder], max_samples: int) -> None:
+        """open_run: returns the run with its state of now"""
+        self._open, self._max_samples = open_run, max_samples
+        self._made: dict[str, tuple[str, bytes]] = {}  # part -> version, bytes
+        self._lock = threading.Lock()
+
+    def version(self) -> str:
+        """Return a text that changes with the files of the run."""
+        run = self._open()
+        seen = [run.state]
+        for name in FILES:
+            file = run.path / name
+            seen.append(f"{file.stat().st_size}" if file.exists() else "-")
+        return hashlib.sha256(" ".join(seen).encode()).hexdigest()[:16]
+
+    def page(self) -> bytes:
+        return make_page(self._open().name, {}, live=True).encode("utf-8", "backslashreplace")
+
+    def part(self, name: str) -> bytes:
+        """Return a compressed part of the data: main or samples."""
+        with self._lock:  # one request makes it, the others wait for it
+            version = self.version()
+            if self._made.get(name, ("", b""))[0] != version:
+                self._made[name] = (version, self._make(name))
+            return self._made[name][1]
+
+    def _make(self, name: str) -> bytes:
+        run = self._open()
+        if name == "samples":
+            return pack_samples([run], self._max_samples, MAX_BYTES)
+        return pack({"made": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": [gather(run)]})
+
+
+class LiveServer(ThreadingHTTPServer):
+    """Listens on the loopback address; port 0 = any free one."""
+
+    daemon_threads = True
+
+    def __init__(self, run: LiveRun, port: int) -> None:
+        self.run = run
+        super().__init__((HOST, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leave out connections that a browser gave up."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer
+    timeout = TIMEOUT_S
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host") not in self._hosts():
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"not a name of this host\n")
+        run = self.server.run
+        routes: dict[str, tuple[str, Callable[[], bytes]]] = {
+            "/": ("text/html; charset=utf-8", run.page),
+            "/version": ("text/plain", lambda: run.version().encode()),
+            "/data/main": ("application/octet-stream", lambda: run.part("main")),
+            "/data/samples": ("application/octet-stream", lambda: run.part("samples")),
+        }
+        if self.path not in routes:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page\n")
+        kind, make = routes[self.path]
+        try:
+            content = make()
+        except OSError as error:
+            text = f"a file of the run cannot be read: {error.strerror}\n"
+            return self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", text.encode())
+        return self._send(HTTPStatus.OK, kind, content)
+
+    def _hosts(self) -> set[str]:
+        return {f"{name}:{self.server.server_port}" for name in NAMES}
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing for a request."""

@@ -1,0 +1,133 @@
+// Where the time goes: phases of each iteration, stacked, and the schedule of one iteration.
+
+const PHASES = ['gen', 'sync', 'reward', 'old_log_prob', 'ref', 'values', 'adv', 'update_critic', 'update_actor', 'val', 'save'];
+const ROLE_COLOR = { rollout: 0, reward: 3, actor_rollout: 1, ref: 5, critic: 2, driver: 6, scorer: 4 };
+const PHASE_COLOR = { gen: 0, sync: 10, reward: 3, old_log_prob: 7, ref: 5, values: 4, adv: 9, update_critic: 2, update_actor: 1, val: 8, save: 6 };
+const MAX_BARS = 240;
+
+/** Mean seconds of each phase in stretches of iterations: [{from, to, parts: {phase: s}, all}]. */
+function phaseBars(run) {
+  const all = run.curves['timing/all'];
+  if (!all) return [];
+  const iterations = all.x, size = Math.ceil(iterations.length / MAX_BARS);
+  const columns = PHASES.map((phase) => [phase, run.curves[`timing/${phase}`]]).filter(([, curve]) => curve)
+    .map(([phase, curve]) => [phase, new Map(curve.x.map((x, i) => [x, curve.y[i]]))]);
+  const bars = [];
+  for (let i = 0; i < iterations.length; i += size) {
+    const xs = iterations.slice(i, i + size), parts = {};
+    for (const [phase, values] of columns) parts[phase] = xs.reduce((sum, x) => sum + (values.get(x) || 0), 0) / xs.length;
+    bars.push({ from: xs[0], to: xs[xs.length - 1], parts });
+  }
+  return bars;
+}
+
+function phasesChart(run) {
+  const bars = phaseBars(run);
+  if (!bars.length) return h('p', { class: 'soft' }, 'No iteration has its times.');
+  const svg = h('svg', { role: 'img', tabindex: '0' }), readout = h('output', { 'aria-live': 'polite' });
+  const used = PHASES.filter((phase) => bars.some((bar) => bar.parts[phase] > 0));
+  const total = (bar) => used.reduce((sum, phase) => sum + (bar.parts[phase] || 0), 0);
+  const means = used.map((phase) => [phase, bars.reduce((sum, bar) => sum + (bar.parts[phase] || 0), 0) / bars.length]);
+  svg.setAttribute('aria-label', `Seconds of each phase by iteration. Means: ${means.map(([phase, s]) => `${phase} ${num(s, 3)} s`).join(', ')}. Arrow keys read the iterations.`);
+  let at = -1;
+  const say = (i) => {
+    at = i;
+    const bar = bars[i];
+    readout.textContent = bar ? `iteration ${bar.from}${bar.to > bar.from ? ` to ${bar.to}` : ''}: ${used.filter((phase) => bar.parts[phase] > 0).map((phase) => `${phase} ${num(bar.parts[phase], 3)}`).join(', ')} s` : '';
+  };
+  function draw() {
+    const box = svg.getBoundingClientRect(), width = Math.max(box.width, 200), height = Math.max(box.height, 120);
+    svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+    const high = Math.max(...bars.map(total)) * 1.03 || 1, sy = scale(0, high, height - PAD.bottom, PAD.top, false);
+    const step = (width - PAD.left - PAD.right) / bars.length, parts = [];
+    for (const t of ticks(0, high, 4)) parts.push(h('line', { class: 'rule', x1: PAD.left, x2: width - PAD.right, y1: sy(t), y2: sy(t) }), h('text', { x: PAD.left - 5, y: sy(t) + 4, 'text-anchor': 'end' }, `${num(t, 3)} s`));
+    bars.forEach((bar, i) => {
+      let base = 0;
+      for (const phase of used) {
+        const s = bar.parts[phase] || 0;
+        if (s > 0) parts.push(h('rect', { class: `block k${PHASE_COLOR[phase]}`, x: PAD.left + i * step, width: Math.max(step - (step > 4 ? 1 : 0), 0.6), y: sy(base + s), height: Math.max(sy(base) - sy(base + s), 0) }));
+        base += s;
+      }
+    });
+    const every = Math.max(1, Math.ceil(bars.length / Math.max(2, Math.floor(width / 90))));
+    bars.forEach((bar, i) => { if (i % every === 0) parts.push(h('text', { x: PAD.left + (i + 0.5) * step, y: height - 5, 'text-anchor': 'middle' }, String(bar.from))); });
+    svg.replaceChildren(...parts);
+  }
+  svg.addEventListener('pointermove', (event) => {
+    const box = svg.getBoundingClientRect();
+    say(Math.min(Math.max(Math.floor(((event.clientX - box.left - PAD.left) / (box.width - PAD.left - PAD.right)) * bars.length), 0), bars.length - 1));
+  });
+  svg.addEventListener('keydown', (event) => {
+    const moves = { ArrowRight: Math.min(at + 1, bars.length - 1), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: bars.length - 1 };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    say(moves[event.key]);
+  });
+  const card = h('div', { class: 'card chart wide' }, h('h3', {}, 'Phases of each iteration, seconds'),
+    h('ul', { class: 'legend' }, means.map(([phase, s]) => h('li', {}, h('span', { class: `swatch k${PHASE_COLOR[phase]}` }), `${phase} `, h('span', { class: 'soft' }, `${num(s, 3)} s`)))), svg, readout,
+    h('p', { class: 'soft small' }, 'A phase lasts as long as its slowest rank. Phases of roles on different devices overlap, so that a bar may be higher than the iteration was long.'));
+  drawWhenSeen(card, draw);
+  return card;
+}
+
+const LANE = 20, LABEL = 190;
+
+/** Draw the lanes of one iteration. spans: [lane, name, waits, start, length] in ms */
+function gantt(schedules, spans) {
+  const lanes = [...new Set(spans.map((span) => span[0]))].sort((a, b) => (schedules.lanes[a] < schedules.lanes[b] ? -1 : 1)).sort((a, b) => (schedules.lanes[b] === 'driver') - (schedules.lanes[a] === 'driver'));
+  const row = new Map(lanes.map((lane, i) => [lane, i])), end = Math.max(...spans.map((span) => span[3] + span[4]), 1);
+  const width = 1180, height = lanes.length * LANE + 24, sx = scale(0, end, LABEL, width - 8, false);
+  const readout = h('output', { 'aria-live': 'polite', class: 'small soft' }, 'Point at a span, or reach it with Tab and the arrow keys.');
+  const parts = ticks(0, end, 8).flatMap((t) => [h('line', { class: 'rule', x1: sx(t), x2: sx(t), y1: 0, y2: height - 18 }), h('text', { x: sx(t), y: height - 4, 'text-anchor': 'middle' }, t >= 1000 ? `${num(t / 1000, 3)} s` : `${num(t, 3)} ms`)]);
+  lanes.forEach((lane, i) => parts.push(h('text', { class: 'lane', x: 0, y: i * LANE + 14 }, schedules.lanes[lane])));
+  const order = [...spans].sort((a, b) => row.get(a[0]) - row.get(b[0]) || a[3] - b[3]);
+  const blocks = order.map(([lane, name, waits, start, length], i) => {
+    const text = schedules.names[name], role = text.split('.')[0], color = waits ? 'kw' : `k${ROLE_COLOR[role] ?? ROLE_COLOR.driver}`;
+    const inset = waits || ['validation', 'save'].includes(text) ? 5 : 2;
+    const said = `${schedules.lanes[lane]}: ${text}, ${num(length, 3)} ms, begins at ${num(start, 3)} ms`;
+    const speak = () => { readout.textContent = said; };
+    return h('rect', { class: `block ${color}`, x: sx(start), y: row.get(lane) * LANE + inset, width: Math.max(sx(start + length) - sx(start), 1), height: LANE - 2 * inset, rx: 2,
+      tabindex: i ? '-1' : '0', role: 'img', 'aria-label': said, on: { pointerenter: speak, focus: speak } }, h('title', {}, said));
+  });
+  const names = order.flatMap(([lane, name, waits, start, length]) => {
+    const text = schedules.names[name].split('.').pop();
+    return !waits && schedules.lanes[lane] !== 'driver' && sx(start + length) - sx(start) > text.length * 6.4 + 6 ? [h('text', { class: 'in', x: sx(start) + 4, y: row.get(lane) * LANE + 14, 'aria-hidden': 'true' }, text)] : [];
+  });
+  const svg = h('svg', { viewBox: `0 0 ${width} ${height}`, role: 'group', 'aria-label': `Schedule, ${lanes.length} lanes, ${num(end / 1000, 3)} s`, on: { keydown: (event) => {
+    const now = blocks.indexOf(document.activeElement), next = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: blocks.length - 1 }[event.key];
+    if (next === undefined || !blocks[next]) return;
+    event.preventDefault();
+    blocks.forEach((block) => block.setAttribute('tabindex', '-1'));
+    blocks[next].setAttribute('tabindex', '0');
+    blocks[next].focus();
+  } } }, parts, blocks, names);
+  return h('div', {}, h('div', { class: 'gantt' }, svg), readout);
+}
+
+function scheduleCard(run) {
+  const iterations = Object.keys(run.schedules.iterations).map(Number).sort((a, b) => a - b);
+  const card = h('div', { class: 'card', id: 'schedule' }, h('h3', {}, 'Schedule of one iteration'));
+  if (!iterations.length) { card.append(h('p', { class: 'soft' }, 'The run has no timeline.')); return card; }
+  let at = iterations.includes(state.scheduled) ? state.scheduled : iterations[Math.min(1, iterations.length - 1)];
+  const body = h('div');
+  const select = selectOf(iterations.map((i) => [String(i), `iteration ${i}`]), String(at), (value) => show(Number(value)), 'Iteration of the schedule');
+  const step = (by) => { const next = iterations[iterations.indexOf(at) + by]; if (next !== undefined) show(next); };
+  function show(iteration) {
+    at = state.scheduled = iteration;
+    select.value = String(iteration);
+    body.replaceChildren(gantt(run.schedules, run.schedules.iterations[iteration]));
+  }
+  card.append(h('div', { class: 'controls' }, h('button', { type: 'button', on: { click: () => step(-1) } }, 'Earlier'), select, h('button', { type: 'button', on: { click: () => step(1) } }, 'Later'),
+    h('ul', { class: 'legend' }, Object.entries({ rollout: 'rollout', reward: 'reward', actor_rollout: 'actor', ref: 'reference', critic: 'critic', driver: 'driver' }).map(([role, text]) => h('li', {}, h('span', { class: `swatch k${ROLE_COLOR[role]}` }), text)), h('li', {}, h('span', { class: 'swatch kw' }), 'waits'))), body,
+    h('p', { class: 'soft small' }, 'Each rank uses the clock of its host. The files in timeline/ open in ui.perfetto.dev too.'));
+  show(at);
+  return card;
+}
+
+function timeSection(runs) {
+  const body = h('div');
+  const show = (name) => { const run = runs.find((each) => each.name === name) || runs[0]; state.timeOf = run.name; body.replaceChildren(phasesChart(run), scheduleCard(run)); };
+  const pick = runs.length > 1 ? h('div', { class: 'controls' }, labelled('Run', selectOf(runs.map((run) => [run.name, run.name]), state.timeOf || runs[0].name, show, 'Run whose time is shown'))) : null;
+  show(state.timeOf || runs[0].name);
+  return h('section', { id: 'time', 'aria-labelledby': 'time-h' }, h('h2', { id: 'time-h' }, 'Time'), pick, body);
+}

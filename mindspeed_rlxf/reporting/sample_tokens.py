@@ -1,0 +1,80 @@
+"""Numbers of each response token of logged samples, written by the ranks that compute them.
+
+    samples_tokens/rank_00003.jsonl[.N.gz]
+    {"iteration": 7, "sample_id": 41, "advantage": [...], "kl": [...], "value": [...]}
+
+One number per token of `response_ids` in samples.jsonl, four digits; null where it is not finite.
+A name is absent where the run has no such number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
+from mindspeed_rlxf.reporting.line_file import LineFile
+
+ITERATION = re.compile(rb'\{"iteration": (\d+),')
+FILE = re.compile(r"(rank_\d+\.jsonl)(?:\.\d+(?:\.gz)?)?")
+NUMBERS = ("advantage", "kl", "value")
+
+
+class TokenWriter:
+    """Appends to the file of one rank, which no other process writes."""
+
+    def __init__(self, folder: Path, rank: int, limit: int = 0, mode: int = PRIVATE) -> None:
+        """limit: bytes from which on the file is compressed and begun anew; 0 = never"""
+        self._folder, self._mode = folder, mode
+        self._file = LineFile(folder / f"rank_{rank:05d}.jsonl", limit)
+
+    def write(self, iteration: int, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
+        """Append a line for each sample: sample id -> name -> one number per token."""
+        if not samples:
+            return
+        if not self._folder.is_dir():
+            make_private_folder(self._folder, self._mode)
+        lines = b"".join(_line(iteration, *sample) for sample in samples.items())
+        with open_file(self._file.path, "ab+", self._mode) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if size and stream.seek(size - 1) is not None and stream.read(1) != b"\n":
+                lines = b"\n" + lines  # a killed process left a part of a line
+            stream.write(lines)
+        self._file.rotate()
+
+
+def cut_token_files(folder: Path, iteration: int) -> None:
+    """Drop what ranks logged after an iteration, from which the run resumes.
+
+    A damaged file is left as it is: no run depends on it, and readers take the last line of a
+    sample.
+    """
+    for file in token_files(folder):
+        kept = 0
+        with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
+            for line in file.lines():
+                found = ITERATION.match(line)
+                if not line.endswith(b"\n") or (found and int(found[1]) > iteration):
+                    break
+                kept += len(line)
+            file.cut(kept)
+
+
+def token_files(folder: Path) -> Iterator[LineFile]:
+    """Yield the files of all ranks."""
+    names = {m[1] for file in folder.glob("rank_*") if (m := FILE.fullmatch(file.name))}
+    yield from (LineFile(folder / name) for name in sorted(names))
+
+
+def _line(iteration: int, sample_id: int, numbers: Mapping[str, Sequence[float]]) -> bytes:
+    columns = "".join(f', "{name}": [{_join(values)}]' for name, values in numbers.items())
+    return f'{{"iteration": {iteration}, "sample_id": {sample_id}{columns}}}\n'.encode("ascii")
+
+
+def _join(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" if math.isfinite(value) else "null" for value in values)

@@ -1,0 +1,121 @@
+"""The trackers of other packages: TensorBoard, wandb, swanlab and trackio.
+
+Each is imported by its thread, when a run begins that names it. Nothing of the console, the source
+code or the environment is sent, metrics and the configuration are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rlxf.reporting.tracker_registry import TrackedRun, Tracker, register_tracker
+
+
+@register_tracker("tensorboard", module="tensorboard", rewinds=True)
+class TensorBoardTracker(Tracker):
+    """Writes event files. A resumed run hides what came after its checkpoint (`purge_step`)."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        first = run.resumed + 1 if run.resumed else 0
+        self._writer: Any = SummaryWriter(str(run.folder), purge_step=first, flush_secs=10)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+@register_tracker("wandb", module="wandb")
+class WandbTracker(Tracker):
+    """Weights & Biases; offline, its files wait for `wandb sync`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        settings = wandb.Settings(
+            console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True
+        )
+        offline = _is_offline(run, "WANDB_API_KEY")
+        self._run: Any = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            mode=os.environ.get("WANDB_MODE") or ("offline" if offline else "online"),  # type: ignore[arg-type]
+            settings=settings,
+        )
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=iteration)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+@register_tracker("swanlab", module="swanlab")
+class SwanLabTracker(Tracker):
+    """SwanLab; offline, its files wait for `swanlab sync`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        offline = _is_offline(run, "SWANLAB_API_KEY")
+        probes = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
+        quiet: dict[str, Any] = {
+            "probe": dict.fromkeys(probes, False),
+            "terminal": {"proxy_type": "none"},
+        }
+        self._run: Any = swanlab.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            log_dir=str(run.folder),
+            config=dict(run.config),
+            mode=os.environ.get("SWANLAB_MODE") or ("offline" if offline else "online"),
+            settings=swanlab.Settings(**quiet),
+        )
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=iteration)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+@register_tracker("trackio", module="trackio")
+class TrackioTracker(Tracker):
+    """trackio, in a database of the run directory, or where TRACKIO_DIR says."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder))
+        import trackio
+
+        self._run: Any = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.run_id}",
+            resume="allow",
+            config=dict(run.config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=iteration)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _is_offline(run: TrackedRun, key: str) -> bool:
+    """Whether to stay on this host: by `logging.tracker_mode`, else where there is no key."""
+    return not os.environ.get(key) if run.offline is None else run.offline

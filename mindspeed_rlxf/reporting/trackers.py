@@ -1,0 +1,197 @@
+"""Send metrics to trackers, each in a thread of its own, so that none can hold up training.
+
+    trackers = Trackers(names, run, warn)
+    trackers.log(iteration, metrics)     # returns at once
+    trackers.close()
+
+Each is registered by name (`register_tracker`), those of other packages in `tracker_packages`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.secret_words import FORMS, SCHEME, URL_USER
+from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
+from mindspeed_rlxf.reporting import tracker_packages
+from mindspeed_rlxf.reporting.tracker_registry import (
+    JSONL,
+    TRACKERS,
+    Registered,
+    TrackedRun,
+    Tracker,
+    register_tracker,
+)
+
+__all__ = [
+    "JSONL", "TRACKERS", "TrackedRun", "Tracker", "Trackers", "find_problems", "register_tracker",
+    "tracker_packages",
+]  # fmt: skip
+
+KEY = "logging.trackers"
+WAITING = 10_000  # iterations that a tracker may be behind; later ones are dropped
+CLOSE_S = 30.0  # at the end of a run, for all trackers together
+RECORDED = "recorded.txt"  # one line for each iteration that the tracker was given
+
+
+def find_problems(names: Sequence[str]) -> list[Problem]:
+    """Report unknown trackers, and those whose package is not installed."""
+    problems, known = [], [JSONL, *TRACKERS]
+    for name in names:
+        if name not in known:
+            remedy = f"use {closest(name, known) or JSONL}, or add its file to training.plugins"
+            problems.append(Problem(KEY, f"must be of {', '.join(known)}", name, remedy))
+        elif name != JSONL and (module := TRACKERS[name].module) and not _is_installed(module):
+            package = TRACKERS[name].package
+            remedy = f"run `pip install {package}`, or remove it from {KEY}"
+            problems.append(Problem(KEY, f"needs the package {package}", name, remedy))
+    return problems
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
+
+
+class Trackers:
+    """All trackers of a run."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: TrackedRun,
+        warn: Callable[[str], None],
+        mode: int = PRIVATE,
+    ) -> None:
+        """run.folder: of all trackers; each gets one of its own in it. mode: of their files"""
+        chosen = [name for name in dict.fromkeys(names) if name != JSONL]
+        self._senders = []
+        for name in chosen:
+            folder = run.folder / name
+            make_private_folder(run.folder, mode)
+            make_private_folder(folder, mode)
+            each = replace(run, folder=folder)
+            self._senders.append(_Sender(name, TRACKERS[name], each, warn, mode))
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Give every tracker the metrics of an iteration; returns at once."""
+        for sender in self._senders:
+            sender.put(iteration, metrics)
+
+    def close(self) -> None:
+        """Wait for the trackers to write what they have, half a minute for all of them."""
+        deadline = time.monotonic() + CLOSE_S
+        for sender in self._senders:
+            sender.end()
+        for sender in self._senders:
+            sender.join(max(deadline - time.monotonic(), 0.0))
+
+
+class _Sender:
+    """One tracker and its thread."""
+
+    def __init__(
+        self,
+        name: str,
+        registered: Registered,
+        run: TrackedRun,
+        warn: Callable[[str], None],
+        mode: int,
+    ) -> None:
+        self._name, self._registered, self._run, self._warn = name, registered, run, warn
+        self._file, self._mode = run.folder / RECORDED, mode
+        self._last = -1 if registered.rewinds else self._read_last()
+        self.lost, self._has_warned = 0, False
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        finite = {
+            name: float(v) for name, v in metrics.items() if v == v and abs(v) != float("inf")
+        }
+        try:
+            self._queue.put_nowait((iteration, finite))
+        except queue.Full:
+            self._lose(f"it is {WAITING} iterations behind")
+
+    def end(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread; warn of what was lost."""
+        self._thread.join(timeout_s)
+        left = self._queue.qsize()
+        if self._thread.is_alive():
+            self._warn(
+                f"tracker {self._name} did not end in time, {left} iterations may be missing"
+            )
+        elif self.lost:
+            self._warn(f"tracker {self._name} lacks {self.lost} iterations; metrics.jsonl has all")
+
+    def _work(self) -> None:
+        tracker: Tracker | None = None
+        try:
+            tracker = self._registered.factory(self._run)
+        except BaseException as error:  # libraries raise SystemExit too
+            self._lose(_describe(error), 0)
+        while (item := self._queue.get()) is not None:
+            self._record(tracker, *item)
+        if tracker is not None:
+            try:
+                tracker.finish()
+            except BaseException as error:
+                self._lose(_describe(error), 0)
+
+    def _record(
+        self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Give the tracker an iteration that it does not have."""
+        if iteration <= self._last:
+            return
+        if tracker is None:
+            self._lose("")
+            return
+        try:
+            tracker.log(iteration, metrics)
+            self._last = iteration
+            if not self._registered.rewinds:
+                with open_file(self._file, "a", self._mode, encoding="ascii") as stream:
+                    stream.write(f"{iteration}\n")
+        except BaseException as error:
+            self._lose(_describe(error))
+
+    def _lose(self, why: str, count: int = 1) -> None:
+        """Count what is lost, and warn the first time."""
+        self.lost += count
+        if why and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"tracker {self._name} failed: {why}; training goes on, metrics.jsonl has all"
+            )
+
+    def _read_last(self) -> int:
+        """Return the last iteration that an earlier start recorded; -1 = none."""
+        with contextlib.suppress(OSError), open_file(self._file, "r", encoding="ascii") as stream:
+            numbers = [int(line) for line in stream.read().split() if line.isdigit()]
+            return max(numbers, default=-1)
+        return -1
+
+
+def _describe(error: BaseException) -> str:
+    """Describe an error in one line, without what looks like a secret."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    for form in (*FORMS, SCHEME, URL_USER):
+        text = form.sub("***", text)
+    return text[:300]

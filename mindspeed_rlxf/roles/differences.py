@@ -1,0 +1,43 @@
+"""Differences of log-probs that the update measures where no pass before it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from mindspeed_rlxf.algorithms.kl import kl_per_token
+from mindspeed_rlxf.config.enums import KlPenalty
+from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
+from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
+
+
+def measure_differences(
+    step: PolicyStep, rollouts: Rollouts, experience: Experience, kl_penalty: KlPenalty
+) -> PolicyStep:
+    """Add metrics to the loss of a step: the gap to generation, and the KL to the reference.
+
+    Both are those of the log-probs before the step: `rollout/log_prob_gap_mean` over tokens, and
+    `critic/kl` over samples of the mean of their tokens, where the experience has the reference's.
+    """
+
+    def loss(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+        output = step.loss(rows, tokens)
+        mask = experience.trained_mask[rows]
+        log_probs = tokens.log_probs.detach().cpu().float()
+        rollout = fit_columns(rollouts.rollout_log_probs, mask.size(1))[rows][mask]
+        gaps = (log_probs - rollout).abs()
+        found = {"rollout/log_prob_gap_mean": Mean.of(gaps, gaps.numel())}
+        if experience.ref_log_probs.size(1):
+            kl = kl_per_token(log_probs, experience.ref_log_probs[rows][mask], kl_penalty)
+            found["critic/kl"] = Mean.of(_row_means(kl, mask), len(rows))
+        return replace(output, metrics=output.metrics | found)
+
+    return replace(step, loss=loss)
+
+
+def _row_means(values: Tensor, mask: Tensor) -> Tensor:
+    """Return [rows] means; values: [tokens], row after row; mask: [rows, response]"""
+    placed = values.new_zeros(mask.shape)
+    placed[mask] = values
+    return placed.sum(1) / mask.sum(1)

@@ -1,0 +1,282 @@
+"""One `generate` of the native engine: which samples wait, grow, and end, and what is computed.
+
+Rows that end leave the batch and waiting samples take their place. The host launches several decode
+steps before it looks at what was drawn; what it decides (who enters, ends, is set back) follows
+from numbers that all ranks of a replica have in common.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rlxf.config.memory import GROWTH, PREFILL_TOKENS, paged
+from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank
+from mindspeed_rlxf.models.decode import Decoder, linear
+from mindspeed_rlxf.models.heads import full_logits
+from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
+from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationStats
+from mindspeed_rlxf.rollout.rows import Alike, Growing, RowStates
+from mindspeed_rlxf.rollout.sampling import check_log_probs
+
+REFILLED = 8  # freed slots are refilled when they are 1 in so many of all
+
+
+@dataclass(frozen=True)
+class Limits:
+    """rows:  that grow at the same time
+    tokens: in the cache, rows times the longest; None = as many as there are
+    steps:  decode steps between two looks of the host
+    """
+
+    rows: int
+    tokens: int | None
+    steps: int
+
+
+def cache_shape(model: TransformerModel) -> CacheShape:
+    config = model.config
+    return CacheShape(
+        num_layers=config.num_layers,
+        groups=groups_per_rank(config.num_query_groups, config.tensor_model_parallel_size),
+        head_dim=config.kv_channels,
+        dtype=config.params_dtype,
+    )
+
+
+class Generation:
+    """The samples of one `generate`. Row i of the active ones is slot i of cache and states."""
+
+    def __init__(
+        self,
+        model: TransformerModel,
+        requests: Sequence[GenerationRequest],
+        limits: Limits,
+        stats: GenerationStats,
+    ) -> None:
+        self.model, self.limits, self.stats = model, limits, stats
+        self.waiting = deque(map(Growing.begin, requests))
+        self.active: list[Growing] = []
+        self.where = next(model.parameters()).device
+        width = max(request.settings.max_new_tokens for request in requests)
+        self._most = max(len(request.prompt) for request in requests) + width  # tokens of a row
+        self._decoder = Decoder(model, self._most)
+        self.cache = KvCache(cache_shape(model), self._most, self.where)
+        self.states = RowStates(limits.rows, width, self.where)
+        self._groups: list[Alike] | None = None  # of the active rows
+        self._counts = np.zeros(0, np.int64)  # tokens of the active rows, at the last look
+        self._prompts = np.zeros(0, np.int64)  # tokens of their prompts
+        self._states: dict[bytes, Tensor] = {}  # last state of each prompt, [hidden]
+
+    def advance(self) -> list[Growing]:
+        """Compute until samples end; return them."""
+        finished: list[Growing] = []
+        while not finished:
+            refills = self._refills()
+            if refills:
+                self._admit()
+            else:
+                self._decode()
+            finished = self._look(decoded=not refills)
+        return finished
+
+    # Rows that enter
+
+    def _refills(self) -> bool:
+        """Whether enough slots are free for the next prefill."""
+        free = min(self.limits.rows - len(self.active), len(self.waiting))
+        wanted = min(max(1, self.limits.rows // REFILLED), len(self.waiting))
+        return free > 0 and (not self.active or (free >= wanted and self._fits(1)))
+
+    def _fits(self, more: int) -> bool:
+        """Whether the cache holds so many more of the waiting, and some tokens of each."""
+        if self.limits.tokens is None:
+            return True
+        new = (len(self.waiting[i].known) for i in range(more))
+        longest = int(max([*new, *(self._prompts + self._counts)])) + GROWTH
+        return (len(self.active) + more) * self._capacity(longest) <= self.limits.tokens
+
+    def _admit(self) -> None:
+        """Prefill as many waiting samples as there is room for, at least one."""
+        rows, first = 0, len(self.active)
+        while rows < min(self.limits.rows - first, len(self.waiting)) and self._fits(rows + 1):
+            rows += 1
+        entering = [self.waiting.popleft() for _ in range(max(rows, 1))]
+        kept, counts = self.active, [len(row.tokens) for row in entering]
+        self._place([*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64))
+        self.cache.fit(len(self.active), self._room(self.limits.steps))
+        self.states.begin(first, entering)
+        donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._states}
+        for pack in self._packs(first, donors):
+            self._prefill(pack)
+        still = {row.key for row in self.waiting}
+        self._states = {key: state for key, state in self._states.items() if key in still}
+
+    def _packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
+        """Cut the rows from slot `first` on into packs of PREFILL_TOKENS tokens to compute.
+
+        The first row of a pack is taken even when it is longer.
+        donors: slot of each prompt that is in the cache; new ones are added
+        Yields slot -> slot that holds its prompt already, or itself.
+        """
+        pack: dict[int, int] = {}
+        tokens = 0
+        for slot, row in enumerate(self.active[first:], start=first):
+            if not row.tokens and row.key in donors:
+                pack[slot] = donors[row.key]
+                continue
+            if tokens and tokens + len(row.known) > PREFILL_TOKENS:
+                yield pack
+                pack, tokens = {}, 0
+            tokens += len(row.known)
+            pack[slot] = slot
+            if not row.tokens:
+                donors[row.key] = slot
+        yield pack
+
+    def _prefill(self, pack: dict[int, int]) -> None:
+        """Fill the slots of a pack with what is known of their rows; draw their next tokens."""
+        computed = [slot for slot, source in pack.items() if slot == source]
+        found = dict(zip(computed, self._compute(computed), strict=True)) if computed else {}
+        for slot, state in found.items():
+            if not self.active[slot].tokens:
+                self._states[self.active[slot].key] = state
+        copied = [(source, slot) for slot, source in pack.items() if slot != source]
+        if copied:
+            source, target = self._tensor(copied).unbind(1)
+            longest = max(len(self.active[slot].request.prompt) for _, slot in copied)
+            self.cache.copy(source, target, longest)
+        rows = [self.active[slot] for slot in pack]
+        states = [found.get(slot, self._states.get(self.active[slot].key)) for slot in pack]
+        slots = slice(min(pack), max(pack) + 1)
+        self._append(torch.stack(states), slots, self.states.group(rows))  # type: ignore[arg-type]
+
+    def _compute(self, slots: list[int]) -> Tensor:
+        """Compute the known tokens of rows into the cache; return last states [slots, hidden]."""
+        known = [self.active[slot].known for slot in slots]
+        lengths = np.array([len(tokens) for tokens in known])
+        token_ids = torch.from_numpy(np.concatenate(known)).to(self.where)
+        position = self._tensor(np.concatenate([np.arange(n) for n in lengths]))
+        slot = self._tensor(np.repeat(slots, lengths))
+        attend = Prefill(
+            lengths=tuple(lengths.tolist()), cache=self.cache, slot=slot, position=position
+        )
+        hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
+        self.stats.prompt_tokens += len(token_ids)
+        return hidden[self._tensor(lengths.cumsum() - 1)]
+
+    # Rows that grow
+
+    def _decode(self) -> None:
+        """Add tokens to the active rows: as many as the host may go without a look."""
+        left = [row.settings.max_new_tokens for row in self.active] - self._counts
+        steps = min(self.limits.steps, int(left.max()))
+        self._set_back(steps)
+        rows = len(self.active)
+        self.cache.fit(rows, self._room(steps))
+        if self._groups is None:
+            self._groups = self.states.group(self.active)
+        for _ in range(steps):
+            position = self.states.position[:rows]
+            attend = DecodeStep(cache=self.cache, position=position)
+            hidden = self._decoder(self.states.last[:rows], position, attend)
+            self._append(hidden, slice(0, rows), self._groups)
+
+    def _append(self, hidden: Tensor, slots: slice, groups: Sequence[Alike]) -> None:
+        """Draw and append the next token of each row. hidden: its last state, [rows, hidden]"""
+        model = self.model
+        weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
+        logits = full_logits(hidden, weight, vocab, group, linear)
+        tokens, log_probs = self.states.choose(logits, slots, groups)
+        as_first_rank(tokens, group)
+        self.states.append(tokens, log_probs, slots, groups)
+
+    # Rows that leave
+
+    def _look(self, decoded: bool) -> list[Growing]:
+        """Wait for what was drawn; remove samples that have ended and return them.
+
+        decoded: by decode steps, not by a prefill
+        """
+        counts, going = self.states.progress(len(self.active))
+        counts, ended = counts.copy(), ~going
+        stopped = [slot for slot, row in enumerate(self.active) if row.settings.stop is not None]
+        if stopped:
+            drawn, _ = self.states.read(stopped, int(counts.max()))
+            for slot, tokens in zip(stopped, drawn.tolist(), strict=True):
+                row = self.active[slot]
+                ended[slot] |= row.take(tokens[len(row.tokens) : counts[slot]])
+                counts[slot] = len(row.tokens)
+        new = int((counts - self._counts).sum())
+        self.stats.sampled_tokens += new
+        self.stats.decoded_tokens += new if decoded else 0
+        self._counts = counts
+        leaving = np.flatnonzero(ended).tolist()
+        finished = self._take_out(leaving) if leaving else []
+        return finished
+
+    def _set_back(self, steps: int) -> None:
+        """Where the cache cannot hold the next steps, let the samples with the fewest tokens wait.
+
+        Enough of them, so that the others get GROWTH tokens further.
+        """
+        limit, rows = self.limits.tokens, len(self.active)
+        if limit is None or rows * self._capacity(self._room(steps)) <= limit:
+            return
+        kept = np.argsort(-self._counts, kind="stable").tolist()
+        lengths = self._prompts + self._counts
+        while len(kept) > 1:
+            if len(kept) * self._capacity(int(lengths[kept].max()) + GROWTH) <= limit:
+                break
+            kept.pop()
+        back = self._take_out(sorted(set(range(rows)) - set(kept)))
+        self.waiting.extendleft(reversed(back))
+
+    def _take_out(self, slots: list[int]) -> list[Growing]:
+        """Copy tokens and log-probs of slots to the host, and close the gaps they leave."""
+        tokens, log_probs = self.states.read(slots, int(self._counts[slots].max()))
+        for slot, drawn, logs in zip(slots, tokens.tolist(), log_probs, strict=True):
+            row, count = self.active[slot], self._counts[slot]
+            check_log_probs(logs[:count])
+            row.tokens, row.log_probs = drawn[:count], logs[:count].tolist()
+        taken, gone = [self.active[slot] for slot in slots], set(slots)
+        size = len(self.active) - len(slots)
+        target = [slot for slot in slots if slot < size]
+        source = [slot for slot in range(size, len(self.active)) if slot not in gone]
+        order = np.arange(size)
+        if source:
+            order[target] = source
+            where = self._tensor(source), self._tensor(target)
+            self.states.move(*where)
+            self.cache.copy(*where, self.cache.capacity)
+        self._place([self.active[slot] for slot in order], self._counts[order])
+        return taken
+
+    def _place(self, rows: list[Growing], counts: np.ndarray) -> None:
+        """Set the active rows. counts: [rows] int64, tokens of their responses"""
+        self.active, self._counts, self._groups = rows, counts, None
+        self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
+
+    def _capacity(self, length: int) -> int:
+        """Count the tokens of a row of the cache whose longest row has so many."""
+        return min(paged(length), self._most)
+
+    def _room(self, more: int) -> int:
+        """Count the tokens of the longest row after so many more."""
+        return min(int((self._prompts + self._counts).max()) + more, self._most)
+
+    def _tensor(self, numbers: Sequence[object] | np.ndarray) -> Tensor:
+        return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.where)
+
+
+def as_first_rank(values: Tensor, group: dist.ProcessGroup) -> None:
+    """Broadcast the values of the first rank: ranks that differ would wait for ever."""
+    if group.size() > 1:
+        dist.broadcast(values, dist.get_global_rank(group, 0), group=group)

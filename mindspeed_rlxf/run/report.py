@@ -1,0 +1,117 @@
+"""Write the report of runs: report.html in the run directory, or a file that the user names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.data.token_pieces import TokenPieces
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.files.plain import read_pointer
+from mindspeed_rlxf.files.safe import PRIVATE, mode_within, replace_file
+from mindspeed_rlxf.reporting.report.content import RunFolder, name_runs
+from mindspeed_rlxf.reporting.report.page import make_report
+from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
+from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, Split
+from mindspeed_rlxf.run import lock
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.store import EXPORTED
+
+TOKENIZER = "training.tokenizer_name_or_path"
+
+
+def write_report(
+    runs: Sequence[Path],
+    file: Path,
+    max_samples: int = MAX_SAMPLES,
+    tokenizer: Any = None,
+    mode: int | None = PRIVATE,
+) -> int:
+    """Write the report of run directories; return its size in bytes.
+
+    tokenizer: of all runs; None = each run's own, where it can be loaded
+    Raises UserError for a folder that is no run, OSError.
+    """
+    split = None if tokenizer is None else TokenPieces(tokenizer)
+    folders = open_runs(runs, split)
+    content = make_report(folders, max_samples).encode("utf-8", "backslashreplace")
+    replace_file(file, content, mode)
+    return len(content)
+
+
+def open_runs(runs: Sequence[Path], split: Split | None = None) -> list[RunFolder]:
+    """Return the run folders with their states and tokenizers.
+
+    Raises UserError that lists the folders without an iteration.
+    """
+    if problems := [found for run in runs if (found := find_problem(run))]:
+        raise UserError(problems)
+    return [
+        RunFolder(run, name, find_state(run), split or load_split(run))
+        for run, name in zip(runs, name_runs(runs), strict=True)
+    ]
+
+
+def find_problem(run: Path) -> Problem | None:
+    """Return why a folder has no report; None = it has an iteration."""
+    if not run.is_dir():
+        found = "is a file" if run.exists() else "does not exist"
+        return Problem("RUN", f"must be a run directory, it {found}", repr(str(run)),
+                       "give the folder that holds metrics.jsonl")  # fmt: skip
+    if read_iterations(run):
+        return None
+    if (run / "config.yaml").exists():
+        return Problem("RUN", "must have an iteration in metrics.jsonl, it has none yet",
+                       repr(str(run)), "wait for the first iteration")  # fmt: skip
+    return Problem("RUN", "must be a run directory, it has no metrics.jsonl with an iteration",
+                   repr(str(run)), "give the folder that training.output_dir names")  # fmt: skip
+
+
+def find_state(run: Path) -> str:
+    """Return finished, running, failed or stopped."""
+    directory = RunDirectory(run.absolute())
+    if lock.find_holder(directory.path):
+        return "running"
+    if directory.failure.exists():
+        return "failed"
+    if (directory.checkpoints / EXPORTED).exists() and _is_exported(directory):
+        return "finished"
+    return "stopped"
+
+
+def load_split(run: Path) -> Split | None:
+    """Return the splitter of the run's tokenizer, which loads at its first use.
+
+    None where the run names none, or where it is not there any more.
+    """
+    configs = read_configs(run)
+    path = configs[-1][1].get(TOKENIZER) if configs else None
+    if not isinstance(path, str) or not (run / "samples_tokens").is_dir():
+        return None
+    try:
+        return TokenPieces(_load(path))
+    except UserError:
+        return None
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: str) -> Any:
+    return load_tokenizer(path)
+
+
+def report_mode(run: Path, file: Path) -> int | None:
+    """Return the mode of a report: that of the run's own files inside of it, else the umask's."""
+    return mode_within(run / "logs") if file.parent.absolute() == run.absolute() else None
+
+
+def _is_exported(directory: RunDirectory) -> bool:
+    """Whether the weights of the last iteration were exported."""
+    try:
+        exported = int(read_pointer(directory.checkpoints / EXPORTED))
+    except (OSError, ValueError):
+        return False
+    iterations = read_iterations(directory.path)
+    return bool(iterations) and exported >= iterations[-1].number

@@ -1,0 +1,57 @@
+"""Metrics of the ranks behind an iteration: time, idle share, skew, memory.
+
+All come from the replies of calls, which have one small record for each rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.protocol import Reply
+
+GIB = 1024**3
+
+Phases = Mapping[str, Sequence[Pending]]
+"""Name of a phase, as in `timing/<phase>` -> its calls."""
+
+
+def phase_metrics(phases: Phases) -> dict[str, float]:
+    """Return time, memory, skew and the slowest rank of each phase; waits for its calls.
+
+    `skew/<phase>` is the time of the slowest rank over the mean of all, less 1. Ranks that wait for
+    each other in collectives take equally long, so it shows work that ranks do alone.
+    """
+    metrics = {}
+    for name, calls in phases.items():
+        replies = [reply for call in calls for reply in call.replies()]
+        metrics[f"timing/{name}"] = sum(call.seconds for call in calls)
+        metrics[f"memory/{name}"] = max(reply.memory for reply in replies) / GIB
+        busy = _seconds_by_rank(replies)
+        mean = sum(busy.values()) / len(busy)
+        if len(busy) > 1 and mean > 0:
+            slowest = max(busy, key=lambda rank: busy[rank])
+            metrics[f"skew/{name}"] = busy[slowest] / mean - 1.0
+            metrics[f"slowest_rank/{name}"] = float(slowest)
+    return metrics
+
+
+def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
+    """Return `idle/<pool>`: the share of an iteration in which its ranks ran no method.
+
+    sizes: pool -> ranks; seconds: of the iteration
+    """
+    busy: dict[str, float] = dict.fromkeys(sizes, 0.0)
+    for call in (call for calls in phases.values() for call in calls):
+        busy[call.pool] += sum(reply.seconds for reply in call.replies())
+    shares = {pool: used / (sizes[pool] * seconds) for pool, used in busy.items()}
+    return {f"idle/{pool}": min(max(1.0 - share, 0.0), 1.0) for pool, share in shares.items()}
+
+
+def _seconds_by_rank(replies: Sequence[Reply]) -> dict[int, float]:
+    """Add up the seconds of each rank."""
+    found: dict[int, float] = defaultdict(float)
+    for reply in replies:
+        found[reply.rank] += reply.seconds
+    return found

@@ -1,0 +1,173 @@
+"""Runs with offloaded roles are the runs without, bit by bit, and the memory is gone meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rlxf.cluster.group import RoleGroup
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.roles import OffloadConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig
+from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
+from mindspeed_rlxf.engine import residency
+from mindspeed_rlxf.engine.finite import GuardedOptimizer
+from mindspeed_rlxf.roles.actor import ActorRole
+from tests.chaos.same_run import differences
+from tests.distributed.groups import build_group, shared_out, update
+from tests.distributed.llamas import PLAIN, make_models, make_pair, run_config
+from tests.distributed.resume_run import start
+from tests.distributed.samples import make_experience, make_rollouts
+from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, PP2, SP2
+from tests.distributed.test_memory_plan import measured
+from tests.distributed.test_resume import OneDriver
+from tests.golden import runs
+
+ALL = OffloadConfig(weights=True, optimizer=True)
+OFFLOADED = {
+    "actor_rollout": {"offload": ALL},
+    "critic": {"offload": ALL},
+    "ref": {"offload": OffloadConfig(weights=True)},
+    "reward": {"offload": OffloadConfig(weights=True)},
+}
+KEYS = {"training.offload.weights": True, "training.offload.optimizer": True}
+DISTRIBUTED = {"optimizer": {"use_distributed_optimizer": True}}
+BF16 = {"bf16": True}
+
+
+# name -> (golden run, keys)
+GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {"training.bf16": True}),
+    "full kl": ("gae_full_kl", {}),
+    "weights alone": ("gae", {"training.offload.optimizer": False}),
+    "optimizer alone": ("gae", {"training.offload.weights": False, "training.bf16": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "grpo" else pytest.param(n, marks=pytest.mark.long) for n in GOLDEN],
+)
+def test_an_offloaded_run_has_the_metrics_of_another(
+    warm_runtime: Any, tmp_path: Path, name: str
+) -> None:
+    run, keys = GOLDEN[name]
+    keys = {"training.train_iters": 3, **keys}
+    plain = {key: value for key, value in keys.items() if "offload" not in key}
+    expected = runs.run(run, tmp_path / "plain", warm_runtime, plain)
+    assert runs.run(run, tmp_path / "moved", warm_runtime, {**KEYS, **keys}) == expected
+
+
+# name -> (architecture, ranks, keys of every role, sections)
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "dp2 bf16 distributed": ("untied", 2, BF16, DISTRIBUTED),
+    "fp32": ("tied", 1, {}, {}),
+    "pp2": ("untied", 2, PP2, {}),
+    "tp2 sequence parallel bf16": ("qwen3", 2, {**SP2, **BF16}, {}),
+    "ep2 distributed": ("qwen3-moe", 2, EP2, DISTRIBUTED),
+}
+SHORT = "dp2 bf16 distributed"
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == SHORT else pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS]
+)
+def test_an_offloaded_run_that_is_resumed_ends_at_the_same_state(
+    warm_runtime: Any, tmp_path: Path, name: str
+) -> None:
+    """Weights, moments, random streams, metrics and samples; without offload from one part on."""
+    architecture, ranks, layout, sections = LAYOUTS[name]
+    models = make_models(tmp_path / "models", ARCHITECTURES[architecture])
+    how = {"architecture": architecture, "ranks": ranks, "layout": layout, "train_iters": 2}
+    run = partial(start, OneDriver(warm_runtime), models, **how)
+    moved = merge(OFFLOADED, sections)
+    whole = run(tmp_path / "whole", sections=sections, keep_last=9)
+    cut = tmp_path / "cut"
+    run(cut, sections=moved, killed_in=2)
+    resumed = run(cut, sections=moved)
+    assert differences(resumed, whole, 2) == []
+
+
+def merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {key: {**one.get(key, {}), **other.get(key, {})} for key in one.keys() | other.keys()}
+
+
+class Weighed(ActorRole):
+    """An actor that reports what is in memory."""
+
+    def weigh(self) -> RoleOutput:
+        """Report bytes of all tensors of the process with the parts on the device and without."""
+        self.engine.onload()
+        there = alive()
+        parts = measured(self.engine)[dist.get_rank()]  # type: ignore[arg-type]
+        self.engine.offload()
+        return RoleOutput(report=[there - alive(), *parts])
+
+    def fail(self, rollouts: Rollouts, experience: Experience, folder: str) -> RoleOutput:
+        """Fail between forward and step; report what was saved before, after, and after another
+        engine needed the device, and whether a step succeeds then."""
+        saved = [self._save(Path(folder) / "before")]
+        steps = [list(range(rollouts.num_rows))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GuardedOptimizer, "step", fail)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                self.update_policy(rollouts, experience, steps)
+        saved.append(self._save(Path(folder) / "after"))
+        with residency.holding():
+            saved.append(self._save(Path(folder) / "away"))
+        norm = self.update_policy(rollouts, experience, steps).report.steps[0]["grad_norm"]
+        return RoleOutput(report=[*saved, norm])
+
+    def _save(self, folder: Path) -> list[str]:
+        self.engine.begin_save(folder)
+        files = self.engine.end_save().files
+        return [entry["sha256"] for entry in files if entry["path"].startswith("state_")]
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("in the middle")
+
+
+def alive() -> int:
+    """Bytes of the storages of all tensors."""
+    gc.collect()
+    return sum(storages_by_place(each for each in gc.get_objects() if isinstance(each, Tensor)))
+
+
+def storages_by_place(tensors: Iterable[Tensor]) -> Iterable[int]:
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in found}.values()
+
+
+@pytest.fixture
+def actor(warm_runtime: Any, tmp_path: Path) -> RoleGroup:
+    """Two replicas in bf16 with a distributed optimizer, after a step."""
+    lm, scored = make_pair(tmp_path, PLAIN)
+    optimizer = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
+    config = run_config(lm, scored, PLAIN, BF16, 2, optimizer, **OFFLOADED)
+    group = build_group(warm_runtime, config.layout(Role.ACTOR_ROLLOUT), Weighed, config)
+    rollouts = make_rollouts()
+    update(group, ActorRole.update_policy, rollouts, make_experience(rollouts))
+    return group
+
+
+def test_the_memory_of_all_parts_is_gone(actor: RoleGroup) -> None:
+    for freed, *parts in actor.call(Weighed.weigh).result():
+        assert all(parts) and freed == sum(parts)
+
+
+def test_a_step_that_fails_leaves_a_state_that_can_be_saved(
+    actor: RoleGroup, tmp_path: Path
+) -> None:
+    rollouts = make_rollouts()
+    given = shared_out(rollouts, 2), shared_out(make_experience(rollouts), 2)
+    before, after, away, norm = actor.call(Weighed.fail, *given, str(tmp_path)).result()[0]
+    assert len(before) == 2 and before == after == away
+    assert norm > 0

@@ -1,0 +1,60 @@
+"""One step per iteration without a pass for old log-probs has the numbers of the pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.roles.actor import ActorRole
+from tests.golden import runs
+
+ONE_STEP = {
+    "actor_rollout.ppo_epochs": 1,
+    "actor_rollout.ppo_mini_batch_size": 64,
+    "training.train_iters": 2,
+}
+ADAPTIVE = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.001}
+ASKED = {"algorithm.kl_ctrl.kl_coef": 0.0, "logging.reference_kl": True}
+NEEDS_THE_PASS = {"timing/old_log_prob", "rollout/log_prob_gap_max"}
+TIMES = ("timing/", "throughput/")
+
+
+def metrics_of(
+    runtime: Any, out: Path, name: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, float]]:
+    monkeypatch.setattr(runs, "KEPT", ())
+    runs.run(name, out, runtime, {**ONE_STEP, **keys})
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("gae", ASKED),  # a critic, and a KL that only the log has
+        ("grpo", ADAPTIVE),  # the coefficient of the loss follows the measured KL
+        ("rloo", {**ASKED, "logging.reference_kl": False}),  # a ratio of responses, no reference
+        ("online_dpo", {}),
+    ],
+)
+def test_the_update_gives_the_numbers_of_the_pass(
+    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keys: Any
+) -> None:
+    recompute = {**keys, "algorithm.old_log_probs": "recompute"}
+    expected = metrics_of(warm_runtime, tmp_path / "pass", name, recompute, monkeypatch)
+    monkeypatch.delattr(ActorRole, "log_probs")
+    found = metrics_of(warm_runtime, tmp_path / "auto", name, keys, monkeypatch)
+    recorded_on_this_machine = runs.read_trace(name)[0] == runs.fingerprint()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert theirs.keys() - mine.keys() == NEEDS_THE_PASS
+        assert mine.keys() <= theirs.keys()
+        numbers = {key for key in mine if not key.startswith(TIMES)}
+        assert ("critic/kl" in numbers) == (name != "rloo")
+        assert "rollout/log_prob_gap_mean" in numbers
+        if recorded_on_this_machine:
+            assert {k: mine[k] for k in numbers} == {k: theirs[k] for k in numbers}
+        for key in numbers:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6, abs=1e-6), key

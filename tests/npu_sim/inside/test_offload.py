@@ -1,0 +1,105 @@
+"""Offloaded parts on the device: memory that is gone, and copies that end late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.device import copies
+from mindspeed_rlxf.engine import offload
+from mindspeed_rlxf.engine.offload import Offload
+from mindspeed_rlxf.engine.protocol import Part
+
+KIB = 1024
+
+
+@pytest.fixture
+def moved(device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[torch.Tensor, Offload]]:
+    """Weights of 64 KiB that a buffer of the host holds in four chunks, and slots of 256 KiB."""
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 16 * KIB)
+    device.set_delayed(True)
+    weights = torch.nn.Parameter(torch.arange(16.0 * KIB, device="npu").view(128, 128))
+    slots = torch.full((64 * KIB,), 3.0, device="npu")
+    tensors = {Part.WEIGHTS: lambda: [weights], Part.OPTIMIZER: lambda: [slots]}
+    yield weights, Offload(tensors, Part)  # type: ignore[arg-type]
+
+
+def numbers(weights: torch.Tensor) -> list[float]:
+    return weights.detach().view(-1).cpu().tolist()
+
+
+def test_memory_is_gone_and_comes_back(device: Any, moved: tuple[Any, Offload]) -> None:
+    weights, parts = moved
+    before = device.memory(0)[0]
+    parts.offload(Part)
+    assert before - device.memory(0)[0] == 5 * 64 * KIB
+    parts.onload([Part.WEIGHTS])
+    parts.arrive(Part.WEIGHTS)
+    assert before - device.memory(0)[0] == 4 * 64 * KIB
+    assert numbers(weights) == list(range(16 * KIB))
+
+
+def test_numbers_are_there_after_the_wait_alone(device: Any, moved: tuple[Any, Offload]) -> None:
+    weights, parts = moved
+    parts.offload(Part)
+    assert device.pending_copies() == 0  # storages are freed after the copies
+    parts.onload(Part)
+    assert (weights + 0).isnan().all()  # nobody has waited
+    parts.arrive(Part.WEIGHTS)
+    assert numbers(weights + 0) == list(range(16 * KIB))
+
+
+def test_a_read_from_the_host_has_its_numbers(device: Any, moved: tuple[Any, Offload]) -> None:
+    weights, parts = moved
+    parts.offload(Part)
+    assert parts.read(weights.detach(), 5000, 9000).tolist() == list(range(5000, 9000))
+    parts.onload(Part)
+    assert parts.read(weights.detach(), 5000, 9000).tolist() == list(range(5000, 9000))
+
+
+@pytest.mark.parametrize("wait", ["offload", "onload"])
+def test_a_wait_that_is_left_out_spoils_the_numbers(
+    device: Any, moved: tuple[Any, Offload], monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    weights, parts = moved
+    if wait == "offload":
+        monkeypatch.setattr(copies.CopyStream, "finish", lambda self: None)
+        parts.offload(Part)
+        assert parts.read(weights.detach(), 0, 10).isnan().all()
+        return
+    monkeypatch.setattr(copies.CopyStream, "join", lambda self, event: None)
+    parts.offload(Part)
+    parts.onload(Part)
+    parts.arrive(*Part)
+    assert (weights + 0).isnan().any()
+
+
+def test_a_thousand_moves_leak_nothing(device: Any, moved: tuple[Any, Offload]) -> None:
+    weights, parts = moved
+    before = device.memory(0)[0]
+    for _ in range(1000):
+        parts.change(*Part)
+        parts.offload(Part)
+        parts.onload(Part)
+    parts.arrive(*Part)
+    assert device.memory(0)[0] == before and device.pending_copies() >= 0
+    assert numbers(weights) == list(range(16 * KIB))
+    assert device.pending_copies() == 0 or torch.npu.synchronize() is None
+
+
+def test_a_device_that_is_full_leaves_the_copies(device: Any, moved: tuple[Any, Offload]) -> None:
+    weights, parts = moved
+    parts.offload(Part)
+    devices, limit = device.device_count(), device.memory(0)[2]
+    device.set_devices(devices, device.memory(0)[0] + 128 * KIB)
+    try:
+        with pytest.raises(RuntimeError, match="NPU out of memory"):
+            parts.onload(Part)
+        assert parts.away() == {Part.OPTIMIZER}
+    finally:
+        device.set_devices(devices, limit)
+    parts.arrive(Part.WEIGHTS)
+    assert numbers(weights) == list(range(16 * KIB))

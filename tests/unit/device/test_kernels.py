@@ -1,0 +1,169 @@
+"""Fused operators are taken where they compute what plain torch computes; stand-ins, on CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mindspeed_rlxf.device import facade, kernels
+from mindspeed_rlxf.device.kernels import Operator, Source
+from mindspeed_rlxf.models.attention import CoreAttention, PackedSequences, causal_attention
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process believes that it has a device whose kernels may be tried."""
+    monkeypatch.setattr(facade, "tries_kernels", lambda: True)
+    monkeypatch.setattr(facade, "current_device", lambda: CPU)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    kernels.find.cache_clear()
+    yield
+    kernels.find.cache_clear()
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Any) -> Tensor:
+    return PackedSequences(lengths=tuple(lengths)).attend(1, query, key, value)
+
+
+def attend_across(query: Tensor, key: Tensor, value: Tensor, lengths: Any) -> Tensor:
+    """Tokens see the sequences before their own."""
+    rows = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return causal_attention(*rows)[0].transpose(0, 1)
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, size: int, eps: float, params_dtype: torch.dtype, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=params_dtype))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
+
+
+class LayerNorm(Norm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.layer_norm(hidden, hidden.shape[-1:], self.weight, eps=self.eps)
+
+
+def rotate(query: Tensor, angles: Tensor) -> Tensor:
+    first, second = query.chunk(2, dim=-1)
+    cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+    return query * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotate_rows_alone(query: Tensor, angles: Tensor) -> Tensor:
+    assert query.dim() == 4, "expected input of 4 dimensions"
+    return rotate(query, angles)
+
+
+def swiglu(both: Tensor, bias: None) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_without_gradient(both: Tensor, bias: None) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up.detach()
+
+
+def accumulate(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
+    total += grads.float().t() @ inputs.float()
+
+
+def overwrite(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
+    total.copy_(grads.float().t() @ inputs.float())
+
+
+@pytest.mark.parametrize(
+    ("operator", "right", "wrong"),
+    [
+        (Operator.ATTENTION, attend, attend_across),
+        (Operator.NORM, Norm, LayerNorm),
+        (Operator.ROTARY, rotate, rotate_rows_alone),
+        (Operator.SWIGLU, swiglu, swiglu_without_gradient),
+        (Operator.GRADIENT, accumulate, overwrite),
+    ],
+)
+def test_each_probe_takes_the_operator_and_refuses_one_that_computes_something_else(
+    operator: Operator, right: Any, wrong: Any
+) -> None:
+    probes = {row.probe for row in kernels.TABLE if row.operator is operator}
+    assert probes, "every operator has a source"
+    for probe in probes:
+        probe(right, CPU)
+        with pytest.raises((AssertionError, RuntimeError)):
+            probe(wrong, CPU)
+
+
+def test_the_first_source_that_works_is_taken_and_the_log_says_why(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent() -> Any:
+        raise ImportError("No module named 'fast'")
+
+    (probe,) = {row.probe for row in kernels.TABLE if row.operator is Operator.ATTENTION}
+    table = [
+        Source(Operator.ATTENTION, "fast", absent, probe),
+        Source(Operator.ATTENTION, "faulty", lambda: attend_across, probe),
+        Source(Operator.ATTENTION, "good", lambda: attend, probe),
+    ]
+    monkeypatch.setattr(kernels, "TABLE", table)
+    with caplog.at_level(logging.INFO):
+        assert kernels.find(Operator.ATTENTION) is attend
+        assert kernels.find(Operator.NORM) is None
+    first, second, *rest = [record.getMessage() for record in caplog.records]
+    assert "fast does not work here (ImportError: No module named 'fast')" in first
+    assert "faulty does not work here (AssertionError: " in second
+    assert rest == [
+        "attention of packed sequences: good", "root-mean-square norm: plain torch",
+    ]  # fmt: skip
+
+
+def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def kernel(*arguments: Any) -> Tensor:
+        asked.append(arguments[3])
+        return attend(*arguments)
+
+    (probe,) = {row.probe for row in kernels.TABLE if row.operator is Operator.ATTENTION}
+    table = [Source(Operator.ATTENTION, "kernel", lambda: kernel, probe)]
+    monkeypatch.setattr(kernels, "TABLE", table)
+    for dtype in (torch.bfloat16, torch.float32):
+        config = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, params_dtype=dtype
+        )
+        core = CoreAttention(config, 1)
+        asked.clear()
+        qkv = [torch.randn(7, 2, 8, dtype=dtype) for _ in range(3)]
+        core(*qkv, None, packed_seq_params=PackedSequences(lengths=(3, 4)))
+        assert asked == ([(3, 4)] if dtype is torch.bfloat16 else [])
+
+
+def test_no_kernel_is_tried_on_cpu_or_in_deterministic_mode(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = [Source(Operator.SWIGLU, "any", lambda: swiglu, lambda *_: None)]
+    monkeypatch.setattr(kernels, "TABLE", table)
+    torch.use_deterministic_algorithms(True)
+    assert kernels.find(Operator.SWIGLU) is None
+    torch.use_deterministic_algorithms(False)
+    kernels.find.cache_clear()
+    assert kernels.find(Operator.SWIGLU) is swiglu
+    monkeypatch.undo()
+    kernels.find.cache_clear()
+    assert not facade.tries_kernels() and kernels.find(Operator.SWIGLU) is None

@@ -1,0 +1,216 @@
+"""Parts leave the device and come back into the same tensors; on a CPU, by the same code."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.engine import offload, residency
+from mindspeed_rlxf.engine.offload import Offload
+from mindspeed_rlxf.engine.protocol import Part
+
+W, G, O = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER  # noqa: E741
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device.setup(DeviceKind.CPU)
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 1024)  # storages below lie across chunks
+    monkeypatch.setattr(residency, "_known", type(residency._known)())
+
+
+class Model:
+    """Weights of which two view one buffer, a buffer of gradients, and slots made later."""
+
+    def __init__(self, seed: int = 0, movable: tuple[Part, ...] = tuple(Part)) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        buffer = torch.randn(700, generator=generator)
+        self.buffer = buffer
+        self.weights = [
+            torch.nn.Parameter(buffer[:300].view(30, 10)),
+            torch.nn.Parameter(buffer[300:].view(40, 10)),
+            torch.nn.Parameter(torch.randn(5, 7, generator=generator).bfloat16()),
+        ]
+        self.gradients = torch.ones(700)
+        self.view = self.gradients[300:].view(40, 10)
+        self.slots: list[Tensor] = []
+        tensors = {W: lambda: self.weights, G: lambda: [self.gradients], O: lambda: self.slots}
+        self.offload = Offload(tensors, movable)
+        residency.register(self.offload)
+
+    def held(self) -> list[int]:
+        """Bytes of weights, gradients and slots on the device."""
+        parts = (self.weights, [self.gradients], self.slots)
+        return [sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in part}
+                    .values()) for part in parts]  # fmt: skip
+
+
+WHOLE = [2800 + 70, 2800, 0]
+
+
+def test_views_are_valid_again_and_hold_the_same_numbers() -> None:
+    model = Model()
+    before = [weight.detach().clone() for weight in model.weights]
+    shared = model.weights[0].data  # as a rollout has it
+    model.offload.offload(Part)
+    assert model.held() == [0, 0, 0] and model.offload.away() == set(Part)
+    model.offload.onload(Part)
+    assert model.held() == WHOLE and model.offload.away() == set()
+    assert all(map(torch.equal, before, model.weights))
+    assert torch.equal(shared, before[0]) and torch.equal(model.buffer[:300], before[0].view(-1))
+    model.weights[0].data.zero_()
+    assert not shared.any() and not model.buffer[:300].any()
+
+
+def test_gradients_come_back_as_zeros() -> None:
+    model = Model()
+    model.offload.offload([G])
+    assert model.held() == [WHOLE[0], 0, 0]
+    model.offload.onload([G])
+    assert model.view.numel() == 400 and not model.gradients.any()
+
+
+def test_slots_that_the_optimizer_makes_later_leave_too() -> None:
+    model = Model()
+    model.offload.offload([O])
+    model.offload.onload([O])
+    model.slots += [torch.full((333,), 2.0), torch.full((8,), 3.0)]
+    model.offload.offload([O])
+    assert model.held()[2] == 0
+    model.offload.onload([O])
+    assert (model.slots[0] == 2).all() and (model.slots[1] == 3).all()
+
+
+def test_a_part_that_did_not_change_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.offload.offload([W])
+    model.offload.onload([W])
+    copies: list[Any] = []
+    monkeypatch.setattr(Tensor, "copy_", lambda *a, **k: copies.append(a))
+    model.offload.offload([W])
+    assert model.held()[0] == 0 and not copies
+    monkeypatch.undo()
+    device.setup(DeviceKind.CPU)
+    model.offload.onload([W])
+    model.weights[2].data.fill_(7.0)
+    model.offload.change(W)
+    model.offload.offload([W])
+    model.offload.onload([W])
+    assert (model.weights[2] == 7).all()
+
+
+def test_numbers_are_read_from_where_they_are() -> None:
+    model = Model()
+    expected = model.weights[1].detach().view(-1)[13:390].clone()
+    for _ in range(2):
+        assert torch.equal(model.offload.read(model.weights[1].detach(), 13, 390), expected)
+        model.offload.offload([W])
+    assert model.held()[0] == 0
+
+
+def test_a_device_without_memory_leaves_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    expected = [weight.detach().clone() for weight in model.weights]
+    model.offload.offload([W])
+    resize, calls = offload._Storage.resize, []
+
+    def fail_second(self: Any, num_bytes: int) -> None:
+        calls.append(num_bytes)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        resize(self, num_bytes)
+
+    monkeypatch.setattr(offload._Storage, "resize", fail_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.offload.onload([W])
+    assert model.held()[0] == 0 and model.offload.away() == {W}
+    assert torch.equal(model.offload.read(model.weights[0], 0, 300), expected[0].view(-1))
+    model.offload.onload([W])
+    assert all(map(torch.equal, expected, model.weights))
+
+
+def test_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    buffer = offload.host_buffer
+    monkeypatch.setattr(offload, "host_buffer", lambda n: made.append(n) or buffer(n))
+    model = Model()
+    model.slots.append(torch.ones(100))
+    for _ in range(5):
+        model.offload.offload(Part)
+        model.offload.onload(Part)
+        model.offload.change(*Part)
+    # 2,800 and 70 bytes to multiples of 512 are 3,584, 400 are 512
+    assert sorted(made) == [512, 512, 1024, 1024, 1024] and max(made) <= 1024
+
+
+def cycles(count: int) -> Iterator[int]:
+    """Offload and onload two models in turn; yields the number of tensors alive, twice."""
+    models = [Model(seed) for seed in range(2)]
+    for number in range(count):
+        model = models[number % 2]
+        with residency.holding((model.offload, Part)):
+            model.weights[0].data.add_(1.0)
+            model.offload.change(W)
+        if number in (4, count - 1):
+            gc.collect()
+            yield sum(isinstance(each, Tensor) for each in gc.get_objects())
+    assert all(model.held() in (WHOLE, [0, 0, 0]) for model in models)
+    for model, seed in zip(models, range(2), strict=True):
+        model.offload.onload(Part)
+        expected = Model(seed).weights[0].data
+        for _ in range(count // 2):
+            expected.add_(1.0)
+        assert torch.equal(model.weights[0], expected)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_cycles_leak_no_tensor(count: int) -> None:
+    early, late = cycles(count)
+    assert late <= early
+
+
+def test_what_another_engine_needs_goes_and_what_is_held_stays() -> None:
+    one, two = Model(1), Model(2)
+    with residency.holding((one.offload, [W])):
+        assert one.held() == [WHOLE[0], 0, 0] and two.held() == [0, 0, 0]
+        with residency.holding((two.offload, [W, G])):
+            assert one.held()[0] and two.held() == WHOLE
+    assert one.held()[0] and two.held()[0]  # nobody else needed the device
+    with residency.holding((two.offload, Part)):
+        assert one.held() == [0, 0, 0]
+    assert two.held() == WHOLE
+    with residency.holding():
+        assert two.held() == [0, 0, 0]
+
+
+def test_an_engine_keeps_what_it_may_not_move() -> None:
+    one, two = Model(1, (O, G)), Model(2, ())
+    with residency.holding((one.offload, [W])):
+        assert one.held() == [WHOLE[0], 0, 0] and two.held() == WHOLE
+    with residency.holding((two.offload, [W])):
+        assert one.held() == [WHOLE[0], 0, 0]
+
+
+def test_a_failing_phase_holds_nothing() -> None:
+    one, two = Model(1), Model(2)
+    with pytest.raises(ValueError, match="middle"), residency.holding((one.offload, Part)):
+        raise ValueError("middle")
+    assert not residency._holds
+    with residency.holding((two.offload, Part)):
+        assert one.held() == [0, 0, 0]
+    assert one.weights[0].shape == (30, 10)
+
+
+def test_an_engine_that_is_gone_is_forgotten() -> None:
+    model = Model()
+    assert len(residency._known) == 1
+    del model
+    gc.collect()
+    assert len(residency._known) == 0

@@ -1,0 +1,119 @@
+"""Suggested layouts and remedies of real models: what they promise holds when they are pasted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.ops.planning import plan as planning
+from mindspeed_rlxf.ops.planning.memory import pool_memories
+from mindspeed_rlxf.ops.planning.plan import Plan, plan
+from mindspeed_rlxf.ops.planning.prediction import find_rates, predict
+from mindspeed_rlxf.ops.planning.suggest import usable
+from mindspeed_rlxf.ops.sizes import GIB, format_bytes
+
+CLUSTER = ["device.kind=npu", "device.memory_gib=64", "runtime.address=head:6379"]
+NO_OFFLOAD = [f"{role}.offload=null" for role in ("actor_rollout", "ref", "critic", "reward")]
+SUGGESTED = re.compile(r"\d\. predicted ([\d.,e+]+) s an iteration .*, ([\d.]+ GiB) of a device")
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Predict from the table, whatever this user measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def planned(name: str, *overrides: str, told: list[str] | None = None) -> Plan:
+    note = told.append if told is not None else planning.ignore
+    return plan(configured(name, *overrides), note=note)
+
+
+def configured(name: str, *overrides: str) -> RunConfig:
+    return resolve(compose(name, [*CLUSTER, *overrides]), name)
+
+
+def largest(config: RunConfig) -> int:
+    return max(each.total for pool in config.resource_pool for each in pool_memories(config, pool))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("grpo_trainer_llama31_8b_1node", ()),  # one pool, no critic
+        ("ppo_trainer_llama32_1b", ()),  # a pool for each role
+    ],
+)
+def test_every_suggestion_is_accepted_when_it_is_pasted_and_reaches_its_figures(
+    name: str, overrides: tuple[str, ...]
+) -> None:
+    text = planned(name, *overrides, "plan.suggest=true").text
+    lines = text.partition("Suggested layouts\n")[2].splitlines()
+    assert len(lines) == 6
+    rates = find_rates(configured(name)).rates
+    assert rates is not None
+    times = []
+    for title, words in zip(lines[::2], lines[1::2], strict=True):
+        found = SUGGESTED.search(title)
+        assert found is not None, title
+        pasted = configured(name, *overrides, *words.split())
+        seconds = predict(pasted, rates).iteration_s
+        assert f"{seconds:,.3g}" == found[1]
+        assert format_bytes(largest(pasted)) == found[2]
+        assert largest(pasted) <= usable(64 * GIB)
+        times.append(seconds)
+    assert times == sorted(times)
+    assert times[0] <= predict(configured(name, *overrides), rates).iteration_s
+
+
+def test_the_search_is_the_same_twice_and_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mindspeed_rlxf.ops.planning import suggest
+
+    monkeypatch.setattr(suggest, "TOLD_EVERY_S", 0.0)
+    told: list[str] = []
+    runs = [
+        planned("ppo_trainer_llama32_1b", "plan.suggest=true", told=told).text for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert told[0] == "suggest: 0 of 54 layouts, 0 fit"
+
+
+def test_a_remedy_of_real_models_is_cheap_and_reaches_its_figure() -> None:
+    """91 GiB of four models side by side: to offload two optimizers costs less than TP 4."""
+    (problem,) = (
+        each
+        for each in planned("ppo_trainer_qwen25_7b_1node", *NO_OFFLOAD).problems
+        if each.key == "resource_pool.main"
+    )
+    found = re.fullmatch(r"set (.*): (.* GiB) \(\+(\d+)% predicted time\)", problem.remedy)
+    assert found is not None, problem.remedy
+    changes = found[1].split()
+    assert set(changes) == {
+        "actor_rollout.offload.optimizer=true", "critic.offload.optimizer=true"
+    }  # fmt: skip
+    cured = configured("ppo_trainer_qwen25_7b_1node", *NO_OFFLOAD, *changes)
+    assert format_bytes(largest(cured)) == found[2]
+    assert int(found[3]) <= 3
+
+
+def test_suggestions_need_the_memory_of_a_device() -> None:
+    name = "ppo_trainer_llama32_1b"
+    config = resolve(compose(name, [CLUSTER[0], CLUSTER[2], "plan.suggest=true"]), name)
+    (problem,) = (each for each in plan(config).problems if each.key == "plan.suggest")
+    assert str(problem) == (
+        "plan.suggest=true needs device.memory_gib, which is unknown here; set it"
+    )
+
+
+def test_keys_are_spelled_as_the_file_nests_them() -> None:
+    config = configured("ppo_trainer_llama32_1b", "plan.suggest=true")
+    text = plan(config, nested=True).text.partition("Suggested layouts\n")[2]
+    assert " actor_rollout_ref.actor_rollout." in text and " actor_rollout." not in text
+    assert " critic." in text

@@ -1,0 +1,165 @@
+"""Illnesses are found in recorded runs that have them, and in none of the healthy ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.enums import HealthRule
+from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.reporting.health import CLEAR, RULES, Finding, Health
+from mindspeed_rlxf.reporting.metrics import read_metrics
+
+RECORDINGS = Path(__file__).parent / "recordings"
+HEALTHY = ("demo", "golden_gae", "golden_grpo")
+Metrics = dict[str, float | None]
+
+
+def findings(name: str, health: Health | None = None) -> list[Finding]:
+    """What is found in a recorded run."""
+    health = health or Health()
+    lines = read_metrics(RECORDINGS / f"{name}.jsonl")
+    return [found for line in lines for found in health.check(*line)]
+
+
+def made(values: Callable[[int], Metrics], count: int, health: Health | None = None) -> list[str]:
+    """`iteration rule event` of what is found in made-up metrics of iterations from 1."""
+    health = health or Health()
+    found = [f for i in range(1, count + 1) for f in health.check(i, values(i))]
+    return [f"{each.iteration} {each.rule} {each.event}" for each in found]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_no_finding(name: str) -> None:
+    assert sum(1 for _ in read_metrics(RECORDINGS / f"{name}.jsonl")) >= 20
+    assert findings(name) == []
+
+
+def test_a_far_too_high_learning_rate_without_kl_penalty_shows_four_illnesses() -> None:
+    """PPO on the tiny task, kl_coef 0, lr 1e-2: KL over 1 from iteration 3, all cut from 6."""
+    found = findings("far_too_high_learning_rate")
+    assert [(each.iteration, each.rule) for each in found] == [
+        (5, "kl_runaway"),
+        (8, "all_cut"),
+        (22, "entropy_collapse"),
+        (30, "critic_explains_nothing"),
+    ]
+    kl, cut, entropy, _ = found
+    assert kl.metric == "critic/kl" and kl.value == pytest.approx((4.893 + 7.663 + 7.553) / 3)
+    assert "6.7 nats per token" in kl.line and kl.line.endswith("lower actor_rollout.lr")
+    assert cut.value == pytest.approx((0.9688 + 0.7188 + 1 + 1 + 1) / 5)
+    assert entropy.value < 0.02
+
+
+def test_a_run_of_groups_that_forgets_the_task_has_equal_scores() -> None:
+    """GRPO on the tiny task, kl_coef 0, lr 3e-3."""
+    assert [each.rule for each in findings("grpo_without_reference")] == [
+        "kl_runaway",
+        "equal_scores",
+    ]
+
+
+def test_an_illness_is_found_once_and_ends_after_five_iterations_without_it() -> None:
+    def cut(i: int) -> Metrics:
+        return {"response_length/cut_fraction": 1.0 if i <= 10 else 0.0}
+
+    # The mean over five iterations is under 0.9 from iteration 11 on.
+    assert made(cut, 30) == ["5 all_cut began", f"{10 + CLEAR} all_cut ended"]
+
+
+def test_an_illness_that_pauses_has_not_ended() -> None:
+    def kl(i: int) -> Metrics:
+        return {"critic/kl": 0.5 if i in (6, 12) else 2.0}
+
+    assert made(kl, 14) == ["3 kl_runaway began"]
+
+
+def test_validation_that_falls_while_training_rises_is_found() -> None:
+    def run(i: int, trend: float, validated: float) -> Metrics:
+        metrics: Metrics = {"critic/score/mean": 0.5 + trend * i}
+        if i % 5 == 0:
+            metrics["val/a/score"] = 0.4 + validated * i
+            metrics["val/b/score"] = 0.4
+        return metrics
+
+    # Validated at 5, 10, 15, 20: the third fall is that of iteration 20.
+    fell = ["20 validation_falls began"]
+    assert made(lambda i: run(i, 0.01, -0.01), 20) == fell
+    assert made(lambda i: run(i, -0.01, -0.01), 20) == [], "both fall: the task is lost, not gamed"
+    assert made(lambda i: run(i, 0.01, 0.01), 40) == []
+    assert made(lambda i: run(i, 0.01, -1e-5), 40) == [], "a fall within noise"
+
+
+def test_a_critic_worse_than_a_constant_is_found_after_thirty_iterations() -> None:
+    fit = "critic/explained_variance"
+    assert made(lambda i: {fit: -0.2}, 40) == ["30 critic_explains_nothing began"]
+    assert made(lambda i: {fit: -5.0 if i < 15 else 0.2}, 60) == [], "it learns"
+
+
+def test_a_gap_of_log_probs_is_found_over_the_limit_and_where_it_grows() -> None:
+    gap = "rollout/log_prob_gap_mean"
+    assert made(lambda i: {gap: 0.06}, 4) == ["3 log_prob_gap began"]
+    assert made(lambda i: {gap: 0.001 if i < 10 else 0.02}, 12) == ["11 log_prob_gap began"]
+    assert made(lambda i: {gap: 1e-7 if i < 10 else 1e-5}, 20) == [], "rounding may grow"
+    assert made(lambda i: {gap: 0.04}, 20) == []
+
+
+def test_a_rank_that_lags_is_found_after_ten_iterations_in_a_row() -> None:
+    def run(i: int, rank: float, skew: float = 0.4, gen_s: float = 5.0) -> Metrics:
+        return {
+            "slowest_rank/gen": rank, "skew/gen": skew, "timing/gen": gen_s, "timing/all": 10.0,
+            "slowest_rank/adv": 7.0, "skew/adv": 3.0, "timing/adv": 0.1,
+        }  # fmt: skip
+
+    health = Health()
+    assert made(lambda i: run(i, 3.0), 12, health) == ["10 lagging_rank began"]
+    assert "rank 3 was the slowest of gen" in health.active["lagging_rank"].text
+    assert made(lambda i: run(i, 3.0 if i % 9 else 2.0), 40) == [], "it is not always the same"
+    assert made(lambda i: run(i, 3.0, skew=0.1), 40) == []
+    assert made(lambda i: run(i, 3.0, gen_s=0.5), 40) == [], "the phase takes no time"
+
+
+def test_numbers_that_are_missing_or_not_finite_are_left_out() -> None:
+    def kl(i: int) -> Metrics:
+        return {"critic/kl": [math.nan, None, 2.0][i % 3], "actor/entropy": math.inf}
+
+    assert made(kl, 9) == ["8 kl_runaway began"]  # 2.0 in iterations 2, 5 and 8
+
+
+def test_an_adaptive_target_raises_the_limit_of_the_kl() -> None:
+    high = Health(kl_limit=12.0)
+    assert made(lambda i: {"critic/kl": 8.0}, 9, high) == []
+    assert made(lambda i: {"critic/kl": 8.0}, 9) == ["3 kl_runaway began"]
+
+
+def test_a_rule_that_stops_marks_its_finding_and_no_other() -> None:
+    found = findings("far_too_high_learning_rate", Health([HealthRule.ALL_CUT]))
+    assert [each.rule for each in found if each.stops] == ["all_cut"]
+
+
+def test_a_resumed_run_finds_what_an_uninterrupted_one_finds() -> None:
+    lines = list(read_metrics(RECORDINGS / "far_too_high_learning_rate.jsonl"))
+    for cut in (4, 8, 25):
+        resumed = Health()
+        for line in lines[:cut]:
+            resumed.replay(*line)
+        rest = [found for line in lines[cut:] for found in resumed.check(*line)]
+        assert rest == [f for f in findings("far_too_high_learning_rate") if f.iteration > cut]
+
+
+def test_every_rule_has_a_remedy_whose_keys_exist() -> None:
+    assert RULES.keys() == set(HealthRule)
+    known = known_keys()
+
+    def keys() -> Iterator[tuple[str, str]]:
+        for _, remedy in RULES.values():
+            for word in remedy.replace("=", " ").split():
+                section, _, key = word.strip(".,;:`()").rpartition(".")
+                if section in known:
+                    yield section, key
+
+    named = list(keys())
+    assert len(named) > 8 and [f"{s}.{k}" for s, k in named if k not in known[s]] == []

@@ -1,0 +1,162 @@
+"""The live view: its lines, what is printed beside it, and that nothing controls the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.files.printable import protect
+from mindspeed_rlxf.reporting.live import LiveConsole, draw_curve
+from mindspeed_rlxf.reporting.phases import PHASES, Phase
+
+SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+METRICS = {
+    "critic/score/mean": 0.75, "critic/kl": 0.021, "critic/kl_coeff": 0.1, "actor/entropy": 0.4,
+    "response_length/mean": 312.4, "response_length/max": 1024.0,
+    "response_length/cut_fraction": 0.125, "actor/pg_loss_abs": 0.01, "critic/vf_loss": 0.2,
+    "throughput/tokens_per_s": 4210.0, "throughput/mfu": 0.31, "timing/gen": 4.0,
+    "timing/update_actor": 5.0, "timing/all": 10.0, "timing/save": 3.0, "memory/gen": 31.5,
+    "memory/update_actor": 43.25, "idle/main": 0.05, "val/a/score": 0.5, "val/b/score": 0.7,
+}  # fmt: skip
+
+
+class Terminal(io.TextIOWrapper):
+    """A terminal that keeps what it gets, with the codec that commands put on their output."""
+
+    def __init__(self) -> None:
+        self.raw = io.BytesIO()
+        super().__init__(self.raw, encoding="utf-8", write_through=True)
+        protect(self)
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def text(self) -> str:
+        return self.raw.getvalue().decode("utf-8")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    before = sys.stdout, sys.stderr
+    write = PHASES.write
+    yield Terminal()
+    sys.stdout, sys.stderr = before
+    PHASES.write = write
+
+
+def shown(console: LiveConsole, width: int) -> list[str]:
+    """The lines of the view as they are drawn."""
+    from rich.console import Console
+
+    drawn = io.StringIO()
+    Console(file=drawn, width=width, height=40, force_terminal=False).print(console.view)
+    return drawn.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(terminal: Terminal, width: int) -> None:
+    console = LiveConsole(terminal)
+    console.begin(1000, [], title="outputs/a_run_with_a_rather_long_name" * 3)
+    for i in range(1, 300):
+        console.update(i, METRICS)
+    lines = shown(console, width)
+    console.close()
+    assert len(lines) == 11 and max(map(len, lines)) < width
+
+
+def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
+    console = LiveConsole(terminal)
+    console.begin(200, [], title="outputs/mine")
+    console.update(50, METRICS)
+    text = "\n".join(shown(console, 100))
+    console.close()
+    for part in (
+        "outputs/mine", "iteration 50 / 200", " 25% ", "score    0.75",
+        "validation 0.6 (iteration 50)",
+        "KL       0.021", "coefficient 0.1", "mean 312  max 1,024  cut 12%",
+        "policy 0.01  critic 0.2",
+        "tokens/s 4,210  MFU 31%", "update_actor 50%", "gen 40%", "peak 43.25 GiB (update_actor)",
+        "idle main 5%",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "save" not in text, "it comes after the iteration's time"
+
+
+def test_lines_of_others_come_above_the_view_without_control_characters(terminal: Terminal) -> None:
+    console = LiveConsole(terminal)
+    console.begin(3, [], title="\x1b]0;title\x07")
+    print("from a library \x1b[2J\x1b]52;c;YQ==\x07 with [bold]marks[/bold]")
+    print("a bar: 10%\ra bar: 100%", file=sys.stderr)
+    sys.stdout.write("without an end")
+    console.note("validation of \x9b31m")
+    console.close()
+    assert sys.stdout is not None and not terminal.closed
+    text = terminal.text
+    for escaped in (
+        r"\u001b[2J\u001b]52;c;YQ==\u0007 with [bold]marks",
+        r"\u009b31m",
+        r"\u001b]0;",
+    ):
+        assert escaped in text, escaped
+    assert "a bar: 100%" in text and "10%\r" not in text and "without an end" in text
+    rest = SEQUENCE.sub("", text)
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", rest)
+    kinds = {found.group()[-1] for found in SEQUENCE.finditer(text)}
+    assert kinds <= set("mKAhlG"), "colours, cursor up, erase line, cursor on and off"
+
+
+def test_closing_gives_the_streams_back_and_may_happen_twice(terminal: Terminal) -> None:
+    before = sys.stdout, sys.stderr, PHASES.write
+    console = LiveConsole(terminal)
+    held = sys.stdout
+    console.close()
+    console.close()
+    assert (sys.stdout, sys.stderr) == before[:2]
+    print("late", file=held)  # as a logging handler that was made meanwhile does
+    assert "late" in terminal.text and not terminal.text.endswith("\x1b[?25l")
+
+
+def test_what_the_driver_waits_for_is_in_the_last_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = LiveConsole(terminal)
+    console.begin(3, [])
+    phase = Phase("loading the weights", total=4, done=1)
+    monkeypatch.setattr(PHASES, "_stack", [phase])
+    monkeypatch.setattr(Phase, "seconds", 12.0)
+    (last,) = shown(console, 80)[-1:]
+    phase.total, phase.usual_s = None, 48.0
+    (timed,) = shown(console, 80)[-1:]
+    monkeypatch.undo()
+    console.close()
+    assert last.startswith("now") and last.endswith("loading the weights, 1 of 4, 12 s")
+    assert timed.endswith("loading the weights, 12 of about 48 s") and "━" in timed
+
+
+def test_a_curve_goes_from_its_smallest_to_its_largest_value() -> None:
+    assert draw_curve([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert draw_curve([3.0, 3.0], 10) == "▁▁"
+    assert draw_curve(list(range(100)), 4) == "▁▃▆█"  # means of 25
+    assert len(draw_curve(list(range(101)), 50)) <= 50
+
+
+def test_a_recorded_run_is_drawn_to_its_end(terminal: Terminal) -> None:
+    console = LiveConsole(terminal)
+    console.begin(100, [])
+    file = Path(__file__).parent / "recordings" / "demo.jsonl"
+    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        console.update(line["iteration"], line["metrics"])
+        lines = shown(console, 80)
+    console.close()
+    score = next(line for line in lines if line.startswith("score"))
+    curve = re.sub("[^▁▂▃▄▅▆▇█]", "", score)
+    assert curve[0] in "▁▂" and curve[-1] in "▇█", "the score of the demo rises"

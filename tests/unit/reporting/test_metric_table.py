@@ -1,0 +1,64 @@
+"""The table of metrics: the document is made from it, names are found in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric, put_into
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_document_is_made_from_the_table() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    remedy = "run python -m mindspeed_rlxf.reporting.metric_table docs/metrics.md"
+    assert put_into(text) == text, remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("critic/kl", "critic/kl"),
+        ("critic/kl_coeff", "critic/kl_coeff"),
+        ("val/openai/gsm8k/score", "val/<data_source>/score"),
+        ("val/openai/gsm8k/pass@8", "val/<data_source>/<metric>"),
+        ("train/openai/gsm8k/score", "train/<data_source>/score"),
+        ("reward/failed_timeout", "reward/failed_<cause>"),
+        ("reward/accuracy", "reward/<part>"),
+        ("memory/update_actor", "memory/<phase>"),
+    ],
+)
+def test_a_name_is_found_in_the_row_that_says_most(name: str, row: str) -> None:
+    found = find_metric(name)
+    assert found is not None and found.name == row
+
+
+def test_a_name_that_no_row_has_is_not_found() -> None:
+    assert find_metric("critic/klx") is None and find_metric("xcritic/kl") is None
+
+
+def test_every_row_is_once_there_and_is_explained() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        assert metric.meaning, metric.name
+        assert metric.remedy or metric.healthy in (None, (0.0, 1.0)), metric.name
+
+
+def test_ranges_hold_their_ends_and_no_nan() -> None:
+    clip, entropy, loss = map(find_metric, ("actor/pg_clipfrac", "actor/entropy", "actor/pg_loss"))
+    assert clip is not None and entropy is not None and loss is not None
+    assert clip.is_healthy(0.3) and not clip.is_healthy(0.31)
+    assert entropy.is_healthy(5.0) and not entropy.is_healthy(0.0)
+    assert not entropy.is_healthy(float("nan")) and loss.is_healthy(-1e9)
+
+
+def test_remedies_name_keys_that_exist() -> None:
+    known = known_keys()
+    words = [w.strip(".,;:()") for m in METRICS for w in f"{m.meaning} {m.remedy}".split()]
+    named = [w.partition("=")[0] for w in words if w.rpartition(".")[0] in known]
+    assert len(named) > 15
+    assert [w for w in named if w.rpartition(".")[2] not in known[w.rpartition(".")[0]]] == []

@@ -1,0 +1,152 @@
+"""Trackers get every iteration once, in a thread; their failures are counted and stop nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.reporting import trackers
+from mindspeed_rlxf.reporting.trackers import (
+    TRACKERS,
+    TrackedRun,
+    Tracker,
+    Trackers,
+    find_problems,
+    register_tracker,
+)
+from tests.registries import forgotten
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Kept(Tracker):
+    """A tracker that keeps what it gets, for all runs."""
+
+    runs: list[TrackedRun]
+    got: list[tuple[int, dict[str, float]]]
+    fails_at: tuple[int, ...] = ()
+    ended = 0
+
+    def __init__(self, run: TrackedRun) -> None:
+        type(self).runs.append(run)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        if iteration in self.fails_at:
+            raise ConnectionError(f"POST https://me:{SECRET}@host/api: key {SECRET} is refused")
+        self.got.append((iteration, dict(metrics)))
+
+    def finish(self) -> None:
+        type(self).ended += 1
+
+
+@pytest.fixture
+def kept() -> Iterator[type[Kept]]:
+    with forgotten():
+        made = type("Made", (Kept,), {"runs": [], "got": []})
+        register_tracker("kept")(made)
+        yield made
+
+
+def track(folder: Path, iterations: range, resumed: int = 0, *names: str) -> list[str]:
+    """Give the trackers these iterations, and end; returns the warnings."""
+    warnings: list[str] = []
+    run = TrackedRun("run", "project", "id", folder, {"a": 1}, resumed)
+    made = Trackers(names or ("jsonl", "kept", "kept"), run, warnings.append)
+    for i in iterations:
+        made.log(i, {"x": float(i), "nan": float("nan"), "inf": float("-inf")})
+    made.close()
+    return warnings
+
+
+def test_every_iteration_arrives_once_and_finite(tmp_path: Path, kept: type[Kept]) -> None:
+    assert track(tmp_path, range(1, 4)) == []
+    assert kept.got == [(i, {"x": float(i)}) for i in (1, 2, 3)]
+    (run,) = kept.runs
+    assert run.folder == tmp_path / "kept" and run.folder.is_dir() and kept.ended == 1
+
+
+def test_a_run_resumed_from_an_earlier_checkpoint_keeps_the_first_record(
+    tmp_path: Path, kept: type[Kept]
+) -> None:
+    track(tmp_path, range(6))
+    track(tmp_path, range(4, 8), 3)  # iterations 4 and 5 were there
+    assert [i for i, _ in kept.got] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [run.resumed for run in kept.runs] == [0, 3]
+
+
+def test_a_tracker_that_rewinds_gets_the_iterations_again(tmp_path: Path, kept: type[Kept]) -> None:
+    register_tracker("rewound", rewinds=True)(kept)
+    track(tmp_path, range(1, 6), 0, "rewound")
+    track(tmp_path, range(4, 7), 3, "rewound")
+    assert [i for i, _ in kept.got] == [1, 2, 3, 4, 5, 4, 5, 6]
+
+
+def test_a_failure_is_warned_of_once_counted_and_shows_no_secret(
+    tmp_path: Path, kept: type[Kept]
+) -> None:
+    kept.fails_at = (2, 3, 5)
+    first, last = track(tmp_path, range(1, 7))
+    assert [i for i, _ in kept.got] == [1, 4, 6]
+    assert first == (
+        "tracker kept failed: ConnectionError: POST https://***host/api: key *** is refused; "
+        "training goes on, metrics.jsonl has all"
+    )
+    assert last == "tracker kept lacks 3 iterations; metrics.jsonl has all"
+    kept.fails_at = ()
+    track(tmp_path, range(5, 9), 4)  # what failed is recorded when it comes again
+    assert [i for i, _ in kept.got] == [1, 4, 6, 7, 8]
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
+def test_a_tracker_that_does_not_start_is_warned_of_once(
+    tmp_path: Path, kept: type[Kept], error: BaseException
+) -> None:
+    def broken(run: TrackedRun) -> Tracker:
+        raise error
+
+    register_tracker("broken")(broken)
+    first, last = track(tmp_path, range(1, 4), 0, "broken", "kept")
+    assert first.startswith(f"tracker broken failed: {type(error).__name__}") and "3 iter" in last
+    assert len(kept.got) == 3, "the others go on"
+
+
+def test_a_tracker_that_hangs_holds_up_nothing(
+    tmp_path: Path, kept: type[Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.1)
+    monkeypatch.setattr(trackers, "WAITING", 3)
+    free = threading.Event()
+
+    def hangs(run: TrackedRun) -> Tracker:
+        free.wait(10.0)
+        return kept(run)
+
+    register_tracker("hanging")(hangs)
+    warnings = track(tmp_path, range(1, 9), 0, "hanging")
+    free.set()
+    assert warnings[0].startswith("tracker hanging failed: it is 3 iterations behind")
+    assert warnings[1].startswith("tracker hanging did not end in time, 3 iterations may")
+
+
+def test_unknown_trackers_and_missing_packages_are_problems(kept: type[Kept]) -> None:
+    register_tracker("mine", module="no_such_package.inside", package="no-such-package")(kept)
+    assert find_problems(["jsonl", "kept"]) == []
+    unknown, missing = find_problems(["tensorbord", "mine"])
+    assert str(unknown) == (
+        "logging.trackers=tensorbord must be of jsonl, tensorboard, wandb, swanlab, trackio, kept, "
+        "mine; use tensorboard, or add its file to training.plugins"
+    )
+    assert str(missing) == (
+        "logging.trackers=mine needs the package no-such-package; run `pip install "
+        "no-such-package`, or remove it from logging.trackers"
+    )
+
+
+def test_a_name_is_taken_once(kept: type[Kept]) -> None:
+    for name in ("kept", "wandb", "jsonl"):
+        with pytest.raises(ValueError, match=name):
+            register_tracker(name)(kept)
+    assert "jsonl" not in TRACKERS

@@ -1,0 +1,177 @@
+"""Rows that share prompts, are set back or are computed beyond their end change no response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.rollout import generation, kv_cache
+from mindspeed_rlxf.rollout.native import NativeRollout
+from mindspeed_rlxf.rollout.stop_strings import StopStrings
+from tests.unit.rollout.test_native import (
+    DIM,
+    GROUPS,
+    VOCAB,
+    Sizes,
+    TinyModel,
+    answers,
+    engine,
+    prompts,
+    requests,
+    settings,
+    sizes,
+)
+
+__all__ = ["prompts", "sizes"]  # fixtures
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 2.0}
+
+
+def same(
+    found: tuple[list[list[int]], list[list[float]]],
+    expected: tuple[list[list[int]], list[list[float]]],
+) -> None:
+    """The same tokens, and log-probs but for rounding."""
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 50])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_responses_do_not_depend_on_how_often_the_host_looks(
+    prompts: list[np.ndarray], sizes: Sizes, steps: int, rows: int
+) -> None:
+    expected = answers(engine(TinyModel(), rows), prompts, **SAMPLED)
+    often, sizes.decoded = len(sizes.decoded), []
+    late = engine(TinyModel(), rows, steps=steps)
+    same(answers(late, prompts, **SAMPLED), expected)
+    produced = sum(map(len, expected[0]))
+    assert late.stats().sampled_tokens == produced
+    assert late.stats().decoded_tokens == produced - len(prompts)
+    # Rows that have ended are computed on, so that refills come later.
+    assert rows == 100 or len(sizes.decoded) > often
+
+
+def test_stop_strings_and_single_tokens_are_found_between_two_looks(
+    prompts: list[np.ndarray],
+) -> None:
+    class Letters:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return "".join("abcdefghijk"[token] for token in tokens)
+
+    stop: Any = StopStrings(("cd", "gg", "ib", "e"), Letters())  # type: ignore[arg-type]
+    keys = {"do_sample": True, "eos_token_ids": (5,), "stop": stop, "max_new_tokens": 12}
+    expected = answers(engine(TinyModel(), 3), prompts, **keys)
+    assert len({len(row) for row in expected[0]}) > 3
+    late = engine(TinyModel(), 3, steps=5)
+    same(answers(late, prompts, **keys), expected)
+    assert late.stats().sampled_tokens == sum(map(len, expected[0]))
+
+
+@pytest.mark.parametrize(("rows", "computed"), [(100, 8 + 5), (3, 8 + 5 + 8), (1, 6 * 8 + 2 * 5)])
+def test_samples_of_a_prompt_share_its_prefill(
+    prompts: list[np.ndarray], rows: int, computed: int
+) -> None:
+    """Unless no row of the prompt is left when the next begins; prompts of 8 and 5 tokens."""
+    one, other = prompts[1], prompts[3]
+    asked = [one, one, one, other, one, one, other, one]
+    expected = [answers(engine(TinyModel(), 1), [p], [i], **SAMPLED) for i, p in enumerate(asked)]
+    model = TinyModel()
+    rollout = engine(model, rows)
+    found = answers(rollout, asked, **SAMPLED)
+    same(found, ([t[0] for t, _ in expected], [logs[0] for _, logs in expected]))
+    assert len({tuple(tokens) for tokens in found[0]}) > 4
+    assert rollout.stats().prompt_tokens == computed
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, kv_cache):
+        monkeypatch.setattr(module, "PAGE", 2)
+    monkeypatch.setattr(generation, "GROWTH", 4)
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("tokens", [17, 40, 8 * 17])
+def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(
+    prompts: list[np.ndarray], sizes: Sizes, steps: int, tokens: int
+) -> None:
+    """17 tokens hold one row: its prompt of up to 8 and a response of 9; there are 8 rows."""
+    expected = answers(engine(TinyModel(), 1), prompts, **SAMPLED)
+    token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
+    bytes_of_all = int(tokens * token / memory.CACHE_SHARE) + 10
+    sizes.tokens = sizes.slots = 0
+    rollout = engine(TinyModel(), memory=bytes_of_all, steps=steps)
+    same(answers(rollout, prompts, **SAMPLED), expected)
+    assert sizes.tokens <= tokens
+    again = rollout.stats().prompt_tokens - sum(map(len, prompts))
+    assert (sizes.slots == 1) == (tokens == 17)
+    assert (again > 0) == (tokens == 40), "some waited, and their tokens were computed again"
+    assert rollout.stats().sampled_tokens == sum(map(len, expected[0]))
+
+
+def test_a_device_is_asked_once_in_some_steps(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    look = generation.RowStates.progress
+
+    def counted(self: generation.RowStates, rows: int) -> Any:
+        looks.append(rows)
+        return look(self, rows)
+
+    monkeypatch.setattr(generation.RowStates, "progress", counted)
+    keys = {"max_new_tokens": 9, "eos_token_ids": ()}
+    answers(engine(TinyModel(), 100, steps=4), prompts, **keys)
+    assert len(looks) == 3  # after the prefill, which draws the first token, and twice 4 more
+
+
+def test_logits_that_are_no_numbers_end_the_generation(prompts: list[np.ndarray]) -> None:
+    model = TinyModel()
+    model.output_weight.data[3] = torch.nan
+    rollout: NativeRollout = engine(model, 3)
+    asked = requests(prompts, range(len(prompts)), settings(**SAMPLED))
+    with pytest.raises(FloatingPointError, match="must be numbers"):
+        list(rollout.generate(asked))
+
+
+def test_slots_are_refilled_together(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least 1 in REFILLED of the slots, while others grow; the last ones as they are."""
+    model = TinyModel()
+    entered: list[int] = []
+    begin = generation.RowStates.begin
+
+    def counted(self: generation.RowStates, first: int, rows: Any) -> None:
+        entered.append(len(rows))
+        begin(self, first, rows)
+
+    monkeypatch.setattr(generation.RowStates, "begin", counted)
+    monkeypatch.setattr(generation, "REFILLED", 2)
+    many: list[np.ndarray] = [np.array([1 + i % (VOCAB - 1)]) for i in range(19)]
+    found: list[list[int]] = answers(engine(model, 4), many, **SAMPLED)[0]
+    assert len(found) == 19 and sum(entered) == 19 and entered[0] == 4
+    assert all(count >= 2 for count in entered[:-1]) and max(entered[1:]) < 5
+
+
+def test_rows_of_other_settings_draw_as_they_would_alone(prompts: list[np.ndarray]) -> None:
+    """Different ends and filters beside each other, several steps between two looks."""
+    kinds: list[dict[str, Any]] = [
+        {**SAMPLED, "eos_token_ids": (4, 7)},
+        {"do_sample": False, "max_new_tokens": 5},
+        {**SAMPLED, "top_p": 0.8, "min_new_tokens": 3, "max_new_tokens": 6},
+    ]
+    expected = [answers(engine(TinyModel(), 3), prompts, **keys) for keys in kinds]
+    ids = range(len(prompts))
+    asked = [requests(prompts, ids, settings(**kinds[i % 3]))[i] for i in ids]
+    found = sorted(engine(TinyModel(), 5, steps=3).generate(asked), key=lambda row: row.place)
+    same(
+        ([row.tokens for row in found], [row.log_probs for row in found]),
+        ([expected[i % 3][0][i] for i in ids], [expected[i % 3][1][i] for i in ids]),
+    )

@@ -1,0 +1,98 @@
+"""Times, skew, memory and idle shares from replies; operations of an iteration by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
+from mindspeed_rlxf.trainer.flops import iteration_flops
+from mindspeed_rlxf.trainer.metrics import flops_metrics
+from mindspeed_rlxf.trainer.rank_metrics import idle_metrics, phase_metrics
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+GIB = 1024**3
+
+
+class Call:
+    """A call whose ranks took these seconds. first: rank in the pool"""
+
+    handles = ()
+
+    def __init__(self, *seconds: float, memory: float = 1.0, first: int = 0) -> None:
+        replies = [Reply(None, None, s, first + i) for i, s in enumerate(seconds)]
+        self.replies = [replace(reply, memory=round(memory * GIB)) for reply in replies]
+
+    def wait(self) -> list[Reply]:
+        return self.replies
+
+
+def pending(pool: str, *seconds: float, **more: Any) -> Pending:
+    return Pending(Call(*seconds, **more), [0], [None], pool, "role.method")
+
+
+def test_a_phase_has_its_time_its_peak_and_its_slowest_rank() -> None:
+    gen = [pending("main", 1.0, 2.0, 3.0, memory=2.5), pending("main", 1.0, 1.0, 4.0)]
+    found = phase_metrics({"gen": gen, "adv": [pending("main", 0.5)]})
+    assert found == {
+        "timing/gen": 3.0 + 4.0,
+        "memory/gen": 2.5,
+        "skew/gen": pytest.approx(7.0 / 4.0 - 1.0),  # 2, 3 and 7 s, 4 on average
+        "slowest_rank/gen": 2.0,
+        "timing/adv": 0.5,
+        "memory/adv": 1.0,
+    }
+
+
+def test_ranks_are_named_as_their_pool_counts() -> None:
+    """The ranks that generate are the last ones of a split pool."""
+    found = phase_metrics({"gen": [pending("main", 1.0, 5.0, first=4)]})
+    assert found["slowest_rank/gen"] == 5.0
+
+
+def test_ranks_that_took_no_time_are_not_compared() -> None:
+    assert "skew/reward" not in phase_metrics({"reward": [pending("main", 0.0, 0.0)]})
+
+
+def test_the_idle_share_of_a_pool_is_what_its_ranks_did_not_work() -> None:
+    phases = {"gen": [pending("a", 4.0, 2.0)], "ref": [pending("b", 1.0)]}
+    found = idle_metrics(phases, {"a": 2, "b": 1, "c": 3}, 10.0)
+    assert found == {"idle/a": pytest.approx(0.7), "idle/b": pytest.approx(0.9), "idle/c": 1.0}
+    assert idle_metrics(phases, {"a": 2, "b": 1}, 0.5) == {"idle/a": 0.0, "idle/b": 0.0}
+
+
+def report(prompts: list[int], responses: list[int]) -> GenerateReport:
+    return GenerateReport([], [], prompts, responses, [], 0, 0, 0, 0.0)
+
+
+def test_operations_are_those_of_all_passes(make_tree: Callable[..., Any]) -> None:
+    """4 layers of width 64, 8 heads of 8, 4 of keys, MLP 96, 32 tokens, all roles the same."""
+    config = resolve(make_tree(), "test")
+    prompts, responses = [4, 2], [2, 6]
+    weights = 2 * 64 * (64 + 32) + 3 * 64 * 96
+
+    def forward(tokens: int, outputs: int) -> int:
+        return 4 * (2 * tokens * weights + 2 * 64 * tokens**2) + 2 * outputs * 64 * 32
+
+    policy = forward(6, 2) + forward(8, 6)
+    value = forward(6, 0) + forward(8, 0)
+    # Generation, old log-probs, reference, three for the update; values, three for the update.
+    expected = (1 + 1 + 1 + 3) * policy + (1 + 3) * value
+    lengths = ResponseLengths(prompts, responses, [True, True])
+    assert iteration_flops(config, [report(prompts, responses)], lengths) == expected
+    warm_up = iteration_flops(config, [report(prompts, responses)], lengths, updates_actor=False)
+    assert warm_up == expected - 3 * policy
+    twice = [report(prompts, responses)] * 2  # drawn again by algorithm.filter_groups
+    assert iteration_flops(config, twice, lengths) == expected + policy
+
+
+def test_the_share_of_the_peak_is_there_where_the_peak_is_known() -> None:
+    assert flops_metrics(8e12, 2.0, 4, None) == {"throughput/tflops_per_device": 1.0}
+    assert flops_metrics(8e12, 2.0, 4, 4e12)["throughput/mfu"] == 0.25
