@@ -132,23 +132,30 @@ class Measured(PpoTrainer):
         self.bare, self.ray = bare, ray
         self.cpu: list[float] = []
         self.bare_cpu: list[float] = []
-        self.num_calls = self.num_phases = 0
+        self.num_calls = self.num_phases = 0  # of the iteration under way
+        pool = self.actor.train.pool
+        submit = pool.submit
 
-    def _finish(self, measured: Any, collected: Any, calls: Any, all_s: float) -> None:
-        super()._finish(measured, collected, calls, all_s)
-        self.num_phases = len(calls) + 1  # the first gives the rollout its weights
-        self.num_calls = (
-            sum(len(call.replies()) for call in calls) + self.actor.train.pool.world_size
-        )
-        self.cpu.append(cpu_s() - self._began)
+        def counted(requests: Any, first_rank: int = 0) -> Any:
+            self.num_phases += 1
+            self.num_calls += len(requests)
+            return submit(requests, first_rank)
+
+        pool.submit = counted
+
+    def _finish(self, *arguments: Any) -> None:
+        super()._finish(*arguments)
+        self.cpu.append((cpu_s() - self._began) / self.num_calls)
         self._bare_calls()
+        self.phases, self.messages = self.num_phases, self.num_calls
+        self.num_phases = self.num_calls = 0
 
     def _bare_calls(self) -> None:
         began, size = cpu_s(), self.actor.train.pool.world_size
         for _ in range(self.num_phases):
             refs = [self.bare[i % len(self.bare)].same.remote(i) for i in range(size)]
             self.ray.get(refs)
-        self.bare_cpu.append(cpu_s() - began)
+        self.bare_cpu.append((cpu_s() - began) / (self.num_phases * size))
         self._began = cpu_s()
 
     def fit(self) -> None:
@@ -250,11 +257,12 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
                 sys.stdout = out
         for actor in actors:
             ray.kill(actor)
-    per_call = statistics.median(trainer.cpu[WARM:]) / trainer.num_calls
-    bare = statistics.median(trainer.bare_cpu[WARM:]) / (trainer.num_phases * pool.world_size)
+        del pool.submit  # the count
+    per_call = statistics.median(trainer.cpu[WARM:])
+    bare = statistics.median(trainer.bare_cpu[WARM:])
     return {
-        "phases": trainer.num_phases,
-        "messages": trainer.num_calls,
+        "phases": trainer.phases,
+        "messages": trainer.messages,
         "cpu_ms_per_worker_and_phase": round(per_call * 1e3, 3),
         "bare_call_cpu_ms": round(bare * 1e3, 3),
         "ratio_to_bare_call": round(per_call / bare, 2),

@@ -79,7 +79,7 @@ def make_models(
         intermediate_size=shape["ffn_hidden_size"],
         num_attention_heads=shape["num_attention_heads"],
         num_key_value_heads=shape["num_query_groups"],
-        vocab_size=VOCAB,
+        vocab_size=shape["vocab_size"],
         max_position_embeddings=shape["max_position_embeddings"],
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
@@ -112,12 +112,12 @@ def plain_passes(policy: LlamaForCausalLM, scorer: LlamaForSequenceClassificatio
     return statistics.median(once() for _ in range(5))
 
 
-def write_inputs(folder: Path) -> None:
-    """Prompts of 16 words of one token each, and a tokenizer of 64 words."""
+def write_inputs(folder: Path, vocab: int = VOCAB, prompt_tokens: int = PROMPT) -> None:
+    """512 prompts of words of one token each, and a tokenizer of `vocab` words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))]
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(vocab - 2))]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
@@ -125,7 +125,7 @@ def write_inputs(folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     with open(folder / "train.jsonl", "w", encoding="utf-8") as stream:
         for _ in range(512):
-            ids = torch.randint(2, VOCAB, (PROMPT,), generator=generator).tolist()
+            ids = torch.randint(2, vocab, (prompt_tokens,), generator=generator).tolist()
             prompt = " ".join(words[i] for i in ids)
             row = {"prompt": prompt, "ground_truth": "", "data_source": "random"}
             stream.write(json.dumps(row) + "\n")

@@ -4,7 +4,8 @@ Two workloads of a Llama of 18.9 M parameters, fp32, sdpa, sampling at temperatu
 prompts of 64 tokens, 128 new tokens each) and `mix` (the prompts and response lengths of
 `rollout_lengths.json`, 16 at a time: transformers generates each batch of 16 until all of it are
 done, our engine refills finished rows). Lengths are forced in both, by position. The two take turns
-in one process, each with the number of threads that is fastest for it; medians of 5.
+in one process, each with the number of threads that is fastest for it; medians of 5 (`--repeats`).
+Beside the time stands that of the processor (`cpu`), which other programs disturb less.
 
 `cost`: processor time of the host and dispatched operators of a decode step, of a model of 28
 layers so small that computation hardly counts, with one thread. Both are the difference between a
@@ -67,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", type=DeviceKind, default=DeviceKind.CPU)
     parser.add_argument("--quick", action="store_true", help="one short repetition of each")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", default="equal,mix,cost")
     parser.add_argument("--baseline", type=Path, metavar="CHECKOUT")
     parser.add_argument("--ours-only", action="store_true", help=argparse.SUPPRESS)
@@ -99,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         device.backend(arguments.device), store=dist.HashStore(), rank=0, world_size=1,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
-    parts, repeats = arguments.parts.split(","), 1 if arguments.quick else 5
+    parts, repeats = arguments.parts.split(","), 1 if arguments.quick else arguments.repeats
     found: dict[str, Any] = {
         "benchmark": "rollout",
         "device": str(device.current_device()),
@@ -194,17 +196,22 @@ class Pair:
             if not self.threads[name]:
                 self.threads[name] = best_threads(lambda run=generate: run([24] * ROWS))
         times: dict[str, list[float]] = {name: [] for name in sides}
+        busy: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(repeats):
             for name, generate in sides.items():
                 torch.set_num_threads(self.threads[name])
-                started = time.perf_counter()
+                started, began = time.perf_counter(), time.process_time()
                 assert generate(lengths) == sum(lengths)
                 times[name].append(time.perf_counter() - started)
+                busy[name].append(time.process_time() - began)
         medians = {name: statistics.median(all_s) for name, all_s in times.items()}
         found: dict[str, Any] = {"tokens": sum(lengths), "threads": dict(self.threads)}
         found |= {f"{name}_s": round(all_s, 3) for name, all_s in medians.items()}
+        cpu = {name: statistics.median(all_s) for name, all_s in busy.items()}
+        found |= {f"{name}_cpu_s": round(all_s, 3) for name, all_s in cpu.items()}
         if self.with_peer:
             found["ratio"] = round(medians["transformers"] / medians["ours"], 2)
+            found["cpu_ratio"] = round(cpu["transformers"] / cpu["ours"], 2)
         return found
 
 
@@ -272,6 +279,7 @@ def step_cost(pair: Pair, repeats: int) -> dict[str, float]:
 def measure_baseline(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure another checkout with this script, in a process of its own."""
     words = ["--device", arguments.device.value, "--parts", arguments.parts, "--ours-only"]
+    words += ["--repeats", str(arguments.repeats)]
     done = subprocess.run(
         [sys.executable, __file__, *words, *(["--quick"] if arguments.quick else [])],
         env={**os.environ, "PYTHONPATH": str(arguments.baseline.resolve())},

@@ -6,6 +6,7 @@ Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; oth
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -68,8 +69,10 @@ def _prepare(config: RunConfig) -> Run:
     with phase("reading tokenizer, prompts and headers of weights"):
         prepared = prepare(config)
     if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
+        from mindspeed_rlxf.cluster.environment import offload_environment
         from mindspeed_rlxf.cluster.local import claim_device
 
+        os.environ.update(offload_environment(config))  # read when the device starts
         claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
     with phase("loading libraries"):
         from mindspeed_rlxf.trainer.run import Run

@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = _listen(LiveRun(open_run, arguments.samples), arguments.port)
     except UserError as problem:
         return fail(problem.problems)
-    print(f"watching {first.path}: {server.url} (Ctrl-C ends it)", flush=True)
     with contextlib.closing(server.socket), contextlib.suppress(KeyboardInterrupt):
+        print(f"watching {first.path}: {server.url} (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.secret_words import withhold
 from mindspeed_rlxf.config.withheld import reveal
 
@@ -21,7 +22,7 @@ FORWARDED_NAMES = (  # torch on NPU, and what `training.deterministic` sets besi
     "ATB_MATMUL_SHUFFLE_K_ENABLE",
     "LCCL_DETERMINISTIC",
 )
-DRIVER, POOL = "driver", "resource_pool.env"
+DRIVER, POOL, OFFLOAD = "driver", "resource_pool.env", "offload"
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,26 @@ def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
     return [Problem(*found) for found in device.environment_problems(kind, given)]
 
 
-def variables(given: Mapping[str, str]) -> list[Variable]:
-    """List the variables that workers get from the driver and from the pool, by name."""
+def offload_environment(config: RunConfig) -> dict[str, str]:
+    """Return settings of the allocator for a run that offloads; the user's own take precedence."""
+    offloads = [config.role(role).offload for role in config.roles]
+    if not any(offload.weights or offload.optimizer for offload in offloads):
+        return {}
+    given = {*os.environ, *config.pool_settings.env}
+    wanted = device.shared_memory_environment(config.device.kind)
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def variables(
+    given: Mapping[str, str], offloading: Mapping[str, str] | None = None
+) -> list[Variable]:
+    """List the variables that workers get, by name.
+
+    given:      `resource_pool.env`
+    offloading: `offload_environment`
+    """
     found = [Variable(n, v, DRIVER) for n, v in forwarded_environment(os.environ).items()]
     found = [variable for variable in found if variable.name not in given]
     found += [Variable(name, value, POOL) for name, value in given.items()]
+    found += [Variable(name, value, OFFLOAD) for name, value in (offloading or {}).items()]
     return sorted(found, key=lambda variable: variable.name)

@@ -25,7 +25,7 @@ from mindspeed_rlxf.cluster.witness import show_stacks_on_signal
 from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows, TokenRows
 from mindspeed_rlxf.device import worlds
-from mindspeed_rlxf.engine import shared_groups
+from mindspeed_rlxf.engine import residency, shared_groups
 from mindspeed_rlxf.files.printable import CODEC
 from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
 from mindspeed_rlxf.reporting.sample_tokens import TokenWriter
@@ -213,6 +213,7 @@ class WorkerProcess:
         """Leave the pool: drop the roles and the world, keep the process and its imports."""
         self._host = self._store = None
         shared_groups.forget()
+        residency.forget()
         gc.collect()
         worlds.leave()
         if not gc.get_freeze_count():

@@ -267,6 +267,14 @@ def sampling_bytes(rows: int, vocab: int, do_sample: bool) -> int:
     return rows * vocab * (2 * FP32 + (3 * FP32 + 8 if do_sample else FP32))
 
 
+def row_state_bytes(rows: int, response: int) -> int:
+    """Return the bytes of what has been drawn for each row: token, log-prob and random number.
+
+    8, 4 and 4 bytes for each token of a response, and one place more.
+    """
+    return 16 * rows * (response + 1)
+
+
 def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
     """Return the bytes of Megatron's lasting buffer for tokens that sequence parallel gathers."""
     return tokens * hidden_size * itemsize

@@ -27,6 +27,7 @@ from mindspeed_rlxf.device.facade import (
     select_bare,
     set_deterministic,
     setup,
+    shared_memory_environment,
     synchronize,
     visible_devices_variable,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "select_bare",
     "set_deterministic",
     "setup",
+    "shared_memory_environment",
     "synchronize",
     "visible_devices_variable",
 ]

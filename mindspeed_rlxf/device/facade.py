@@ -24,13 +24,18 @@ class DeviceFacts:
     visible_devices: str | None  # variable that hides devices from a process
     process_mib: int  # device memory of a process without tensors: context, libraries' workspace
     communicator_mib: int  # device memory of one process group's buffers
+    allocator: str | None  # variable with settings of torch's allocator, read when it starts
 
 
 # Rules of thumb; the communicators of NPU are asked from `npu.communicator_mib`.
 FACTS = {
-    DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None, 0, 0),
-    DeviceKind.CUDA: DeviceFacts("cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", 512, 128),
-    DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400),
+    DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None, 0, 0, None),
+    DeviceKind.CUDA: DeviceFacts(
+        "cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", 512, 128, "PYTORCH_CUDA_ALLOC_CONF"
+    ),
+    DeviceKind.NPU: DeviceFacts(
+        "npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400, "PYTORCH_NPU_ALLOC_CONF"
+    ),
 }
 MIB = 1024**2
 DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
@@ -77,6 +82,16 @@ def ray_resource(kind: DeviceKind) -> str:
 
 def visible_devices_variable(kind: DeviceKind) -> str | None:
     return FACTS[resolve_kind(kind)].visible_devices
+
+
+def shared_memory_environment(kind: DeviceKind) -> dict[str, str]:
+    """Return variables that let memory which one model frees serve blocks of other sizes.
+
+    Physical pages are mapped behind one another into growing segments (torch's notes on CUDA, those
+    of torch_npu on `PYTORCH_NPU_ALLOC_CONF`). None on a CPU.
+    """
+    name = FACTS[resolve_kind(kind)].allocator
+    return {} if name is None else {name: "expandable_segments:True"}
 
 
 def setup(

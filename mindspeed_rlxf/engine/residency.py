@@ -51,7 +51,14 @@ def holding(
         yield
     finally:
         for hold in holds:
-            _holds.remove(hold)
+            if hold in _holds:
+                _holds.remove(hold)
+
+
+def forget() -> None:
+    """Drop all engines and what they hold, before their process serves another pool."""
+    _known.clear()
+    _holds.clear()
 
 
 def _make_room() -> None:

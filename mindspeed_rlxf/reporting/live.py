@@ -190,7 +190,7 @@ class View:
         }
         inside = {k: v for k, v in found.items() if k not in ("save", "val", "sync")}
         longest = sorted(inside.items(), key=lambda item: -item[1])[:SHOWN_PHASES]
-        bar, legend = Text(f"{'time':<{LABEL}}", "dim"), Text(" " * LABEL)
+        bar, legend = Text.assemble((f"{'time':<{LABEL}}", "dim")), Text(" " * LABEL)
         room = width - LABEL
         for (name, share), colour in zip(longest, COLOURS, strict=False):
             bar.append("█" * int(min(share, 1.0) * room), colour)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
+from mindspeed_rlxf.engine import residency
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TrainEngine
@@ -14,6 +16,11 @@ from mindspeed_rlxf.models.sizes import HEADS
 
 EngineFactory: TypeAlias = Callable[[RunConfig, Role], TrainEngine]
 SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
+
+
+def room_on_device() -> AbstractContextManager[None]:
+    """Move away what the engines of the process offload, for a model that is no engine."""
+    return residency.holding()
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:

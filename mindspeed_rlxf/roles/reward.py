@@ -8,11 +8,10 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.engine import residency
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.votes import AnswerFinder
-from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
+from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine, room_on_device
 from mindspeed_rlxf.roles.reports import ScoreReport
 
 
@@ -47,7 +46,7 @@ class RewardRole:
         prompts = self._decode(rollouts.prompt_tokens())
         responses = self._decode(rollouts.response_tokens())
         pairs = zip(prompts, responses, strict=True)
-        with residency.holding():  # it has memory of its own
+        with room_on_device():
             scores = classifier.score([prompt + response for prompt, response in pairs])
         rows = Scores(torch.tensor(scores, dtype=torch.float32))
         return RoleOutput(rows, ScoreReport(scores))

@@ -7,6 +7,7 @@ from numbers that all ranks of a replica have in common.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,25 +91,26 @@ class Generation:
     # Rows that enter
 
     def _refills(self) -> bool:
-        """Whether enough slots are free for the next prefill."""
-        free = min(self.limits.rows - len(self.active), len(self.waiting))
-        wanted = min(max(1, self.limits.rows // REFILLED), len(self.waiting))
-        return free > 0 and (not self.active or (free >= wanted and self._fits(1)))
-
-    def _fits(self, more: int) -> bool:
-        """Whether the cache holds so many more of the waiting, and some tokens of each."""
-        if self.limits.tokens is None:
+        """Whether enough waiting samples can enter for the next prefill."""
+        entering = self._entering()
+        if not self.active:
             return True
-        new = (len(self.waiting[i].known) for i in range(more))
-        longest = int(max([*new, *(self._prompts + self._counts)])) + GROWTH
-        return (len(self.active) + more) * self._capacity(longest) <= self.limits.tokens
+        rows = len(self.active) + entering
+        return entering > 0 and entering >= min(len(self.waiting), rows // REFILLED)
+
+    def _entering(self) -> int:
+        """Count the waiting samples that there are slots for, and room for some tokens of each."""
+        longest, rows, limit = self._room(0), len(self.active), self.limits.tokens
+        for row in itertools.islice(self.waiting, self.limits.rows - rows):
+            longest, rows = max(longest, row.length), rows + 1
+            if limit is not None and rows * self._capacity(longest + GROWTH) > limit:
+                return rows - 1 - len(self.active)
+        return rows - len(self.active)
 
     def _admit(self) -> None:
-        """Prefill as many waiting samples as there is room for, at least one."""
-        rows, first = 0, len(self.active)
-        while rows < min(self.limits.rows - first, len(self.waiting)) and self._fits(rows + 1):
-            rows += 1
-        entering = [self.waiting.popleft() for _ in range(max(rows, 1))]
+        """Prefill as many waiting samples as can enter, at least one."""
+        first, rows = len(self.active), max(self._entering(), 1)
+        entering = [self.waiting.popleft() for _ in range(rows)]
         kept, counts = self.active, [len(row.tokens) for row in entering]
         self._place([*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64))
         self.cache.fit(len(self.active), self._room(self.limits.steps))
@@ -270,7 +272,8 @@ class Generation:
 
     def _room(self, more: int) -> int:
         """Count the tokens of the longest row after so many more."""
-        return min(int((self._prompts + self._counts).max()) + more, self._most)
+        lengths = self._prompts + self._counts
+        return min(int(lengths.max(initial=0)) + more, self._most)
 
     def _tensor(self, numbers: Sequence[object] | np.ndarray) -> Tensor:
         return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.where)

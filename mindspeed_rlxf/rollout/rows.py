@@ -44,6 +44,11 @@ class Growing:
         return self.request.settings
 
     @property
+    def length(self) -> int:
+        """Tokens of `known`."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
     def known(self) -> np.ndarray:
         """What a prefill computes: the prompt, and tokens from before a wait; [tokens] int64."""
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))

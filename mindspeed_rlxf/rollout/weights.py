@@ -13,6 +13,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head, hf_shapes, shard_slices, stage_parameters
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 
@@ -57,6 +58,7 @@ class OwnWeights:
         with self.groups.active():
             module = rollout_module(architecture, tp, dtype)
         self.module = module.to(device=device.current_device(), dtype=dtype)
+        stack_experts(self.module)
         for parameter in self.module.parameters():
             parameter.data.zero_()  # for the padding of the vocabulary, which is never sent
 

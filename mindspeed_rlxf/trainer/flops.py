@@ -36,7 +36,7 @@ def iteration_flops(
     if config.reward.kind is RewardKind.MODEL:
         total += _pass(config, Role.REWARD, prompts, responses)
     passes = {Role.ACTOR_ROLLOUT: updates_actor * TRAIN * config.actor_rollout.ppo_epochs}
-    if config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE:
+    if config.old_log_probs is OldLogProbs.RECOMPUTE:
         passes[Role.ACTOR_ROLLOUT] += FORWARD
     if Role.REF in config.roles:
         passes[Role.REF] = FORWARD

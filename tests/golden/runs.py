@@ -100,6 +100,9 @@ KEPT = (
 
 Curves = dict[str, list[float]]
 
+WRITTEN: set[str] = set()
+"""Names of all metrics that runs of this process have written."""
+
 
 def golden_config(name: str, out: Path, more: dict[str, Any]) -> RunConfig:
     base, changes = SETTINGS[name]
@@ -115,6 +118,7 @@ def run(name: str, out: Path, runtime: Any, more: dict[str, Any] | None = None) 
     train(config, prepared, directory, runtime)
     lines = [json.loads(line)["metrics"] for line in directory.metrics.read_text().splitlines()]
     assert len(lines) == config.training.train_iters
+    WRITTEN.update(*lines)
     return {key: [line[key] for line in lines] for key in KEPT if key in lines[0]}
 
 

@@ -24,6 +24,7 @@ from mindspeed_rlxf.ops.doctor.bundle import write_bundle
 from mindspeed_rlxf.ops.doctor.report import Report
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.reporting.metrics import MetricsWriter
+from mindspeed_rlxf.reporting.sample_tokens import TokenWriter
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.run import failure, host_files
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -84,6 +85,9 @@ WRITERS: dict[str, Callable[[RunDirectory], object]] = {
     "metrics.jsonl": lambda run: MetricsWriter(run.metrics).write(1, {}, 1.0),
     "timeline/iterations_0000001.json": lambda run: Timeline(run.timeline).write(
         1, [Span("x", "p", 0, 1.0, 1.0)]
+    ),
+    "samples_tokens/rank_00000.jsonl": lambda run: TokenWriter(run.samples_tokens, 0).write(
+        1, {1: {"kl": [0.0]}}
     ),
     "logs/driver.log": log,
     "logs/pool/rank_00000.log": redirect,

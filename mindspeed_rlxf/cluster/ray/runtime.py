@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mindspeed_rlxf.cluster.environment import offload_environment
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.protocol import Pool
 from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster, resource_name
@@ -60,12 +61,14 @@ class RayRuntime:
 
         run_file: see the constructor
         """
+        pool = config.pool_settings
+        env = {**offload_environment(config), **pool.env}
         return cls(
             config.device,
             config.runtime,
             num_devices=sum(config.pool_size(name) for name in config.resource_pool),
             log_dir=log_dir,
-            pool_settings=config.pool_settings,
+            pool_settings=pool.model_copy(update={"env": env}),
             read_by_workers=folders_of_workers(config),
             run_file=run_file,
         )

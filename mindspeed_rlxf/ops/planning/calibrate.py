@@ -113,8 +113,10 @@ def fitted(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> Cali
     costs, worst = {}, 0.0
     for each in Kind:
         rows, seconds = _rows(measured, each)
-        found, error = fit(rows, seconds)
-        flop, moved, call, start = found
+        # Generation makes many calls, beside which one start cannot be told apart.
+        columns = 3 if each is Kind.GENERATE else 4
+        found, error = fit(rows[:, :columns], seconds)
+        flop, moved, call, start = (*found, 0.0)[:4]
         costs[each.value] = MeasuredCosts(flop=flop, moved=moved, call=call, start=start)
         worst = max(worst, error)
     torch, megatron = versions()

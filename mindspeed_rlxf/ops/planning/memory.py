@@ -186,7 +186,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     length = actor.max_prompt_length + actor.max_new_tokens
     return Phase(
         "generate",
-        max(working, sampling),
+        max(working, sampling) + memory.row_state_bytes(rows, actor.max_new_tokens),
         memory.kv_cache_bytes(memory.kv_cache_most_tokens(rows, length, held), a, tp, item),
         memory.weight_bytes(received, item),
     )
@@ -323,7 +323,7 @@ class _Stage:
     def forward(self) -> Phase:
         """Return the memory of a pass without gradients: one layer at a time."""
         tokens = self._tokens(self.samples)
-        held = self._layer(tokens) + self._head(self.samples)
+        held = max(self._layer(tokens), self._head(self.samples))
         compares = self.config.algorithm.kl_penalty is KlPenalty.FULL
         beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
         return Phase("forward", held, other=self._sent(tokens), beside=beside)

@@ -102,7 +102,7 @@ def iteration_work(config: RunConfig) -> list[PhaseWork]:
     found = [_phase(config, "gen", actor, Kind.GENERATE, Stage.GENERATE, generation(config))]
     names = {actor: "old_log_prob", Role.REF: "ref", Role.CRITIC: "values", Role.REWARD: "reward"}
     for role, name in names.items():
-        reads = role is not actor or config.algorithm.old_log_probs.value == "recompute"
+        reads = role is not actor or config.old_log_probs.value == "recompute"
         if role in config.roles and has_model(config, role) and reads:
             work = _Model(config, role, lengths).all_samples()
             found.append(_phase(config, name, role, Kind.FORWARD, Stage.SCORE, work))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.files.printable import printable
 from mindspeed_rlxf.reporting.report.answers import answer_all
 from mindspeed_rlxf.reporting.report.curves import describe_metrics, make_curves
 from mindspeed_rlxf.reporting.report.illness import find_illnesses
@@ -68,10 +69,10 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, as many as make them differ."""
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):
-        names = ["/".join(path.parts[-count:]) for path in full]
+        names = [printable("/".join(path.parts[-count:])) for path in full]
         if len(set(names)) == len(names):
             return names
-    return [str(path) for path in full]
+    return [printable(str(path)) for path in full]
 
 
 def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:

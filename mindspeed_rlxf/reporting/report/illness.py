@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.reporting.health import Health
+from mindspeed_rlxf.reporting.health import LAG_SHARE, Health
 from mindspeed_rlxf.reporting.metric_table import find_metric
 from mindspeed_rlxf.reporting.report.records import Iteration, read_records
 
@@ -76,17 +76,26 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
     """Yield metrics whose mean over the last iterations is out of its healthy range."""
     lately = [each for each in iterations if each.number > 0][-LATELY:]
-    for name in sorted({name for each in lately for name in each.metrics}):
-        metric = find_metric(name)
-        values = [v for each in lately if (v := each.metrics.get(name)) is not None]
-        if metric is None or metric.healthy is None or not values:
+    means = _means(lately)
+    whole = means.get("timing/all", 0.0)
+    for name, mean in sorted(means.items()):
+        metric, phase = find_metric(name), name.removeprefix("skew/")
+        if metric is None or metric.healthy is None:
             continue
-        mean = sum(values) / len(values)
+        if phase != name and means.get(f"timing/{phase}", 0.0) < LAG_SHARE * whole:
+            continue  # the ranks of a phase that takes no time
         if not metric.is_healthy(mean):
             low, high = metric.healthy
             limit = f"under {low:g}" if low is not None and mean < low else f"over {high:g}"
             text = f"{name} is {mean:.3g} in the last {len(lately)} iterations, {limit}"
             yield _finding("watch", lately[0].number, text, metric.remedy)
+
+
+def _means(iterations: Sequence[Iteration]) -> dict[str, float]:
+    """Return the mean of each metric where it is finite."""
+    names = {name for each in iterations for name in each.metrics}
+    values = {n: [v for i in iterations if (v := i.metrics.get(n)) is not None] for n in names}
+    return {name: sum(found) / len(found) for name, found in values.items() if found}
 
 
 def _finding(level: str, iteration: Any, text: str, remedy: str) -> Finding:

@@ -29,7 +29,8 @@ from mindspeed_rlxf.reporting.report.samples import (
 SCRIPTS = ("base.js", "chart.js", "curves.js", "time.js", "tokens.js", "samples.js", "page.js")
 MAX_BYTES = 10 * 10**6  # of the file
 OTHER_BYTES = 3 * 10**6  # of them for all but samples
-LEVEL = 9  # of gzip
+FEWER = (1, 4, 16)  # one sample in so many has numbers per token
+LEVEL = 6  # of gzip
 
 
 def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> str:
@@ -41,16 +42,25 @@ def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> st
 
 
 def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
-    """Return the compressed samples of runs; half as many until they fit into `room` bytes."""
+    """Return the compressed samples of runs, in at most `room` bytes.
+
+    Where they do not fit, fewer of them have numbers per token; then there are half as many.
+    """
     chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
+    fewer = iter(FEWER)
+    every = next(fewer)
     while True:
         samples = [
-            {"samples": cut_for_page(each, run.path, run.split), "seen": each.seen}
+            {"samples": cut_for_page(each, run.path, run.split, every), "seen": each.seen,
+             "every": every}
             for run, each in zip(runs, chosen, strict=True)
-        ]
+        ]  # fmt: skip
         if len(blob := pack(samples)) <= room or not any(each.count for each in chosen):
             return blob
-        chosen = [each.halved() for each in chosen]
+        if (after := next(fewer, None)) is None:
+            chosen = [each.halved() for each in chosen]
+        else:
+            every = after
 
 
 def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:

@@ -125,7 +125,7 @@ function samplesSection(runs, loaded) {
   const section = h('section', { id: 'samples', 'aria-labelledby': 'samples-h' }, h('h2', { id: 'samples-h' }, 'Samples'), status, body);
   loaded.then((all) => {
     const show = (name) => {
-      const at = Math.max(runs.findIndex((run) => run.name === name), 0), { samples, seen } = all[at];
+      const at = Math.max(runs.findIndex((run) => run.name === name), 0), { samples, seen, every } = all[at];
       state.samplesOf = runs[at].name;
       const left = h('div'), right = h('div', { class: 'card', id: 'sample' }), count = h('p', { class: 'small soft', role: 'status', id: 'sample-count' });
       const filters = sampleFilters(samples, (found) => {
@@ -136,6 +136,7 @@ function samplesSection(runs, loaded) {
         list.first();
       });
       status.textContent = seen > samples.length ? `${samples.length} of the ${seen} samples that the run wrote, evenly chosen. mindspeed-rlxf report --samples sets their number.` : '';
+      if (every > 1) status.textContent += ` To keep the report small, one in ${every} has numbers per token.`;
       body.replaceChildren(promptCard(samples), filters.element, h('div', { class: 'split' }, h('div', { class: 'card' }, left), right));
       filters.apply();
     };

@@ -58,9 +58,14 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     return Chosen(training, validation, seen + seen_there)
 
 
-def cut_for_page(chosen: Chosen, run: Path, split: Split | None = None) -> list[dict[str, Any]]:
-    """Return the samples with short names, as the page reads them; with numbers per token."""
-    wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training}
+def cut_for_page(
+    chosen: Chosen, run: Path, split: Split | None = None, every: int = 1
+) -> list[dict[str, Any]]:
+    """Return the samples with short names, as the page reads them.
+
+    every: one sample in this many has its numbers per token
+    """
+    wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = read_token_numbers(run, wanted) if split else {}
     cut = [_cut(sample, "training", split, numbers) for sample in chosen.training]
     return cut + [_cut(sample, "validation", None, {}) for sample in chosen.validation]
@@ -138,8 +143,13 @@ def _cut(
     found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
     if split and found and len(entry["r"]) < MAX_TEXT:
         entry["t"] = [printable(piece) for piece in split(ids)]
-        entry["num"] = {k: v for k, v in found.items() if len(v) == len(ids)}
+        entry["num"] = {k: [*map(_short, v)] for k, v in found.items() if len(v) == len(ids)}
     return entry
+
+
+def _short(value: Any) -> float | None:
+    """Return a number with three digits: it becomes a colour."""
+    return float(f"{value:.3g}") if isinstance(value, (int, float)) else None
 
 
 def _text(value: Any) -> str:

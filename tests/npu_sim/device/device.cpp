@@ -18,6 +18,7 @@
 #include <deque>
 #include <limits>
 #include <mutex>
+#include <set>
 #include <vector>
 
 namespace sim {
@@ -127,8 +128,11 @@ void finish(const Id& id, int64_t number, bool for_device) {
   auto& queue = found->second;
   auto before = queue.waits_for;
   if (!for_device) queue.waits_for.clear();
+  static std::set<Id> under_way;  // two streams may each wait for earlier copies of the other
+  if (!under_way.insert(id).second) return;
   for (const auto& [other, until] : before)
     if (other != id) finish(other, until, for_device);
+  under_way.erase(id);
   std::deque<Copy> kept;
   for (auto& copy : queue.copies) {
     if (copy.number > number || (for_device && copy.to_host)) {

@@ -61,9 +61,7 @@ def test_a_decode_step_gives_a_mask_row_to_each_query(take_back: Any) -> None:
 
     _, step, heads = cache_and_step()
     assert step.attend(1, *heads).shape == (2, 4, 4)
-    take_back(
-        DecodeStep, "attend", "self._mask.expand(-1, -1, queries.size(2), -1)", "self._mask"
-    )
+    take_back(DecodeStep, "attend", "self._mask.expand(-1, -1, queries.size(2), -1)", "self._mask")
     with pytest.raises(RuntimeError, match="a mask has a row for each query"):
         step.attend(1, *heads)
 

@@ -97,6 +97,13 @@ def memory_allocated(device: Any = None) -> int:
     return 0
 
 
+max_memory_allocated = memory_allocated
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Nothing is counted."""
+
+
 def get_device_name(device: Any = None) -> str:
     return "Ascend910B2"
 

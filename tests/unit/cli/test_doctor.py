@@ -50,6 +50,7 @@ def test_the_report_for_programs_is_all_that_is_printed(
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["training.train_iters=2"], "changes a configuration: give --config-name"),
         (["--deadline", "1"], "--deadline=1 must be at least 10"),
+        (["--to", "rates.json"], "--to names the file of --calibrate: give that too"),
         (["--config-name", "no_such"], "no_such"),
         (["--bundle", "no_such_run"], "must be the folder of a run"),
         (["--cluster"], "--cluster needs a Ray cluster"),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from mindspeed_rlxf.cluster.environment import (
     Variable,
     forwarded_environment,
+    offload_environment,
     problems,
     variables,
     worker_environment,
 )
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.withheld import open_variables, secret_variables
+from tests.unit.config.conftest import TREE
 
 
 def test_settings_of_libraries_are_forwarded_but_no_visibility() -> None:
@@ -62,3 +67,24 @@ def test_a_secret_of_the_driver_is_forwarded_and_not_shown(monkeypatch: pytest.M
     found = worker_environment({}, inherits=False)
     assert secret_variables(found)["TP_TOKEN"] == "canary"
     assert "TP_TOKEN" not in open_variables(found)
+
+
+def test_a_run_that_offloads_gets_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the allocator of its device, unless the user sets something."""
+    name, value = "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"
+    monkeypatch.delenv(name, raising=False)
+
+    def given(kind: str, offload: bool, env: dict[str, str]) -> dict[str, str]:
+        tree = copy.deepcopy(TREE)
+        tree["training"]["offload"] = {"optimizer": offload}
+        tree["device"], tree["resource_pool"]["env"] = {"kind": kind}, env
+        tree["runtime"] = {"address": "head:6379"}
+        return offload_environment(resolve(tree, "test"))
+
+    assert given("npu", True, {}) == {name: value}
+    assert given("cuda", True, {}) == {"PYTORCH_CUDA_ALLOC_CONF": value}
+    assert given("npu", False, {}) == given("cpu", True, {}) == {}
+    assert given("npu", True, {name: "max_split_size_mb:64"}) == {}
+    assert Variable(name, value, "offload") in variables({}, {name: value})
+    monkeypatch.setenv(name, "max_split_size_mb:32")
+    assert given("npu", True, {}) == {}

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import time
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from mindspeed_rlxf.cluster.protocol import BUILD, Peer, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.cluster.worker import RoleHost, to_host
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.data.batch import RoleOutput, Rows
+from mindspeed_rlxf.data.batch import RoleOutput, Rows, TokenLog, TokenRows
 from tests.distributed.cluster.stand_ins import Numbers
 
 
@@ -30,6 +32,11 @@ class Doubler:
 
     def fail(self, message: str) -> RoleOutput:
         raise RuntimeError(message)
+
+    def log(self, rows: Numbers, log: TokenLog) -> RoleOutput:
+        numbers = rows.numbers.float().view(3, 1)
+        columns = (torch.ones(3, dtype=torch.long), numbers, None, 2 * numbers)
+        return RoleOutput(rows, token_rows=TokenRows(log, [10, 11, 12], *columns))
 
     def forget(self) -> None: ...
 
@@ -63,6 +70,17 @@ def test_a_rank_that_does_not_lead_sends_neither_rows_nor_report() -> None:
     assert rows is None
     assert (reply.report, reply.num_rows, reply.rank) == (None, None, 3)
     assert before <= reply.started <= time.time()
+
+
+def test_the_leader_writes_logged_tokens_to_the_file_of_its_rank(tmp_path: Path) -> None:
+    log = TokenLog(str(tmp_path / "tokens"), 7, frozenset([12, 99]), 0, 0o640)
+    run("log", Numbers(torch.arange(3)), log, leads=False)
+    assert not (tmp_path / "tokens").exists()
+    run("log", Numbers(torch.arange(3)), log)
+    file = tmp_path / "tokens" / "rank_00003.jsonl"
+    line = {"iteration": 7, "sample_id": 12, "advantage": [2], "value": [4]}
+    assert [json.loads(each) for each in file.read_text().splitlines()] == [line]
+    assert file.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_failure_says_role_rank_host_phase_and_cause() -> None:

@@ -214,3 +214,12 @@ def test_an_engine_that_is_gone_is_forgotten() -> None:
     del model
     gc.collect()
     assert len(residency._known) == 0
+
+
+def test_a_process_that_serves_another_pool_holds_nothing() -> None:
+    one, two = Model(1), Model(2)
+    with residency.holding((one.offload, Part)):
+        residency.forget()
+        with residency.holding((two.offload, Part)):
+            assert one.held() == WHOLE  # no longer known
+    assert not residency._holds and not residency._known

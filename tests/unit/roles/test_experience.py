@@ -26,8 +26,10 @@ from mindspeed_rlxf.data.batch import (
     ExperienceInputs,
     LogProbs,
     LogProbsWithKl,
+    RoleOutput,
     Rollouts,
     Scores,
+    TokenLog,
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
@@ -49,7 +51,23 @@ def made(
     policy: NanPolicy = NanPolicy.RAISE,
     **keys: Any,
 ) -> tuple[Experience, ExperienceReport, torch.Tensor]:
-    """Experience, report, and log-prob less reference log-prob of each token [4, 6].
+    """Experience, report, and log-prob less reference log-prob of each token [4, 6]."""
+    output, difference = output_of(estimator, stage, greedy, scores, kl, policy, **keys)
+    assert isinstance(output.rows, Experience) and isinstance(output.report, ExperienceReport)
+    return output.rows, output.report, difference
+
+
+def output_of(
+    estimator: AdvEstimator,
+    stage: Stage = Stage.RAY_GRPO,
+    greedy: tuple[Rollouts | None, Scores | None] = (None, None),
+    scores: list[float] = SCORES,
+    kl: torch.Tensor | None = None,
+    policy: NanPolicy = NanPolicy.RAISE,
+    token_log: TokenLog | None = None,
+    **keys: Any,
+) -> tuple[RoleOutput, torch.Tensor]:
+    """What `make` returns, and log-prob less reference log-prob of each token [4, 6].
 
     kl: that of the vocabulary, in place of an estimate
     """
@@ -66,10 +84,24 @@ def made(
     ref = LogProbs(log_probs) if kl is None else LogProbsWithKl(log_probs, kl)
     given = rollouts, None, ref, Scores(torch.tensor(scores)), None, *greedy
     maker = ExperienceMaker(config, make_objective(config, alone), alone)
-    output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT))
-    assert isinstance(output.rows, Experience) and isinstance(output.report, ExperienceReport)
+    output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT, token_log))
     mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))
-    return output.rows, output.report, (rollouts.rollout_log_probs - log_probs) * mask
+    return output, (rollouts.rollout_log_probs - log_probs) * mask
+
+
+def test_logged_tokens_have_the_numbers_of_the_experience() -> None:
+    ids = rollouts_of(LENGTHS, HAS_EOS).sample_ids
+    log = TokenLog("folder", 7, frozenset(ids[1:3]), 0, 0o600)
+    output, difference = output_of(AdvEstimator.GRPO, token_log=log)
+    assert output.token_rows is not None and isinstance(output.rows, Experience)
+    lists = output.token_rows.as_lists()
+    assert list(lists) == ids[1:3]
+    for row in (1, 2):
+        numbers, length = lists[ids[row]], LENGTHS[row]
+        assert set(numbers) == {"advantage", "kl"}, "without a critic there is no value"
+        assert numbers["kl"] == pytest.approx(difference[row, :length].tolist())
+        assert numbers["advantage"] == output.rows.advantages[row, :length].tolist()
+    assert output_of(AdvEstimator.GRPO)[0].token_rows is None, "nothing is logged unasked"
 
 
 def test_total_of_a_response_is_its_score_less_its_kl() -> None:

@@ -1,0 +1,319 @@
+"""Seconds of a whole PPO iteration, ours and that of TRL's PPOTrainer with the same weights.
+
+Four models of one shape, fp32, sdpa, prompts of 64 tokens, responses of up to 512, micro-batches of
+4, one optimizer step of policy and critic each. `equal`: all responses have 205 tokens; `mix`: the
+lengths of `rollout_lengths.json`, whose mean is 40% of the limit. The length of a response is
+forced by its position in the batch in both. Ours runs with recomputed log-probs (a pass more than
+TRL makes) and with those of generation (as TRL). Each runs in a process of its own with the same
+threads; the processes take turns, and each leaves its first iteration out. Prints one JSON line.
+
+TRL's last release with PPO is 1.12.0: `pip install --no-deps --target FOLDER trl==1.12.0 accelerate
+datasets pyarrow pandas dill multiprocess xxhash` leaves the environment as it is.
+
+    python benchmarks/ppo_step.py [--trl FOLDER] [--size 19m|100m] [--batch 16] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from iteration import ROOT, make_models, write_inputs
+
+PROMPT, LIMIT, MICRO, EQUAL = 64, 512, 4, 205
+BASE = {"num_query_groups": 2, "vocab_size": 16384, "max_position_embeddings": 1024}
+SHAPES = {
+    "19m": {
+        **BASE, "num_layers": 8, "hidden_size": 384, "ffn_hidden_size": 1024,
+        "num_attention_heads": 6,
+    },
+    "100m": {
+        **BASE, "num_layers": 14, "hidden_size": 768, "ffn_hidden_size": 2048,
+        "num_attention_heads": 12, "num_query_groups": 4,
+    },
+}  # fmt: skip
+LENGTHS = Path(__file__).with_name("rollout_lengths.json")
+OURS = ("recompute", "rollout")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=list(SHAPES), default="19m")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=2, help="of a round, after the first")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workloads", default="equal,mix")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="divides all lengths too")
+    parser.add_argument(
+        "--trl", type=Path, help="folder that holds trl, if the environment lacks it"
+    )
+    parser.add_argument("--child", nargs=3, metavar=("WHO", "WORKLOAD", "FOLDER"))
+    arguments = parser.parse_args()
+    if arguments.child:
+        who, workload, name = arguments.child
+        run = trl_seconds if who == "trl" else our_seconds
+        lengths = forced_lengths(workload, arguments)
+        print(json.dumps(run(who, lengths, Path(name), arguments)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        found = race(Path(name), arguments)
+    print(json.dumps(found))
+
+
+def forced_lengths(workload: str, arguments: argparse.Namespace) -> list[int]:
+    """Tokens of the response at each position of the batch, at most the limit."""
+    stored = json.loads(LENGTHS.read_text(encoding="utf-8"))["responses"]
+    lengths = [EQUAL] * arguments.batch if workload == "equal" else stored[: arguments.batch]
+    assert len(lengths) == arguments.batch, f"a batch has at most {len(stored)} stored lengths"
+    return [max(2, length * arguments.limit // LIMIT) for length in lengths]
+
+
+def race(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Let TRL and ours take turns in every workload; medians of all measured iterations."""
+    import torch
+
+    policy, _ = make_models(folder, SHAPES[arguments.size])
+    write_inputs(folder, BASE["vocab_size"], PROMPT)
+    found: dict[str, Any] = {
+        "benchmark": "ppo_step",
+        "parameters_m": round(sum(p.numel() for p in policy.parameters()) / 1e6, 1),
+        "batch": arguments.batch,
+        "micro_batch": MICRO,
+        "threads": arguments.threads,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+    del policy
+    for workload in arguments.workloads.split(","):
+        seconds: dict[str, list[float]] = {who: [] for who in ("trl", *OURS)}
+        for _ in range(arguments.rounds):
+            for who, values in seconds.items():
+                values += child(who, workload, folder, arguments)
+        medians = {who: statistics.median(values) for who, values in seconds.items()}
+        found[workload] = {
+            **{f"{who}_s": round(value, 2) for who, value in medians.items()},
+            **{f"trl_to_{who}": round(medians["trl"] / medians[who], 2) for who in OURS},
+        }
+    return found
+
+
+def child(who: str, workload: str, folder: Path, arguments: argparse.Namespace) -> list[float]:
+    """Seconds of each iteration but the first of one process."""
+    paths = [str(ROOT), *([str(arguments.trl)] if arguments.trl and who == "trl" else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    keys = ("batch", "iterations", "threads", "limit")
+    given = [f"--{key}={getattr(arguments, key)}" for key in keys]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        __file__,
+        *given,
+        "--child",
+        who,
+        workload,
+        str(folder),
+    ]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds[1:]
+
+
+def our_seconds(
+    old_log_probs: str, lengths: list[int], folder: Path, arguments: argparse.Namespace
+) -> list[float]:
+    """Train in this process with requests of the given lengths."""
+    from dataclasses import replace
+
+    from mindspeed_rlxf.cli import train
+    from mindspeed_rlxf.device import facade
+
+    out = Path(tempfile.mkdtemp(dir=folder))
+    (folder / "ours.yaml").write_text(json.dumps(our_tree(folder, arguments)), encoding="utf-8")
+    keys = {
+        "training.output_dir": out / "run",
+        "actor_rollout.max_new_tokens": arguments.limit,
+        "algorithm.old_log_probs": old_log_probs,
+    }
+    from mindspeed_rlxf.config.enums import DeviceKind
+
+    facade.setup(DeviceKind.CPU, arguments.threads)
+    from mindspeed_rlxf.roles import rollout
+
+    make_requests = rollout.make_requests
+
+    def of_lengths(*given: Any) -> list[Any]:
+        made = make_requests(*given)
+        return [
+            replace(
+                request,
+                settings=replace(request.settings, min_new_tokens=n, max_new_tokens=n),
+            )
+            for request, n in zip(made, lengths, strict=True)
+        ]
+
+    rollout.make_requests = of_lengths
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+    code = train.main(["--config-dir", str(folder), "--config-name", "ours", *overrides])
+    assert code == 0, f"our run ended with {code}"
+    lines = (out / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line)["metrics"] for line in lines]
+    mean = sum(lengths) / len(lengths)
+    assert abs(metrics[-1]["response_length/mean"] - mean) < 1e-6, "the lengths are as forced"
+    return [each["timing/all"] for each in metrics]
+
+
+def our_tree(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The configuration of one process with four models, as a YAML tree."""
+    shape = json.loads((folder / "policy" / "config.json").read_text(encoding="utf-8"))
+    scorer = {"micro_batch_size": MICRO, "load": str(folder / "scorer")}
+    policy = {"micro_batch_size": MICRO, "load": str(folder / "policy")}
+    model = {
+        "num_layers": shape["num_hidden_layers"],
+        "hidden_size": shape["hidden_size"],
+        "ffn_hidden_size": shape["intermediate_size"],
+        "num_attention_heads": shape["num_attention_heads"],
+        "num_query_groups": shape["num_key_value_heads"],
+        "vocab_size": shape["vocab_size"],
+        "max_position_embeddings": shape["max_position_embeddings"],
+    }
+    learns = {"lr": 1e-6}
+    return {
+        "model": {"bench": model},
+        "training": {
+            "model": "bench",
+            "train_iters": 1 + arguments.iterations,
+            "global_batch_size": arguments.batch,
+            "seq_length": PROMPT + arguments.limit,
+            "tokenizer_name_or_path": str(folder / "tokenizer"),
+            "deterministic": False,
+        },
+        "actor_rollout": {
+            **policy,
+            **learns,
+            "do_sample": True,
+            "max_prompt_length": PROMPT,
+            "ppo_mini_batch_size": arguments.batch,
+        },
+        "ref": policy,
+        "critic": {**scorer, **learns, "critic_mini_batch_size": arguments.batch},
+        "reward": {**scorer, "kind": "model"},
+        "data": {"train_files": str(folder / "train.jsonl"), "shuffle": False},
+        "logging": {"samples": 0},
+        "device": {"kind": "cpu", "cpu_threads": arguments.threads},
+        "runtime": "local",
+        "placement": dict.fromkeys(("actor_rollout", "ref", "critic", "reward"), "main"),
+        "resource_pool": {"main": 1},
+    }
+
+
+def trl_seconds(
+    _who: str, lengths: list[int], folder: Path, arguments: argparse.Namespace
+) -> list[float]:
+    """Train with TRL in this process; EOS is forced where each response has to end."""
+    import torch
+    from transformers import (
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        PreTrainedTokenizerFast,
+        TrainerCallback,
+    )
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(arguments.threads)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", padding_side="left")
+    how = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    policy = LlamaForCausalLM.from_pretrained(folder / "policy", **how)
+    value = LlamaForSequenceClassification.from_pretrained(folder / "scorer", num_labels=1, **how)
+    lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    force_lengths(policy, lengths, tokenizer.eos_token_id)
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.monotonic())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.monotonic())
+
+    updates = 1 + arguments.iterations
+    config = PPOConfig(
+        output_dir=tempfile.mkdtemp(dir=folder),
+        per_device_train_batch_size=MICRO,
+        gradient_accumulation_steps=arguments.batch // MICRO,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        total_episodes=updates * arguments.batch,
+        response_length=arguments.limit,
+        local_rollout_forward_batch_size=arguments.batch,
+        stop_token_id=tokenizer.eos_token_id,
+        temperature=1.0,
+        num_sample_generations=0,
+        learning_rate=1e-6,
+        missing_eos_penalty=None,
+        gradient_checkpointing=False,
+        optim="adamw_torch",
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=copy.deepcopy(policy),
+        reward_model=copy.deepcopy(value),
+        value_model=value,
+        train_dataset=[{"input_ids": ids} for ids in prompts],
+        callbacks=[Clock()],
+    )
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        trainer.train()
+    finally:
+        sys.stdout = out
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def force_lengths(policy: Any, lengths: list[int], eos: int) -> None:
+    """Let `policy.generate` end the response at each position of the batch where it has to."""
+    from transformers import LogitsProcessorList
+
+    generate = policy.generate
+
+    def forced(*given: Any, **keys: Any) -> Any:
+        start = keys["input_ids"].size(1)
+
+        def force(ids: Any, scores: Any) -> Any:
+            step = ids.size(1) - start
+            scores[:, eos] = float("-inf")
+            for row, length in enumerate(lengths):
+                if step == length - 1:
+                    scores[row] = float("-inf")
+                    scores[row, eos] = 0.0
+            return scores
+
+        return generate(
+            *given, **keys, logits_processor=LogitsProcessorList([force]), eos_token_id=eos
+        )
+
+    policy.generate = forced
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Seconds of the forward pass and of the update of a policy, without Ray, beside plain torch.
+
+Ours is the actor with its Megatron engine: packed sequences, log-probs of response tokens, the
+clipped loss, one step of Adam. The peer is transformers' model with the same weights in the same
+process: padded rows, the same loss, torch's AdamW. Both have micro-batches of the same rows and
+take turns; medians of 5. Prompts have 64 tokens, responses those of `rollout_lengths.json`. The
+log-probs of both are compared before anything is timed. Prints one JSON line.
+
+    python benchmarks/update.py [--device cpu|cuda|npu] [--bf16] [--size 19m|100m] [--batch 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from iteration import make_models, write_inputs
+from ppo_step import BASE, LENGTHS, MICRO, PROMPT, SHAPES, our_tree
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.data.batch import Experience, Rollouts
+
+LIMIT, CLIP, LR = 512, 0.2, 1e-6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", type=DeviceKind, default=DeviceKind.CPU)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--size", choices=list(SHAPES), default="19m")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit", type=int, default=LIMIT, help="divides all lengths too")
+    arguments = parser.parse_args()
+    device.setup(arguments.device, arguments.threads)
+    dist.init_process_group(
+        device.backend(arguments.device), store=dist.HashStore(), rank=0, world_size=1,
+        timeout=timedelta(minutes=5),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        found = measure(Path(name), arguments)
+    dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    make_models(folder, SHAPES[arguments.size])
+    write_inputs(folder, BASE["vocab_size"], PROMPT)
+    stored = json.loads(LENGTHS.read_text(encoding="utf-8"))["responses"][: arguments.batch]
+    lengths = [max(2, n * arguments.limit // LIMIT) for n in stored]
+    rollouts = make_rollouts(lengths)
+    ours, theirs = Ours(folder, rollouts, arguments), Plain(folder, rollouts, arguments)
+    gap = float((ours.forward() - theirs.forward()).abs().max())
+    assert gap < (0.5 if arguments.bf16 else 1e-3), f"the log-probs differ by {gap}"
+    found: dict[str, Any] = {
+        "benchmark": "update",
+        "device": str(device.current_device()),
+        "dtype": "bf16" if arguments.bf16 else "fp32",
+        "parameters_m": round(sum(p.numel() for p in theirs.model.parameters()) / 1e6, 1),
+        "tokens": len(lengths) * PROMPT + sum(lengths),
+        "padded_tokens": len(lengths) * (PROMPT + max(lengths)),
+        "largest_log_prob_gap": gap,
+        "threads": arguments.threads,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+    for part in ("forward", "update"):
+        sides = {"ours": getattr(ours, part), "plain": getattr(theirs, part)}
+        found |= race(part, sides, arguments.repeats)
+    return found
+
+
+def race(part: str, sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Run both in turn, once unmeasured; medians, and how many times faster ours is."""
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(repeats + 1):
+        for side, run in sides.items():
+            started = time.perf_counter()
+            run()
+            device.synchronize()
+            if turn:
+                times[side].append(time.perf_counter() - started)
+    medians = {side: statistics.median(all_s) for side, all_s in times.items()}
+    found = {f"{part}_{side}_s": round(seconds, 4) for side, seconds in medians.items()}
+    return {**found, f"{part}_ratio": round(medians["plain"] / medians["ours"], 2)}
+
+
+def make_rollouts(lengths: list[int]) -> Rollouts:
+    rows, width = len(lengths), max(lengths)
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(2, BASE["vocab_size"], (rows, PROMPT + width), generator=generator)
+    return Rollouts(
+        sample_ids=list(range(rows)),
+        prompt_ids=ids[:, :PROMPT],
+        prompt_lengths=torch.full((rows,), PROMPT),
+        response_ids=ids[:, PROMPT:] * mask,
+        response_mask=mask,
+        trained_mask=mask,
+        has_eos=torch.zeros(rows, dtype=torch.bool),
+        rollout_log_probs=torch.zeros(rows, width),
+        ground_truths=[""] * rows,
+        data_sources=[""] * rows,
+        weights_version=torch.zeros(rows, width, dtype=torch.int32),
+    )
+
+
+def make_advantages(rollouts: Rollouts) -> Tensor:
+    noise = torch.randn(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(2))
+    return noise * rollouts.trained_mask
+
+
+class Ours:
+    def __init__(self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> None:
+        from mindspeed_rlxf.roles.actor import ActorRole
+
+        given = SimpleNamespace(
+            batch=arguments.batch, iterations=1, limit=arguments.limit, threads=arguments.threads
+        )
+        tree = our_tree(folder, given)  # type: ignore[arg-type]
+        tree["device"]["kind"] = arguments.device.value
+        tree["training"] |= {"bf16": arguments.bf16, "output_dir": str(folder / "run")}
+        tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
+        self.role = ActorRole(resolve(tree, "update"))
+        self.rollouts, self.all_rows = rollouts, [list(range(rollouts.num_rows))]
+        none = torch.zeros(rollouts.num_rows, 0)
+        self.experience = Experience(
+            advantages=make_advantages(rollouts),
+            trained_mask=rollouts.trained_mask,
+            old_log_probs=self.forward(),
+            ref_log_probs=none,
+            returns=none,
+            values=none,
+            value_mask=none.bool(),
+        )
+
+    def forward(self) -> Tensor:
+        found = self.role.engine.log_probs(self.rollouts, 1.0)
+        assert found is not None
+        return found.log_probs
+
+    def update(self) -> None:
+        self.role.update_policy(self.rollouts, self.experience, self.all_rows)
+
+
+class Plain:
+    def __init__(self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> None:
+        dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+        self.where = device.current_device()
+        self.model: Any = LlamaForCausalLM.from_pretrained(
+            folder / "policy", attn_implementation="sdpa", dtype=dtype
+        ).to(self.where)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
+        self.rollouts, self.advantages = rollouts, make_advantages(rollouts).to(self.where)
+        both = torch.cat((rollouts.prompt_ids, rollouts.response_ids), dim=1)
+        self.ids, self.mask = both.to(self.where), rollouts.trained_mask.to(self.where)
+        self.there = torch.cat(
+            (torch.ones_like(rollouts.prompt_ids).bool(), rollouts.trained_mask), 1
+        )
+        self.there = self.there.to(self.where)
+        self.old = self.forward().to(self.where)
+
+    def _log_probs(self, rows: slice) -> Tensor:
+        """[rows, response] fp32 of a micro-batch, cut to its longest response."""
+        width = int(self.mask[rows].sum(1).max())
+        ids = self.ids[rows, : PROMPT + width]
+        logits = self.model(ids, attention_mask=self.there[rows, : PROMPT + width]).logits
+        logits = logits[:, PROMPT - 1 : -1].float()
+        chosen = logits.gather(-1, ids[:, PROMPT:, None])[..., 0]
+        return (chosen - logits.logsumexp(-1)) * self.mask[rows, :width]
+
+    def _micro_batches(self) -> list[slice]:
+        return [slice(i, i + MICRO) for i in range(0, self.rollouts.num_rows, MICRO)]
+
+    @torch.no_grad()
+    def forward(self) -> Tensor:
+        out = torch.zeros(self.mask.shape)
+        for rows in self._micro_batches():
+            found = self._log_probs(rows).cpu()
+            out[rows, : found.size(1)] = found
+        return out
+
+    def update(self) -> None:
+        total = self.mask.sum()
+        for rows in self._micro_batches():
+            log_probs = self._log_probs(rows)
+            width = log_probs.size(1)
+            ratio = torch.exp(log_probs - self.old[rows, :width])
+            free = -self.advantages[rows, :width] * ratio
+            held = -self.advantages[rows, :width] * ratio.clamp(1 - CLIP, 1 + CLIP)
+            (torch.maximum(free, held).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()

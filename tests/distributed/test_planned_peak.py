@@ -1,0 +1,39 @@
+"""The most memory that a role takes is what the plan says, within 10%."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import REPOSITORY
+from tests.distributed.traced_peak import SHAPES
+
+SHORT = ("actor, recompute full", "actor, offload")
+# Of a pass without gradients more is planned: attention is freed before the MLP computes.
+BOUNDS = {"forward": (0.98, 1.2), "update": (0.95, 1.1)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in SHAPES],
+)
+def test_as_much_is_planned_as_is_allocated(tmp_path: Path, name: str) -> None:
+    """At real width 18 GB of free memory are needed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.traced_peak", name, str(tmp_path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {each["phase"] for each in found} == set(BOUNDS), done.stdout + done.stderr
+    for each in found:
+        least, most = BOUNDS[each["phase"]]
+        assert least <= each["planned"] / each["allocated"] <= most, each

@@ -1,0 +1,55 @@
+"""A run that falls ill is saved and ended where `logging.stop_on` asks for it, and can go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.stopping import StoppedByRule, StopRequest
+from mindspeed_rlxf.trainer.preflight import prepare
+from tests.golden.runs import golden_config
+from tests.training import train
+
+ILL = {
+    "algorithm.kl_ctrl.kl_coef": 0,
+    "logging.reference_kl": True,
+    "logging.stop_on": "[kl_runaway]",
+    "actor_rollout.lr": 1e-2,
+}
+
+
+def test_a_kl_that_runs_away_ends_the_run_which_then_goes_on(
+    warm_runtime: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(train_iters: int) -> RunDirectory:
+        keys = {**ILL, "training.train_iters": train_iters}
+        config = golden_config("gae", tmp_path / "run", keys)
+        directory = RunDirectory.create(config)
+        stop = StopRequest(60.0)
+        try:
+            train(config, prepare(config), directory, warm_runtime, stop=stop)
+        finally:
+            directory.unlock()
+        return directory
+
+    with pytest.raises(
+        StoppedByRule, match=r"logging.stop_on=kl_runaway: the KL .* nats per token"
+    ):
+        start(20)
+    directory = RunDirectory(tmp_path / "run")
+    saved = (directory.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip()
+    lines = directory.metrics.read_text().splitlines()
+    (found,) = map(json.loads, directory.health.read_text().splitlines())
+    assert (found["rule"], found["stops"]) == ("kl_runaway", True)
+    assert int(saved) == found["iteration"] == len(lines) < 12
+    assert "warning: kl_runaway: the KL" in capsys.readouterr().out
+
+    last = int(saved) + 2
+    start(last)  # still ill: it would not get further if that ended it again
+    assert f"was stopped after iteration {saved} by logging.stop_on" in capsys.readouterr().out
+    assert len(directory.metrics.read_text().splitlines()) == last
+    assert len(directory.health.read_text().splitlines()) == 1

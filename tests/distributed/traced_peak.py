@@ -1,0 +1,222 @@
+"""The most memory that a role takes on a CPU, beside what is planned: NAME of `SHAPES`, FOLDER.
+
+Prints a line of JSON for each phase: its name, allocated bytes, planned bytes. Allocations are
+those that torch's profiler reports, summed up in the order of their times.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mindspeed_rlxf.cluster.local import LocalRuntime
+from mindspeed_rlxf.config.enums import DeviceKind, Role
+from mindspeed_rlxf.config.schema import (
+    ArchitectureConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
+from mindspeed_rlxf.engine import residency
+from mindspeed_rlxf.ops.planning.memory import role_memory
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from tests.distributed.groups import build_group
+from tests.distributed.llamas import make_llama, run_config
+from tests.rows import made_rollouts
+
+WIDE = ArchitectureConfig(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=704,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=4096,
+    max_position_embeddings=4096,
+    untie_embeddings_and_output_weights=True,
+)
+# The width and the vocabulary of Qwen2.5-7B, with the embedding as output layer.
+REAL = ArchitectureConfig(
+    num_layers=1,
+    hidden_size=3584,
+    ffn_hidden_size=18944,
+    num_attention_heads=28,
+    num_query_groups=4,
+    vocab_size=152064,
+    max_position_embeddings=4096,
+    untie_embeddings_and_output_weights=False,
+    add_qkv_bias=True,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """prompt, response: tokens of each of four samples, all in one micro-batch"""
+
+    architecture: ArchitectureConfig = WIDE
+    role: Role = Role.ACTOR_ROLLOUT
+    prompt: int = 64
+    response: int = 448
+    keys: dict[str, Any] = field(default_factory=dict)  # of the role
+
+
+SHAPES = {
+    "actor": Shape(),
+    "actor, long prompts": Shape(prompt=448, response=64),
+    "actor, recompute full": Shape(keys={"recompute": "full"}),
+    "actor, recompute selective": Shape(keys={"recompute": "selective"}),
+    "actor, bf16": Shape(keys={"bf16": True}),
+    "actor, offload": Shape(keys={"offload": OffloadConfig(weights=True, optimizer=True)}),
+    "actor, offload of the optimizer": Shape(keys={"offload": OffloadConfig(optimizer=True)}),
+    "critic": Shape(role=Role.CRITIC),
+    "real width, 1 layer": Shape(REAL),
+    "real width, 2 layers": Shape(
+        REAL.model_copy(update={"num_layers": 2}), keys={"recompute": "full"}
+    ),
+}
+
+
+class _Traced:
+    engine: Any
+
+    def held(self) -> int:
+        """Bytes of weights, gradients and optimizer."""
+        chain = getattr(self.engine.optimizer, "chained_optimizers", [self.engine.optimizer])
+        adams = [part.optimizer for part in chain]
+        tensors = [*self.engine.module.parameters()]
+        tensors += [v for adam in adams for s in adam.state.values() for v in s.values()]
+        tensors += [p for adam in adams for g in adam.param_groups for p in g["params"]]
+        tensors += [buffer.grad_data for model in self.engine.models for buffer in model.buffers]
+        storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    def forward(self, rollouts: Rollouts) -> None:
+        raise NotImplementedError
+
+    def update(self, rollouts: Rollouts, experience: Experience) -> None:
+        raise NotImplementedError
+
+    def measure(self, rollouts: Rollouts, experience: Experience) -> RoleOutput:
+        """Peaks of a forward pass and of an update, after one that makes the optimizer's state."""
+        self.update(rollouts, experience)
+        phases = {
+            "forward": lambda: self.forward(rollouts),
+            "update": lambda: self.update(rollouts, experience),
+        }
+        peaks = {}
+        for name, phase in phases.items():
+            with residency.holding():  # what may leave the device does
+                held = self.held()
+            peaks[name] = held + traced(phase)
+        return RoleOutput(report=peaks)
+
+
+class TracedActor(_Traced, ActorRole):
+    def forward(self, rollouts: Rollouts) -> None:
+        self.engine.log_probs(rollouts, 1.0)
+
+    def update(self, rollouts: Rollouts, experience: Experience) -> None:
+        self.update_policy(rollouts, experience, [list(range(rollouts.num_rows))])
+
+
+class TracedCritic(_Traced, CriticRole):
+    def forward(self, rollouts: Rollouts) -> None:
+        self.engine.values(rollouts)
+
+    def update(self, rollouts: Rollouts, experience: Experience) -> None:
+        self.update_critic(rollouts, experience, [list(range(rollouts.num_rows))])
+
+
+def traced(call: Callable[[], None]) -> int:
+    """Return the most bytes that a call has allocated at once, those of before not counted."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        call()
+    assert found.profiler is not None and found.profiler.kineto_results is not None
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
+    """Four samples, each as long as the configuration allows."""
+    generator, rows = torch.Generator().manual_seed(0), 4
+    vocab = shape.architecture.vocab_size
+
+    def tokens(width: int) -> torch.Tensor:
+        return torch.randint(0, vocab, (rows, width), generator=generator)
+
+    mask = torch.ones(rows, shape.response, dtype=torch.bool)
+    rollouts = made_rollouts(
+        prompt_ids=tokens(shape.prompt),
+        prompt_lengths=torch.full((rows,), shape.prompt),
+        response_ids=tokens(shape.response),
+        response_mask=mask,
+        has_eos=torch.zeros(rows, dtype=torch.bool),
+        data_sources=["test"] * rows,
+    )
+    slots = torch.zeros(rows, shape.response + 1)
+    value_mask = torch.arange(shape.response + 1).expand(rows, -1) < shape.response
+    experience = Experience(
+        advantages=torch.randn(rows, shape.response, generator=generator),
+        trained_mask=mask,
+        old_log_probs=torch.full(mask.shape, -8.0),
+        ref_log_probs=torch.zeros(rows, 0),
+        returns=slots,
+        values=slots,
+        value_mask=value_mask,
+    )
+    return rollouts, experience
+
+
+def make_config(shape: Shape, folder: Path) -> RunConfig:
+    scored = shape.role is Role.CRITIC
+    make_llama(folder, shape.architecture, scored=scored)
+    return run_config(
+        folder,
+        folder,
+        shape.architecture,
+        {"micro_batch_size": 4},
+        1,
+        OptimizerConfig(lr=1e-6),
+        actor_rollout={
+            "max_prompt_length": shape.prompt,
+            "max_new_tokens": shape.response,
+            "ppo_mini_batch_size": 4,
+            **(shape.keys if not scored else {}),
+        },
+        critic={"critic_mini_batch_size": 4, **(shape.keys if scored else {})},
+        training={"seq_length": shape.prompt + shape.response},
+    )
+
+
+def main(name: str, folder: Path) -> None:
+    shape = SHAPES[name]
+    config = make_config(shape, folder)
+    runtime = LocalRuntime(DeviceKind.CPU, timeout_s=900.0)
+    kind = TracedCritic if shape.role is Role.CRITIC else TracedActor
+    layout = config.layout(shape.role)
+    group = build_group(runtime, layout, kind, config, role=shape.role)
+    allocated = group.call(kind.measure, *make_rows(shape)).result()[0]
+    planned = role_memory(config, shape.role, 0)
+    # An update ends with the step of the optimizer.
+    names = {"forward": ("forward",), "update": ("update", "optimizer step")}
+    for name, most in allocated.items():
+        phases = [phase for phase in planned.phases if phase.name in names[name]]
+        wanted = max(sum(planned.held(phase)) + phase.total for phase in phases)
+        print(json.dumps({"phase": name, "allocated": most, "planned": wanted}))
+    runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

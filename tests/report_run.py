@@ -1,0 +1,109 @@
+"""Files of a run of any size, as a run writes them, for tests of the report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.reporting.metrics import MetricsWriter, Sample, SampleWriter
+from mindspeed_rlxf.reporting.sample_tokens import TokenWriter
+from mindspeed_rlxf.reporting.timeline import Span, Timeline
+
+CONFIG = """\
+training: {{train_iters: {iterations}, run_name: {name}}}
+actor_rollout: {{lr: {lr}}}
+validation: {{best_metric: score}}
+"""
+PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+EVIL = "</script><img src=x onerror=\"window.hacked='yes'\">\u202egnp.exe\x1b[31m\x00 \ud800"
+HAN = "北京是中国的首都。"
+
+
+def metrics_of(iteration: int, rise: float = 0.5) -> dict[str, float]:
+    """Metrics of a run that learns: the score rises by `rise` within some 100 iterations."""
+    grown = 1.0 - math.exp(-iteration / 30.0)
+    wave = 0.02 * math.sin(iteration * 1.7)
+    score = 0.3 + rise * grown + wave
+    return {
+        "critic/score/mean": score, "critic/score/max": 1.0, "critic/score/min": 0.0,
+        "critic/kl": 0.15 * grown + abs(wave), "actor/entropy": 0.6 - 0.4 * grown,
+        "response_length/mean": 40.0 + wave, "actor/lr": 1e-5, "actor/pg_loss": wave,
+        "actor/grad_norm": 1.0 + wave, "critic/vf_loss": 0.2 - 0.1 * grown,
+        "throughput/tokens_per_s": 900.0, "timing/all": 2.0 + wave,
+        **{f"timing/{phase}": 0.25 + wave / 10 for phase in PHASES},
+    }  # fmt: skip
+
+
+def sample_of(iteration: int, i: int, text: str, **more: Any) -> Sample:
+    ids = [ord(letter) % 200 for letter in text]
+    score = float((iteration + i) % 2)
+    fields = {"data_source": f"source {i % 2}", **more}
+    return Sample(
+        100 * iteration + i, f"prompt {i}: {text[:20]}", text, [1, 2], ids, score,
+        {"accuracy": score}, (iteration - 1, iteration), **fields,
+    )  # fmt: skip
+
+
+def write_run(
+    run: Path, iterations: int = 40, samples: int = 4, rise: float = 0.5, lr: float = 0.5,
+    texts: tuple[str, ...] = (HAN, EVIL, "plain"), validations: int = 4, file_bytes: int = 0,
+) -> Path:  # fmt: skip
+    """Write metrics, samples, tokens and timeline of a run that ended without failure."""
+    run.mkdir(parents=True)
+    config = CONFIG.format(iterations=iterations, name=run.name, lr=lr)
+    (run / "config.yaml").write_text(config, encoding="utf-8")
+    metrics = MetricsWriter(run / "metrics.jsonl")
+    training = SampleWriter(run / "samples.jsonl", "all", file_bytes)
+    validation = SampleWriter(run / "val_samples.jsonl", "all")
+    tokens, timeline = TokenWriter(run / "samples_tokens", 0), Timeline(run / "timeline")
+    every = max(iterations // validations, 1)
+    for iteration in range(iterations + 1):
+        numbers = metrics_of(iteration, rise) if iteration else {}
+        if iteration % every == 0:
+            numbers["val/sums/score"] = metrics_of(iteration, rise)["critic/score/mean"]
+            validation.write(iteration, [
+                sample_of(iteration, i, f"{i + iteration}", prompt_id=i, ground_truth="7",
+                          answer=str(i))
+                for i in range(3)
+            ])  # fmt: skip
+        metrics.write(iteration, numbers, numbers.get("timing/all", 0.0))
+        if not iteration:
+            continue
+        written = [sample_of(iteration, i, texts[i % len(texts)]) for i in range(samples)]
+        training.write(iteration, written)
+        tokens.write(iteration, {s.sample_id: _numbers(s) for s in written})
+        timeline.write(iteration, spans_of(iteration))
+    for writer in (metrics, training, validation):
+        writer.close()
+    return run
+
+
+def spans_of(iteration: int) -> list[Span]:
+    at = 1_700_000_000.0 + 3.0 * iteration
+    work = [("rollout.generate", 0.0), ("critic.values", 0.6), ("critic.update_critic", 1.1)]
+    return [
+        Span("iteration", "driver", 0, at, 2.0),
+        *(Span(name, "main", rank, at + start, 0.5) for name, start in work for rank in range(2)),
+        Span("critic.inputs", "main", 0, at + 0.5, 0.1, "wait"),
+    ]
+
+
+def _numbers(sample: Sample) -> dict[str, list[float]]:
+    count = len(sample.response_ids)
+    names = ("advantage", "kl", "value")
+    return {name: [math.sin(i + k) for i in range(count)] for k, name in enumerate(names)}
+
+
+def damage(run: Path) -> None:
+    """Leave half a line in each file of lines, as a kill does, and a number that is none."""
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        values = {"critic/score/mean": None, "actor/pg_loss": 0.5}
+        file.write(json.dumps({"iteration": 41, "metrics": values, "time_s": 1.0}) + "\n")
+        file.write('{"iteration": 42, "metr')
+    for name in ("samples.jsonl", "val_samples.jsonl", "samples_tokens/rank_00000.jsonl"):
+        with (run / name).open("a", encoding="utf-8") as file:
+            file.write('{"iteration": 41, "sample_id": 9, "prom')
+    (timeline,) = (run / "timeline").iterdir()
+    timeline.write_bytes(timeline.read_bytes()[:-40])

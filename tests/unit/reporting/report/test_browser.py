@@ -1,0 +1,240 @@
+"""The report in a browser: curves are drawn, filters and keys work, hostile texts stay texts.
+
+Needs Chromium and Playwright; skipped with the name of what is missing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.reporting.metrics import MetricsWriter
+from mindspeed_rlxf.reporting.report.content import RunFolder
+from mindspeed_rlxf.reporting.report.page import make_report
+from mindspeed_rlxf.reporting.report.server import LiveRun, LiveServer
+from tests.report_run import HAN, damage, metrics_of, write_run
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+if CHROMIUM is None:
+    pytest.skip("Chromium is not installed", allow_module_level=True)
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+pytestmark = pytest.mark.xdist_group("browser")
+
+
+def split(ids: list[int]) -> list[str]:
+    """Letters, of which every tenth belongs to the character of the next token."""
+    return ["" if i % 10 == 5 else chr(0x4E00 + token) for i, token in enumerate(ids)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+    folder = tmp_path_factory.mktemp("runs")
+    damage(first := write_run(folder / "first"))
+    second = write_run(folder / "second", 30, rise=0.2, lr=0.25)
+    return [RunFolder(first, "first", "running", split), RunFolder(second, "second", "finished")]
+
+
+@pytest.fixture(scope="module")
+def report(runs: list[RunFolder], tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("report") / "report.html"
+    file.write_bytes(make_report(runs).encode("utf-8", "backslashreplace"))
+    return file.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-gpu"]  # of root in a container
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+def open_page(browser: Any, url: str, said: list[str], **settings: Any) -> Any:
+    """Open a page without network; what it says to the console goes to `said`."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, **settings)
+    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    page.on("request", lambda request: said.append(request.url) if request.url != url else None)
+    page.goto(url)
+    page.wait_for_selector("body[data-ready]")
+    return page
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, report: str) -> Iterator[tuple[Any, list[str]]]:
+    said: list[str] = []
+    page = open_page(browser, report, said)
+    yield page, said
+    page.close()
+
+
+@pytest.fixture
+def page(opened: tuple[Any, list[str]]) -> Iterator[Any]:
+    """The same page for each test, which says nothing and asks for nothing."""
+    page, said = opened
+    yield page
+    assert said == []
+
+
+def see(page: Any, place: str) -> Any:
+    """Scroll to an element and return its locator."""
+    found = page.locator(place).first
+    found.scroll_into_view_if_needed()
+    return found
+
+
+def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> None:
+    assert page.locator(".answer .short").all_inner_texts()[0] == "yes"
+    chart = see(page, "#key-charts .chart")
+    chart.locator("path.line").first.wait_for()
+    assert chart.locator("path.line").count() == 2
+    assert "first: " in chart.locator("svg").get_attribute("aria-label")
+    page.click("button:has(.swatch):has-text('second')")
+    assert chart.locator("path.line").count() == 1
+    page.click("button:has(.swatch):has-text('second')")
+
+
+def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
+    svg = see(page, "#key-charts .chart svg")
+    svg.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    readout = page.locator("#key-charts .chart output").first
+    assert readout.inner_text().startswith("iteration 40: first 0.")
+    page.keyboard.press("+")
+    status = page.locator("#summary .controls [role=status]")
+    assert status.inner_text() == "iterations 30 to 41"
+    page.keyboard.press("0")
+    assert page.locator("#reset-zoom").is_disabled()
+    box = svg.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 250, box["y"] + 60, steps=4)
+    page.mouse.up()
+    assert status.inner_text().startswith("iterations ")
+    page.click("#reset-zoom")
+
+
+def test_metrics_are_found_by_name(page: Any) -> None:
+    see(page, "#curves")
+    page.fill("#metric-search", "grad")
+    assert page.locator("#curves .chart h3").all_inner_texts() == ["actor/grad_norm"]
+    page.fill("#metric-search", "no such")
+    assert "No metric" in page.locator("#curves").inner_text()
+    page.fill("#metric-search", "")
+
+
+def test_phases_and_schedule_are_drawn_and_read(page: Any) -> None:
+    phases = see(page, "#time .wide svg")
+    page.wait_for_selector("#time .wide svg .block")
+    assert phases.locator(".block").count() == 40 * 7
+    see(page, "#schedule")
+    lanes = page.locator("#schedule text.lane").all_text_contents()
+    assert lanes[0] == "driver" and "main, critic rank 1" in lanes
+    page.locator("#schedule .block").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "main, critic rank 0: critic.inputs, 100 ms" in page.locator("#schedule").inner_text()
+    page.select_option("#schedule select", "39")
+    page.click("#schedule button:has-text('Later')")
+    assert page.locator("#schedule select").input_value() == "40"
+
+
+def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
+    count = see(page, "#sample-count")
+    assert count.inner_text() == "175 of 175 samples"
+    page.select_option("[data-filter=kind]", "training")
+    page.fill("[data-filter=from]", "40")
+    assert count.inner_text() == "4 of 175 samples"
+    page.fill("[data-filter=low]", "1")
+    assert count.inner_text() == "2 of 175 samples"
+    page.fill("[data-filter=low]", "")
+    page.fill("[data-filter=text]", "北京")
+    assert count.inner_text() == "2 of 175 samples"
+    page.fill("[data-filter=text]", "")
+    page.focus("#samples .list")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("j")
+    selected = page.locator("#samples [aria-selected=true]").inner_text()
+    assert "plain" in selected and "plain"[0] in page.locator("#sample").inner_text()
+    for name in ("kind", "from"):
+        control = page.locator(f"[data-filter={name}]")
+        control.select_option("") if name == "kind" else control.fill("")
+
+
+def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
+    see(page, "#samples")
+    page.select_option("[data-filter=kind]", "training")
+    tokens = page.locator("#sample .text[role=group]")
+    assert tokens.locator(".tok").count() == len(HAN) - 1, "the sixth belongs to the seventh"
+    tokens.focus()
+    page.keyboard.press("ArrowRight")
+    said = page.locator("#sample output").inner_text()
+    assert said.startswith(f"token 1 of {len(HAN)}") and "Advantage 0, KL 0.8415" in said
+    page.click("#sample button:has-text('KL')")
+    assert "rgba" in tokens.locator(".tok").nth(1).get_attribute("style")
+    page.select_option("[data-filter=kind]", "")
+
+
+def test_a_validation_prompt_is_followed_over_iterations(page: Any) -> None:
+    see(page, "#prompts")
+    page.select_option("#prompts select", "all")
+    page.click("#prompts button[data-pid='1']")
+    heads = page.locator("#prompts .columns h3").all_inner_texts()
+    assert heads == ["before training", *(f"iteration {i}" for i in (10, 20, 30, 40))]
+
+
+def test_hostile_texts_stay_texts(page: Any) -> None:
+    see(page, "#samples")
+    page.fill("[data-filter=text]", "onerror")
+    shown = page.locator("#sample").inner_text()
+    assert "prompt 1: </script><img src=x" in shown
+    assert page.evaluate("window.hacked") is None and page.locator("img").count() == 0
+    assert "\u202e" not in shown and "\x1b" not in shown
+    page.fill("[data-filter=text]", "")
+
+
+def test_configurations_show_their_differences(page: Any) -> None:
+    see(page, "#config")
+    rows = page.locator("#config tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows if "lr" in row] == [["actor_rollout.lr", "0.5", "0.25"]]
+    assert not any("best_metric" in row for row in rows)
+    page.locator("#config input[type=checkbox]").uncheck()
+    assert any("best_metric" in row for row in page.locator("#config tbody tr").all_inner_texts())
+
+
+def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report: str) -> None:
+    said: list[str] = []
+    page = open_page(browser, report, said, color_scheme="dark")
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 380
+    dark = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(dark)
+    page.click("#theme")
+    assert page.evaluate(dark) != before and said == []
+    page.close()
+
+
+def test_a_live_page_shows_what_the_run_writes(browser: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 6)
+    server = LiveServer(LiveRun(lambda: RunFolder(run, "run", "running"), 50), 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        said: list[str] = []
+        page = open_page(browser, server.url, said)
+        assert "6 of 6 iterations" in page.locator("#summary").inner_text()
+        MetricsWriter(run / "metrics.jsonl").write(7, metrics_of(7), 1.0)
+        page.locator("#summary", has_text="7 of 6 iterations").wait_for()
+        assert not [line for line in said if not line.startswith(server.url)]
+        page.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

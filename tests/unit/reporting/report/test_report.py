@@ -1,0 +1,278 @@
+"""The report reads a run whatever its state, answers from its numbers, and stays small."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.cli.report import main
+from mindspeed_rlxf.reporting.report.answers import (
+    answer_all,
+    compare_ends,
+    milestones,
+)
+from mindspeed_rlxf.reporting.report.curves import make_curves, thin
+from mindspeed_rlxf.reporting.report.illness import find_illnesses
+from mindspeed_rlxf.reporting.report.records import Iteration, read_iterations
+from mindspeed_rlxf.reporting.report.samples import choose_samples
+from mindspeed_rlxf.reporting.report.schedule import read_schedules
+from mindspeed_rlxf.run import lock
+from mindspeed_rlxf.run.report import find_state, write_report
+from tests.report_run import EVIL, HAN, damage, metrics_of, write_run
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+class Splitter:
+    """Stands in for a tokenizer of single letters."""
+
+    def __call__(self, ids: list[int]) -> list[str]:
+        return [chr(65 + i % 26) for i in ids]
+
+
+def parts(file: Path) -> dict[str, Any]:
+    """What the page of a report reads."""
+    text = file.read_text(encoding="utf-8")
+    found = re.findall(r'<script type="text/plain" id="data-(\w+)">([^<]*)</script>', text)
+    return {name: json.loads(gzip.decompress(base64.b64decode(blob))) for name, blob in found}
+
+
+def report_of(run: Path, *more: Path, samples: int = 2000) -> dict[str, Any]:
+    file = run / "report.html"
+    write_report([run, *more], file, samples)
+    return parts(file)
+
+
+def iterations(scores: list[float], name: str = "critic/score/mean") -> list[Iteration]:
+    return [Iteration(i, {name: score}, 1.0) for i, score in enumerate(scores, 1)]
+
+
+def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    found = report_of(run)
+    (main_part,), (samples,) = found["main"]["runs"], found["samples"]
+    assert (main_part["name"], main_part["state"], main_part["done"]) == ("run", "stopped", 40)
+    learned, when, time_, kl = main_part["answers"]
+    assert (learned["short"], learned["level"]) == ("yes", "good")
+    assert "0.3 before training" in learned["text"], "metrics_of(0) of the validation at 0"
+    assert "half of its rise by iteration" in when["text"]
+    assert time_["short"].startswith(("actor, ", "critic, ")), "two phases of seven each"
+    last = metrics_of(40)["critic/kl"]
+    assert f"{last:.3g} in the last" in kl["text"]
+    assert samples["seen"] == len(samples["samples"]) == 40 * 4 + 5 * 3
+    assert found["main"]["runs"][0]["config"]["actor_rollout.lr"] == 0.5
+    assert main_part["about"]["critic/kl"]["unit"] == "nats"
+
+
+def test_a_killed_run_has_what_was_whole_and_names_missing_numbers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    before = read_schedules(run)
+    damage(run)
+    found = report_of(run)
+    (main_part,) = found["main"]["runs"]
+    assert main_part["done"] == 41 and len(found["samples"][0]["samples"]) == 175
+    assert main_part["curves"]["critic/score/mean"]["y"][-1] is None
+    texts = [each["text"] for each in main_part["illnesses"]]
+    assert "critic/score/mean is no finite number in 1 of 42 iterations" in texts
+    assert read_schedules(run)["iterations"].keys() == before["iterations"].keys()
+
+
+def test_texts_of_a_run_cannot_leave_their_place(tmp_path: Path) -> None:
+    run = write_run(tmp_path / EVIL.split("\x1b")[0].replace("/", "|"))
+    text = run.joinpath("report.html")
+    found = report_of(run)
+    raw = text.read_text(encoding="utf-8")
+    title = raw.split("<title>")[1].split("</title>")[0]
+    assert title.startswith("&lt;|script&gt;&lt;img") and title.endswith("\\u202egnp.exe")
+    assert raw.count("</script>") == 3, "two of data, one of the script"
+    shown = {sample["r"] for sample in found["samples"][0]["samples"]}
+    evil = next(each for each in shown if "onerror" in each)
+    assert evil.endswith("\\u202egnp.exe\\u001b[31m\\u0000 \ud800") and HAN in shown
+    assert "connect-src 'none'" in raw and "default-src 'none'" in raw
+
+
+def test_rotated_samples_are_read_and_chosen_evenly(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 60, 6, file_bytes=40_000)
+    assert list(run.glob("samples.jsonl.*.gz")), "the run has to be long enough for two files"
+    chosen = choose_samples(run, 100)
+    assert chosen.count <= 100 and chosen.seen == 60 * 6 + 5 * 3
+    numbers = [sample["iteration"] for sample in chosen.training]
+    gaps = [b - a for a, b in itertools.pairwise(numbers)]
+    assert numbers[0] == 1 and numbers[-1] >= 58 and max(gaps) <= 2
+    followed = {s["prompt_id"]: 0 for s in chosen.validation}
+    for sample in chosen.validation:
+        followed[sample["prompt_id"]] += 1
+    assert set(followed.values()) == {5}, "a prompt that is kept has all its validations"
+
+
+def test_tokens_have_the_numbers_of_their_own_sample(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3, 2)
+    write_report([run], run / "report.html", tokenizer=None)
+    assert "num" not in parts(run / "report.html")["samples"][0]["samples"][0], "no tokenizer"
+    from mindspeed_rlxf.reporting.report.samples import cut_for_page
+
+    cut = cut_for_page(choose_samples(run), run, Splitter())
+    lines = (run / "samples_tokens" / "rank_00000.jsonl").read_text().splitlines()
+    by_id = {line["sample_id"]: line for line in map(json.loads, lines)}
+    trained = [sample for sample in cut if sample["k"] == "training"]
+    assert len(trained) == 6
+    for sample in trained:
+        assert sample["num"]["kl"] == pytest.approx(by_id[sample["id"]]["kl"], rel=5e-3)
+        assert len(sample["t"]) == sample["n"] == len(sample["num"]["value"])
+
+
+def test_thinning_keeps_the_ends_and_every_extreme() -> None:
+    points = [(i, float(i % 7)) for i in range(10_000)]
+    points[4321], points[8765], points[5000] = (4321, 99.0), (8765, -99.0), (5000, None)  # type: ignore[call-overload]
+    kept = thin(points, 500)
+    assert len(kept) <= 500 and (kept[0], kept[-1]) == (points[0], points[-1])
+    assert {(4321, 99.0), (8765, -99.0), (5000, None)} <= set(kept)
+    assert thin(points[:400], 500) == points[:400]
+
+
+@pytest.mark.parametrize(
+    ("scores", "short"),
+    [
+        ([0.1] * 20 + [0.9] * 20, "yes"),
+        ([0.9] * 20 + [0.1] * 20, "no, it got worse"),
+        ([0.5, 0.7] * 20, "no clear change"),
+        ([0.5], "too early to say"),
+    ],
+)
+def test_the_answer_to_learning_follows_both_ends(scores: list[float], short: str) -> None:
+    assert answer_all(iterations(scores), {})[0]["short"] == short
+
+
+def test_validation_decides_where_it_disagrees_with_training() -> None:
+    both = [
+        Iteration(i, {"critic/score/mean": i / 40, "val/a/score": 0.9 - i / 80}, 1.0)
+        for i in range(40)
+    ]
+    assert answer_all(both, {})[0]["short"] == "no, it got worse"
+
+
+def test_a_range_is_left_for_long_phases_only(tmp_path: Path) -> None:
+    numbers = {"timing/all": 10.0, "skew/gen": 0.9, "skew/reward": 0.9, "actor/pg_clipfrac": 0.7}
+    numbers |= {"timing/gen": 5.0, "timing/reward": 0.1, "critic/kl": 0.1}
+    found = find_illnesses(tmp_path, [Iteration(i, dict(numbers), 1.0) for i in (1, 2)], [])
+    assert [(each["level"], each["text"].split(",")[0]) for each in found] == [
+        ("watch", "actor/pg_clipfrac is 0.7 in the last 2 iterations"),
+        ("watch", "skew/gen is 0.9 in the last 2 iterations"),
+    ]
+
+
+def test_a_rule_of_health_is_told_with_its_end(tmp_path: Path) -> None:
+    kl = [0.1] * 5 + [3.0] * 5 + [0.1] * 8
+    (found,) = find_illnesses(tmp_path, iterations(kl, "critic/kl"), [])
+    assert (found["level"], found["iteration"]) == ("watch", 8) and "(ended in" in found["text"]
+    (found,) = find_illnesses(tmp_path, iterations(kl[:10], "critic/kl"), [])[:1]
+    assert found["level"] == "bad" and "algorithm.kl_ctrl.kl_coef" in found["remedy"]
+
+
+def test_ends_and_milestones_by_hand() -> None:
+    change = compare_ends([(i, float(v)) for i, v in enumerate([1, 3, 0, 0, 5, 7])])
+    assert change is not None and (change.first, change.last, change.count) == (2.0, 6.0, 2)
+    # standard deviations are sqrt(2), of means of two values 1, of their difference sqrt(2)
+    assert change.error == pytest.approx(2**0.5)
+    curve = [(0, 0.0), (10, 0.4), (20, 0.5), (30, 0.89), (40, 1.0)]
+    assert milestones(curve) == (20, 40) and milestones([(0, 1.0), (1, 0.5)]) is None
+
+
+def test_a_line_that_was_written_twice_counts_once(tmp_path: Path) -> None:
+    lines = [{"iteration": 5, "metrics": {"a": i, "b": float("nan")}, "time_s": i} for i in (1, 2)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '[1]\n{"iteration": "x"}\n')
+    (found,) = read_iterations(tmp_path)
+    assert (found.metrics, found.time_s) == ({"a": 2.0, "b": None}, 2.0)
+    assert make_curves([found])["b"] == {"x": [5], "y": [None]}
+
+
+def test_runs_are_laid_over_each_other_by_the_parts_of_their_paths(tmp_path: Path) -> None:
+    first, other = write_run(tmp_path / "a" / "run", 8), write_run(tmp_path / "b" / "run", 8, lr=1)
+    runs = report_of(first, other)["main"]["runs"]
+    assert [run["name"] for run in runs] == ["a/run", "b/run"]
+    assert [run["config"]["actor_rollout.lr"] for run in runs] == [0.5, 1]
+
+
+def test_the_state_of_a_run_is_seen_from_its_folder(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    checkpoints = run / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "exported_iteration.txt").write_text("3\n")
+    assert find_state(run) == "finished"
+    (run / "failure.json").write_text(json.dumps({"message": "lost", "iteration": 3}))
+    assert find_state(run) == "failed"
+    assert report_of(run)["main"]["runs"][0]["illnesses"][0]["text"] == "failed: lost"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, run / lock.LOCK], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout and holder.stdout.readline() == b"held\n"
+        assert find_state(run) == "running"
+
+
+def test_a_long_run_stays_under_ten_megabytes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 20)
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        for i in range(1, 1001):
+            noise = {f"more/{k}": (i * 7919 * (k + 1) % 9973) / 9973 for k in range(100)}
+            file.write(json.dumps({"iteration": i, "metrics": noise, "time_s": 1.0}) + "\n")
+    found = report_of(run)
+    assert (run / "report.html").stat().st_size < 10e6
+    assert len(found["main"]["runs"][0]["curves"]["more/99"]["x"]) == 1000
+
+
+def test_samples_that_do_not_compress_are_halved_until_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", 40)
+    monkeypatch.setattr("mindspeed_rlxf.reporting.report.page.MAX_BYTES", 3_001_000)
+    (found,) = report_of(run)["samples"]
+    assert 0 < len(found["samples"]) < 60 and (found["seen"], found["every"]) == (175, 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: None, "it does not exist"),
+        (lambda p: p.write_text(""), "it is a file"),
+        (lambda p: p.mkdir(), "it has no metrics.jsonl with an iteration"),
+        (lambda p: (p.mkdir(), (p / "config.yaml").write_text("{}")), "it has none yet"),
+    ],
+)
+def test_a_folder_without_iterations_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, said: str
+) -> None:
+    make(tmp_path / "run")
+    assert main([str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: RUN=") and said in error and error.count("\n") == 1
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = write_run(tmp_path / "run", 3), write_run(tmp_path / "other", 3)
+    monkeypatch.chdir(tmp_path)
+    assert main([str(run)]) == 0 and (run / "report.html").stat().st_mode & 0o777 == 0o600
+    assert main([str(run), str(other), "--samples", "0"]) == 0
+    assert [each["samples"] for each in parts(tmp_path / "report.html")["samples"]] == [[], []]
+    assert main([str(run), "--output", str(tmp_path / "none" / "x.html")]) == 2
+    assert main([str(run), "--samples=-1"]) == 2
+    lines = capsys.readouterr()
+    assert f"report: {run / 'report.html'} (0." in lines.out
+    assert "--output" in lines.err and "--samples=-1 must be 0 or more" in lines.err
