@@ -21,7 +21,8 @@ from tests.unit.documents.checks import (
 from tests.unit.documents.commands import ROOT, SHELL, Block, blocks, commands, documents, spans
 
 BLOCKS = [block for file in documents() for block in blocks(file)]
-SCRIPTS = list({b.text: b for b in BLOCKS if b.language in SHELL and b.mark is None}.values())
+SHELL_BLOCKS = [b for b in BLOCKS if b.language in SHELL and b.mark is None]
+SCRIPTS = list({str(commands(b.text)): b for b in SHELL_BLOCKS[::-1]}.values())  # translations once
 PROGRAMS = ("make", "python", "mindspeed-rlxf", "ray")
 OTHERS = {"", "text", "math", "json", "yaml", "python", "{toctree}", *SHELL}
 
