@@ -31,7 +31,7 @@ endif
 ifeq ($(filter $(HASHES),yes no),)
 $(error HASHES=$(HASHES) must be yes or no)
 endif
-STACKS := $(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt))
+STACKS := $(filter-out docs,$(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt)))
 ifeq ($(filter $(STACK),$(STACKS)),)
 $(error STACK=$(STACK) must be one of: $(STACKS))
 endif
@@ -56,9 +56,10 @@ QUIET := --no-input --disable-pip-version-check -qq
 PIP_INSTALL = $(PIP) install $(QUIET) $(OFFLINE)
 PIP_DOWNLOAD = $(PIP) download $(QUIET) --find-links wheelhouse --dest wheelhouse
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
-CODE := mindspeed_rlxf examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
+DOCS := $(VENV)/.docs
+CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 
-.PHONY: help install demo bring-up test test-long test-hosts chaos mutations lint format wheelhouse
+.PHONY: help install demo bring-up test test-long test-hosts chaos mutations lint format docs wheelhouse
 
 help:
 	@printf '%s\n' \
@@ -70,7 +71,8 @@ help:
 	  'make mutations   puts faults into a copy of the core: which tests see them?' \
 	  'make test-hosts  a run on two hosts made of namespaces; needs root' \
 	  'make lint        ruff and mypy;  make format  applies ruff' \
-	  'make wheelhouse  gather every package in ./wheelhouse' \
+	  'make docs        the documentation as a site, in outputs/site; Python 3.11 or newer' \
+  'make wheelhouse  gather every package in ./wheelhouse' \
 	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \
 	  'options          PYTHON=... DEVICE=cpu|cuda|npu STACK=... SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir HASHES=yes|no'
 
@@ -166,6 +168,20 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+# A site that asks for nothing from elsewhere; a warning is an error. `docs` is also a folder: phony.
+docs: $(DOCS)
+	$(BIN)/python -m mindspeed_rlxf.config.reference docs/configuration.md
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --nitpicky --fresh-env --quiet \
+	  --doctree-dir outputs/site-cache docs outputs/site
+	@echo 'written: outputs/site/index.html'
+
+$(DOCS): constraints/docs.txt | $(STAMP)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'error: make docs needs Python 3.11 or newer; use PYTHON=python3.11 in a new clone' >&2; exit 1; }
+	@$(BIN)/python constraints/locked.py constraints/docs.txt $(if $(filter no,$(HASHES)),--no-hashes) > $(LOCKED)
+	@$(PIP_INSTALL) $(CHECK) $(BUILD) -r $(LOCKED)
+	@touch $@
 
 # Every package of the set that this environment has, as PyPI has it; torch and the libraries of CUDA
 # that its build may require (cpu only); our own wheel, and what builds it.

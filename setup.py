@@ -40,6 +40,13 @@ EXTRAS_REQUIRE = {
     "trackers": ["swanlab>=0.10", "tensorboard>=2.16", "trackio>=0.30", "wandb>=0.20"],
     "bench": ["matplotlib>=3.8"],
     "browser": ["playwright>=1.50"],  # beside Chromium: tests of the report in a browser
+    "docs": [  # Python 3.11 or newer; the tested set is constraints/docs.txt
+        "furo>=2025.12",
+        "latex2mathml>=3.78",
+        "matplotlib>=3.8",
+        "myst-parser>=5,<6",
+        "sphinx>=9,<10",
+    ],
     "trl": ["trl==1.12.0"],  # the last with PPO; only to record its traces anew
 }
 

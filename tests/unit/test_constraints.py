@@ -18,7 +18,8 @@ from packaging.utils import canonicalize_name
 from mindspeed_rlxf.device.npu_sets import SETS, VersionSet
 
 OURS = "mindspeed-rlxf"
-FILES = sorted((Path(__file__).parents[2] / "constraints").glob("*.txt"))
+DOCS = Path(__file__).parents[2] / "constraints" / "docs.txt"
+FILES = sorted(file for file in DOCS.parent.glob("*.txt") if file != DOCS)  # each a whole set
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -107,6 +108,33 @@ def test_a_set_names_what_builds_this_package(file: Path) -> None:
     (version,) = (line.partition("==")[2] for line in lines if line.startswith("setuptools=="))
     assert version in Requirement(wanted[0]).specifier
     assert [line for line in lines if line.startswith("wheel==")]
+
+
+def test_the_set_of_the_documents_adds_to_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages stand in no other set, and it holds all that the extra `docs` asks for."""
+
+    def named(file: Path) -> dict[str, str]:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+        assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in pins if file == DOCS)
+        return {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
+
+    added, main = named(DOCS), named(DOCS.with_name("cpu.txt"))
+    assert not added.keys() & main.keys()
+    for wanted in map(Requirement, ranges(monkeypatch)["extras_require"]["docs"]):
+        assert added[canonicalize_name(wanted.name)] in wanted.specifier
+    wrong = []
+    for one in distributions():
+        name = canonicalize_name(one.name)
+        if added.get(name) != one.version:
+            continue
+        for wanted in map(Requirement, one.requires or []):
+            needed = canonicalize_name(wanted.name)
+            if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            if not wanted.specifier.contains((main | added).get(needed, ""), True):
+                wrong.append(f"{name} requires {wanted}")
+    assert wrong == []
 
 
 def test_python_and_torch_have_no_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -12,8 +12,10 @@ import pytest
 from pydantic import BaseModel
 
 from mindspeed_rlxf.compat.migration import put_into
+from mindspeed_rlxf.config import reference
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.reference import document
 from mindspeed_rlxf.config.roles import OptimizerConfig
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -56,10 +58,18 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
             assert f"def {claim}(" in source, f"{name}::{claim}"
 
 
-def test_the_tables_for_migrating_are_made_from_the_schema() -> None:
-    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    remedy = "run python -m mindspeed_rlxf.compat.migration docs/migrating.md"
-    assert put_into(text) == text, remedy
+@pytest.mark.parametrize(
+    ("name", "made", "command"),
+    [
+        ("migrating.md", put_into, "mindspeed_rlxf.compat.migration docs/migrating.md"),
+        ("configuration.md", lambda _: document(), f"{reference.__name__} docs/configuration.md"),
+    ],
+)
+def test_tables_of_keys_are_made_from_the_code(
+    name: str, made: Callable[[str], str], command: str
+) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert made(text) == text, f"run python -m {command}"
 
 
 def leaves(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -74,10 +84,9 @@ def leaves(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
 
 
 def rows_of_the_tables() -> dict[str, set[str]]:
-    """Title -> keys of each table of keys that work."""
-    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    text = text.partition("## Keys that work")[2].partition("\n## ")[0]
-    parts = re.findall(r"### `(.+?)`\n(.*?)(?=\n### |\Z)", text, re.DOTALL)
+    """Title -> keys of each table of the reference."""
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    parts = re.findall(r"## `(.+?)`\n(.*?)(?=\n## |\Z)", text, re.DOTALL)
     return {title: set(re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)) for title, part in parts}
 
 
@@ -97,7 +106,7 @@ OF_THE_TOP: dict[str, tuple[str, set[str]]] = {
 }
 
 
-def test_every_key_of_the_schema_has_a_row_in_the_tables_for_migrating() -> None:
+def test_every_key_of_the_schema_has_a_row_in_the_reference() -> None:
     rows, found = rows_of_the_tables(), dict(leaves(RunConfig))
     assert len(found) > 200 and found["actor_rollout.optimizer.lr"] is OptimizerConfig
     lacking = []

@@ -1,0 +1,192 @@
+"""Make `docs/configuration.md` from the schema: every key with its type, default and meaning.
+
+`python -m mindspeed_rlxf.config.reference docs/configuration.md` writes it, as `make docs` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.enums import CONFIGURED, Role
+from mindspeed_rlxf.config.fields import key
+from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
+from mindspeed_rlxf.config.reward import FunctionConfig
+from mindspeed_rlxf.config.roles import OffloadConfig, OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
+from mindspeed_rlxf.config.suggest import format_value
+
+HEAD = """\
+# Configuration reference
+
+<!-- Made by: python -m mindspeed_rlxf.config.reference docs/configuration.md -->
+
+Every key of the YAML. [Configuring and running](running.md) says how files and the command line are
+put together. An unknown key is an error that names the nearest known one.
+
+The column "resume" says what happens when a run is resumed with another value of the key:
+
+| word | meaning |
+| --- | --- |
+| fixed | the run is refused; `training.new_run=true` starts a new one |
+| reshard | allowed; the layout changes, so results agree within rounding, not bit by bit |
+| free | allowed, and logged |
+"""
+
+# Of the section resource_pool, where the user chooses the names.
+POOL = key(
+    ..., "processes of the pool of that name: a count, or a list with one for each node", "reshard"
+)
+REWARD_POOL = "its pool; absent with reward.kind=rule = that of the actor, or of ref if it is split"
+WORDS = {
+    bool: "`true`, `false`",
+    int: "integer",
+    float: "number",
+    str: "text",
+    dict: "mapping",
+    Any: "any value",
+}
+PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "mapping": "mappings"}
+LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def document() -> str:
+    """Return the whole page as Markdown."""
+    tables = (f"## `{title}`\n\n{_section(keys)}" for title, keys in sections().items())
+    return "\n".join((HEAD, "\n\n".join(tables))) + "\n"
+
+
+def sections() -> dict[str, dict[str, FieldInfo]]:
+    """Map the title of each table to its keys; shared keys of roles and optimizers appear once."""
+    own = {role.value: _own_keys(schema) for role, schema in ROLE_SECTIONS.items()}
+    plain = {name: _without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
+    pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
+    placed = {role.value: key(role.value, text, "reshard") for role, text in pools.items()}
+    return {
+        "training": dict(TrainingConfig.model_fields),
+        "every role": _without(RoleConfig, {"architecture", "offload"}),
+        "every role: offload": dict(OffloadConfig.model_fields),
+        "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
+        **{name: keys for name, keys in own.items() if keys},
+        "reward.function": dict(FunctionConfig.model_fields),
+        "reward.sandbox": dict(SandboxConfig.model_fields),
+        "model.<name>": dict(ArchitectureConfig.model_fields),
+        "algorithm": plain.pop("algorithm"),
+        "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),
+        **plain,
+        "placement": placed,
+        "resource_pool": {"<pool>": POOL, **PoolSettings.model_fields},
+        "the top level": {"dry_run": RunConfig.model_fields["dry_run"]},
+    }
+
+
+def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
+    """Return the keys of a role that the tables of all roles and of optimizers do not say."""
+    common = {
+        name
+        for name, field in RoleConfig.model_fields.items()
+        if _meaning(field) == _meaning(schema.model_fields[name])
+    }
+    elsewhere = fields(OptimizerConfig) | {"architecture", "offload", "optimizer", "sandbox"}
+    return _without(schema, common | elsewhere)
+
+
+def table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """Format a Markdown table. head: titles with " | " between"""
+    columns = head.split(" | ")
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    lines = [columns, ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Format values as the YAML spells them, in code quotes."""
+    texts = (value if isinstance(value, str) else format_value(value) for value in values)
+    return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
+
+
+def _without(section: type[BaseModel], names: set[str]) -> dict[str, FieldInfo]:
+    return {key: field for key, field in section.model_fields.items() if key not in names}
+
+
+def _section(keys: dict[str, FieldInfo]) -> str:
+    rows = [
+        [f"`{name}`", _type(field), _default(field), field.description or "", _resume(field)]
+        for name, field in keys.items()
+    ]
+    return table("key | type | default | meaning | resume", rows)
+
+
+def _type(field: FieldInfo) -> str:
+    """Describe the values that a key takes, with their limits."""
+    if field is POOL:
+        return "integer or list of integers"
+    first, *others = dict.fromkeys(_kinds(field.annotation))
+    bounds = [
+        f"{sign} {value}"
+        for part in field.metadata
+        for name, sign in LIMITS.items()
+        if (value := getattr(part, name, None)) is not None
+    ]
+    return " or ".join((f"{first} {', '.join(bounds)}".rstrip(), *others))
+
+
+def _kinds(annotation: Any) -> Iterator[str]:
+    """Yield the words of a type: one, or those of each member of a union."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _kinds(inner[0])
+    elif origin in (Union, UnionType):
+        for one in sorted(inner, key=lambda kind: kind is NoneType):
+            yield from _kinds(one)
+    elif origin is Literal:
+        yield listed(inner)
+    elif origin is tuple:
+        yield f"list of {' or '.join(PLURALS.get(word, word) for word in _kinds(inner[0]))}"
+    elif annotation is NoneType:
+        yield "`null`"
+    elif isinstance(annotation, type) and issubclass(annotation, Enum):
+        yield listed(word.value for word in annotation)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "mapping"
+    else:
+        yield WORDS.get(origin or annotation, "text")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "derived" if "absent = " in (field.description or "") else "required"
+    value: Any = getattr(field.default, "value", field.default)
+    return "a list" if isinstance(value, tuple) and value else listed([value])
+
+
+def _meaning(field: FieldInfo) -> tuple[str | None, str]:
+    return field.description, _resume(field)
+
+
+def _resume(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    return str(extra.get("resume", "fixed")) if isinstance(extra, dict) else "fixed"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page into the file, or print it without one."""
+    if len(arguments) != 1:
+        print(document(), end="")
+    else:
+        Path(arguments[0]).write_text(document(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,240 @@
+"""Checks of single commands: parsed by the parser that would parse them, with stand-ins for files.
+
+`check` is for commands of blocks, `check_exists` for commands that a sentence mentions.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import chdir
+from functools import cache
+from pathlib import Path
+
+import click
+
+from mindspeed_rlxf.cli import COMMANDS, preprocess, train
+from mindspeed_rlxf.compat import older_toolkit
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.resolve import resolve_with_notes
+from tests.unit.documents.commands import ROOT
+
+SCRIPTS = {"ray_gpt.py": "train", "preprocess_data.py": "preprocess", "convert_ckpt.py": "convert"}
+BUILTINS = {"export", "ulimit", "umask", "cd"}
+FOLDER_OF_MODEL = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896,
+    "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}  # fmt: skip
+"""The config.json of a folder that a command names and that is not here."""
+RESPONSE = {"prompt_id": 3, "iteration": 1, "sample_id": 0, "score": 1.0, "response": "46"}
+"""A line of the val_samples.jsonl that a command reads."""
+
+
+class Unchecked(AssertionError):
+    """No check knows the command."""
+
+
+def check(words: list[str], folder: Path) -> None:
+    """Raise where a command of a block cannot work. folder: where stand-ins for its files go"""
+    words = _without_variables(words)
+    if not words or words[0] in BUILTINS:
+        return
+    program, arguments = words[0], words[1:]
+    if program not in CHECKS:
+        raise Unchecked(f"{program}: no check knows this program")
+    CHECKS[program](arguments, folder)
+
+
+def check_exists(words: list[str]) -> None:
+    """Raise where the script, target, command or option that a sentence mentions is not there."""
+    words = _without_variables(words)
+    if words[0] == "make":
+        _make(words[1:], ROOT)
+    elif words[0] == "mindspeed-rlxf" and len(words) > 1:
+        _options_exist(_cli_source(words[1]), words[2:])
+    elif words[0] == "python" and len(words) > 1 and words[1] in SCRIPTS:
+        _options_exist(_cli_source(SCRIPTS[words[1]]), words[2:])
+    elif words[0] == "python" and len(words) > 1:
+        _python_file(words[1:])
+    elif words[0] == "ray":
+        _ray(words[1:], ROOT)
+
+
+def _without_variables(words: list[str]) -> list[str]:
+    """Leave out assignments before a command; ours have to be read somewhere."""
+    while words and (match := re.match(r"([A-Z]\w*)=", words[0])):
+        name, words = match[1], words[1:]
+        assert not name.startswith("RLXF_") or name in _read_variables(), f"nothing reads {name}"
+    return words
+
+
+@cache
+def _read_variables() -> set[str]:
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "mindspeed_rlxf").rglob("*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    return set(re.findall(r"\bRLXF_\w+", text))
+
+
+def _make(arguments: list[str], _: Path) -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
+    variables = set(re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE))
+    for word in arguments:
+        name, sign, _value = word.partition("=")
+        assert name in (variables if sign else targets), f"the Makefile does not have {name}"
+
+
+def _python(arguments: list[str], folder: Path) -> None:
+    first = arguments[0]
+    if first == "-c":
+        _python_code(arguments[1], arguments[2:], folder)
+    elif first in SCRIPTS:
+        _command([SCRIPTS[first], *arguments[1:]], folder)
+    else:
+        _python_file(arguments)
+
+
+def _python_code(code: str, files: list[str], folder: Path) -> None:
+    """Run the code on stand-ins for the files that it reads."""
+    names = []
+    for file in files:
+        stand_in = folder / Path(file).name
+        stand_in.write_text(f"{json.dumps(RESPONSE)}\n", encoding="utf-8")
+        names.append(str(stand_in))
+    command = [sys.executable, "-c", code, *names]
+    text = subprocess.check_output(command, text=True, timeout=60)
+    assert RESPONSE["response"] in text
+
+
+def _python_file(arguments: list[str]) -> None:
+    """Look for the script or module, and for its options among the texts of its source."""
+    if arguments[0] == "-m":
+        if arguments[1] in ("pytest", "pip"):
+            return
+        place, given = arguments[1].replace(".", "/"), arguments[2:]
+        files = [ROOT / f"{place}.py", ROOT / place / "__main__.py"]
+    else:
+        files, given = [ROOT / arguments[0]], arguments[1:]
+    existing = [file for file in files if file.is_file()]
+    assert existing, f"{files[0].relative_to(ROOT)} is not there"
+    beside = {file.stem: file for file in existing[0].parent.glob("*.py")}
+    source = existing[0].read_text(encoding="utf-8")
+    imported = re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)
+    sources = [source, *(beside[name].read_text("utf-8") for name in imported if name in beside)]
+    _options_exist("\n".join(_without_future(text) for text in sources), given)
+
+
+def _options_exist(source: str, arguments: list[str]) -> None:
+    """Compare options with the texts of the source that defines them."""
+    texts = {
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for word in arguments:
+        option = word.partition("=")[0]
+        assert not option.startswith("--") or option in texts, f"no option {option}"
+
+
+def _cli_source(name: str) -> str:
+    """Return the source of one of our commands, options of the older toolkit included."""
+    assert name in COMMANDS, f"mindspeed-rlxf has no command {name}"
+    files = [ROOT / "mindspeed_rlxf" / "cli" / f"{name}.py"]
+    files += sorted((ROOT / "mindspeed_rlxf" / "compat").glob("*flags.py"))
+    return "\n".join(_without_future(file.read_text("utf-8")) for file in files)
+
+
+def _without_future(source: str) -> str:
+    """Leave out what has to stand first in a file, so that files can be joined."""
+    return source.replace("from __future__ import annotations", "")
+
+
+def _command(arguments: list[str], folder: Path) -> None:
+    """Parse one of our commands; compose and resolve the configuration of those that have one."""
+    name, given = arguments[0], [word for word in arguments[1:] if not word.startswith("[")]
+    assert name in COMMANDS, f"mindspeed-rlxf has no command {name}"
+    given = ["ppo_trainer_tiny" if word == "NAME" else word for word in given]
+    module = importlib.import_module(f"mindspeed_rlxf.cli.{name}")
+    parsed = module._parse(given)
+    if name == train.__name__.rpartition(".")[2]:
+        resolve_configuration(parsed.config_name, parsed.overrides, parsed.config_dir, folder)
+    if name == "preprocess":
+        preprocess._options(parsed)
+
+
+def resolve_configuration(
+    name: str, overrides: list[str], config_dir: str | None, folder: Path
+) -> None:
+    """Compose and resolve a configuration; stand-ins for models and NPUs, which are not here."""
+    for part in ("examples", "configs"):
+        if not (folder / part).exists():
+            (folder / part).symlink_to(ROOT / part)
+    overrides = [re.sub("^device.kind=npu$", "device.kind=cpu", word) for word in overrides]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.endswith(".load") and not Path(value).is_absolute():
+            (folder / value).mkdir(parents=True, exist_ok=True)
+            text = json.dumps(FOLDER_OF_MODEL)
+            (folder / value / "config.json").write_text(text, encoding="utf-8")
+    if config_dir is not None:
+        (folder / config_dir).mkdir(exist_ok=True)
+    with chdir(folder):
+        tree = compose(name, overrides, config_dir)
+        resolve_with_notes(tree, name, older_toolkit)
+
+
+def _ray(arguments: list[str], _: Path) -> None:
+    """Parse a command of Ray by its own parser, without running it."""
+    from ray.scripts.scripts import cli
+
+    name, given = arguments[0], [word for word in arguments[1:] if word != "..."]
+    assert name in cli.commands, f"ray has no command {name}"
+    options = {o for p in cli.commands[name].params for o in getattr(p, "opts", [])}
+    assert isinstance(cli.commands[name], click.Command)
+    for word in given:
+        option = word.partition("=")[0]
+        assert not option.startswith("--") or option in options, f"ray {name} has no {option}"
+
+
+def _bash(arguments: list[str], _: Path) -> None:
+    script = arguments[0]
+    assert list(ROOT.glob(script)) or list((ROOT / "examples").rglob(script)), f"no {script}"
+
+
+def _source(arguments: list[str], _: Path) -> None:
+    assert arguments == [".venv/bin/activate"], "only the environment of make can be sourced"
+
+
+def _pip(arguments: list[str], _: Path) -> None:
+    if arguments != ["install", "-e", "."]:
+        raise Unchecked("pip: only the installation of this package is known to work")
+
+
+def _tail(arguments: list[str], _: Path) -> None:
+    kept = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert f"`{Path(arguments[-1]).name}`" in kept, f"a run leaves no {arguments[-1]}"
+
+
+def _pytest(arguments: list[str], _: Path) -> None:
+    for word in arguments:
+        assert word.startswith("-") or (ROOT / word).exists(), f"{word} is not there"
+
+
+CHECKS: dict[str, Callable[[list[str], Path], None]] = {
+    "make": _make, "python": _python, "mindspeed-rlxf": _command, "ray": _ray, "bash": _bash,
+    "source": _source, "pip": _pip, "tail": _tail, "pytest": _pytest,
+}  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that imports this clone."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,0 +1,108 @@
+"""Pages of the site: the navigation has each of them, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.unit.documents.checks import environment
+from tests.unit.documents.commands import FENCE, ROOT, documents
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+MAX_PICTURE = 200_000  # bytes
+
+
+def navigation() -> list[str]:
+    """Return the pages that `index.md` lists, in order."""
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    lists = re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for each in lists for line in each.splitlines()]
+    return [line for line in lines if line and not line.startswith(":")]
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - {"index"}
+    listed = navigation()
+    assert len(set(listed)) == len(listed) > 20
+    assert pages - set(listed) == set(), "add the page to a list of docs/index.md"
+    assert set(listed) - pages == set(), "docs/index.md lists a page that is not there"
+
+
+@cache
+def anchors(file: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    text = FENCE.sub("", file.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("file", documents(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(file: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", file.read_text(encoding="utf-8")))
+    wrong = []
+    for link in LINK.findall(text):
+        path, _, anchor = link.partition("#")
+        target = (file.parent / path).resolve() if path else file
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_pictures_are_small() -> None:
+    large = [
+        picture.name
+        for picture in DOCS.rglob("*")
+        if picture.suffix in (".png", ".svg", ".jpg") and picture.stat().st_size > MAX_PICTURE
+    ]
+    assert large == []
+
+
+class TestSite:
+    """The site itself, where its builder is installed (`make docs`)."""
+
+    @pytest.fixture(scope="class")
+    def site(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        pytest.importorskip("sphinx", reason="the packages of `make docs` are not installed")
+        folder = tmp_path_factory.mktemp("site")
+        command = [sys.executable, "-m", "sphinx", "--builder", "html", "--fail-on-warning"]
+        command += ["--nitpicky", "--quiet", str(DOCS), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment())
+        assert done.returncode == 0, done.stderr
+        return folder
+
+    def test_formulas_are_drawn_without_a_script(self, site: Path) -> None:
+        text = (site / "algorithms.html").read_text(encoding="utf-8")
+        assert text.count("<math") > 30 and not re.search("<script[^>]*mathjax", text, re.I)
+
+    def test_search_finds_english_stems_and_pairs_of_chinese_characters(self, site: Path) -> None:
+        text = (site / "searchindex.js").read_text(encoding="utf-8")
+        index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+        words = index["terms"].keys() | index["titleterms"].keys()
+        assert {"checkpoint", "断点", "点续", "续训", "昇腾"} <= words
+
+    def test_a_page_that_loads_from_elsewhere_is_an_error(
+        self, site: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.syspath_prepend(DOCS / "_site")
+        import offline
+
+        pages = [file.read_text(encoding="utf-8") for file in site.rglob("*.html")]
+        assert pages and not any(offline.REMOTE.search(page) for page in pages)
+        for bad in (
+            '<script async src="https://cdn.example/x.js">',
+            '<link rel="stylesheet" href="//fonts.example/a.css">',
+            '<img alt="a" src="http://pictures.example/a.png">',
+        ):
+            assert offline.REMOTE.search(bad), bad
+        assert offline.REMOTE_STYLE.search('@import url("https://fonts.example/a.css")')
