@@ -13,6 +13,7 @@ Prints one JSON line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -31,7 +32,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents
 import numpy as np
 import torch
 
-from mindspeed_rlxf.cluster.protocol import BUILD, Reply
+from mindspeed_rlxf.cluster.protocol import BUILD, Reply, Request
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -107,10 +108,7 @@ class ManyRanks:
     def __init__(self, length: int) -> None:
         self.role = Role(length)
 
-    def run_request(self, data: bytes, refs: list[Any]) -> tuple[Any, Reply]:
-        from mindspeed_rlxf.cluster.ray.message import unpack
-
-        request = unpack((data, refs))
+    def run_request(self, request: Request) -> tuple[Any, Reply]:
         if request.method == BUILD:
             return None, Reply(None, None, 0.0)
         if request.of_engine:
@@ -245,16 +243,15 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         began = time.monotonic()
         roles = stand_in_roles(config, pool, length)
         built_s = time.monotonic() - began
-        trainer = make_trainer(config, roles)
+        with contextlib.redirect_stdout(sys.stderr):  # the recorder keeps it
+            trainer = make_trainer(config, roles)
         actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(min(8, pool.world_size))]
         ray.get([actor.same.remote(0) for actor in actors])
         trainer.prepare(actors, ray)
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            out, sys.stdout = sys.stdout, nowhere
-            try:
-                profiled(trainer) if arguments.profile else trainer.fit()
-            finally:
-                sys.stdout = out
+        if arguments.profile:
+            profiled(trainer)
+        else:
+            trainer.fit()
         for actor in actors:
             ray.kill(actor)
         del pool.submit  # the count

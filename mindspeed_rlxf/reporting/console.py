@@ -138,7 +138,7 @@ def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Co
     stream = sys.stdout if stream is None else stream
     before = PHASES.write
     console = make_console(mode, stream)
-    if mode is ConsoleMode.QUIET:
+    if mode is ConsoleMode.QUIET or os.environ.get("RANK", "0") != "0":  # of torchrun
         PHASES.write = None
     _open = console
     try:

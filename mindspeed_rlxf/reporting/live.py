@@ -50,7 +50,7 @@ class LiveConsole(Console):
         )
         self._streams = sys.stdout, sys.stderr
         self._is_open = True
-        PHASES.write = None
+        self._write, PHASES.write = PHASES.write, None
         sys.stdout, sys.stderr = _Lines(self, sys.stdout), _Lines(self, sys.stderr)
         self._live.start()
         self._terminal.show_cursor(True)  # a killed process cannot show it again
@@ -75,6 +75,7 @@ class LiveConsole(Console):
             if isinstance(stream, _Lines):
                 stream.end_line()
         sys.stdout, sys.stderr = self._streams
+        PHASES.write = self._write
         self._live.stop()
 
     def _print(self, line: str) -> None:

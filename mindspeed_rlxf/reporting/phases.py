@@ -1,7 +1,7 @@
 """Name what the driver waits for: `with phase("loading the weights", total=4) as done: ...`.
 
 A phase that takes longer than `first_s` is shown with its time and how far it is: by a live view,
-or by lines at growing intervals on stderr. One of a run's phases is shown at a time, the outermost.
+or by lines at growing intervals. One of a run's phases is shown at a time, the outermost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TextIO
 
 FIRST_S = 2.0
 WAIT_S = 30.0  # for what happens in every iteration
@@ -116,8 +115,7 @@ class Phases:
 
 
 def _print_line(line: str) -> None:
-    stream: TextIO = sys.stderr
-    print(line, file=stream, flush=True)
+    print(line, file=sys.stdout, flush=True)  # stderr is for errors
 
 
 PHASES = Phases()

@@ -39,6 +39,8 @@ OFFLOADED = {
 }
 KEYS = {"training.offload.weights": True, "training.offload.optimizer": True}
 DISTRIBUTED = {"optimizer": {"use_distributed_optimizer": True}}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPPED = {"optimizer": {**DISTRIBUTED["optimizer"], **OVERLAP}}
 BF16 = {"bf16": True}
 
 
@@ -68,6 +70,7 @@ def test_an_offloaded_run_has_the_metrics_of_another(
 # name -> (architecture, ranks, keys of every role, sections)
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "dp2 bf16 distributed": ("untied", 2, BF16, DISTRIBUTED),
+    "dp2 overlapped": ("untied", 2, BF16, OVERLAPPED),
     "fp32": ("tied", 1, {}, {}),
     "pp2": ("untied", 2, PP2, {}),
     "tp2 sequence parallel bf16": ("qwen3", 2, {**SP2, **BF16}, {}),

@@ -17,7 +17,6 @@ from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
-from mindspeed_rlxf.cluster.ray.message import pack, unpack
 from mindspeed_rlxf.cluster.ray.wait import RayHandle, fetch_rows, find_missing, gather
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.witness import Watched, oom_kills
@@ -62,13 +61,10 @@ class RayWorker(WorkerProcess):
         return None
 
     @ray.method(num_returns=2)
-    def run_request(self, data: bytes, refs: list[Any]) -> tuple[Any, Any]:
-        """Run a request; return (rows, reply), or the WorkerError in place of both.
-
-        data, refs: its message
-        """
+    def run_request(self, request: Request) -> tuple[Any, Any]:
+        """Run a request; return (rows, reply), or the WorkerError in place of both."""
         try:
-            return self.run(unpack((data, refs)))
+            return self.run(request)
         except WorkerError as error:
             return error, error
 
@@ -168,8 +164,7 @@ class RayPool:
         ranks = range(first_rank, first_rank + len(requests))
         pairs = list(zip(ranks, requests, strict=True))
         origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]
-        actors = self.workers.actors
-        refs = [actors[rank].run_request.remote(*pack(request)) for rank, request in pairs]
+        refs = [self.workers.actors[rank].run_request.remote(request) for rank, request in pairs]
         return RayCall(requests, refs, origins, self)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:

@@ -97,7 +97,7 @@ class Measured:
 def calibrate(kind: DeviceKind, threads: int, note: Callable[[str], None]) -> Calibration:
     """Measure this host's first device. Errors: UserError where a training fails.
 
-    note: is told what is measured
+    note: receives a line for each model
     """
     kind = device.resolve_kind(kind)
     shapes = SHAPES.get(kind, ON_DEVICES)

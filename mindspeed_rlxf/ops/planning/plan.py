@@ -33,7 +33,7 @@ OLD_LOG_PROBS = {
 
 
 def ignore(text: str) -> None:
-    """Tell nobody."""
+    """Drop a line of progress."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     """Write the plan of a run as text, with its problems; claims no device, writes no file.
 
     nested: the YAML has actor and reference under `actor_rollout_ref`
-    note:   is told how far a search is
+    note:   receives lines of progress
     """
     problems: list[Problem] = []
     try:

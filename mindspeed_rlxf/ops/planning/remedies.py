@@ -81,7 +81,7 @@ class _Search:
 
     def steps(self, start: Tried) -> list[Tried]:
         """Return what each single change beside those of `start` reaches, where it saves bytes."""
-        pool = _like(start.config, self.pool)
+        pool = _same_part(start.config, self.pool)
         found = [
             self._try({**start.changes, **changes})
             for changes in _single_changes(start.config, pool)
@@ -122,13 +122,13 @@ class _Search:
             varied = vary(self.config, changes)
         except ConfigError:
             return None
-        return Tried(changes, varied, _like(varied, self.pool).total, self._seconds(varied))
+        return Tried(changes, varied, _same_part(varied, self.pool).total, self._seconds(varied))
 
     def _seconds(self, config: RunConfig) -> float | None:
         return predict(config, self.rates).iteration_s if self.rates else None
 
 
-def _like(config: RunConfig, pool: PoolMemory) -> PoolMemory:
+def _same_part(config: RunConfig, pool: PoolMemory) -> PoolMemory:
     """Return the memory of the same part of the same pool in another configuration."""
     found = pool_memories(config, pool.pool)
     return next(each for each in found if each.part == pool.part)

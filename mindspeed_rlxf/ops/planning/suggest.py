@@ -26,7 +26,9 @@ from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 SIZES = (1, 2, 4, 8)
 """Of tensor and pipeline parallelism."""
-SHOWN, TOLD_EVERY_S = 3, 2.0
+FULL_TOKENS = 16384
+"""Of a micro-batch that fills a device, where sequences are short."""
+SHOWN, REPORT_EVERY_S = 3, 2.0
 RUNTIME_BYTES, KEPT_FREE = 4 * GIB, 0.1
 """What a suggestion leaves of a device: to the runtime, and a share for fragmentation."""
 
@@ -62,14 +64,14 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
     """Return the fastest layouts that need at most `limit` bytes of a device, the best first.
 
     The best of each pair of TP and PP; where fewer pairs fit than are shown, others follow.
-    note: is told how far the search is
+    note: receives a line of progress every `REPORT_EVERY_S`
     """
     layouts = list(_layouts(config))
     found: list[tuple[_Layout, Suggestion]] = []
-    told = time.monotonic()
+    reported = time.monotonic()
     for number, layout in enumerate(layouts):
-        if time.monotonic() - told > TOLD_EVERY_S:
-            told = time.monotonic()
+        if time.monotonic() - reported > REPORT_EVERY_S:
+            reported = time.monotonic()
             note(f"suggest: {number} of {len(layouts)} layouts, {len(found)} fit")
         if best := _best_offload(config, layout, rates, limit):
             found.append((layout, best))
@@ -85,7 +87,10 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
     """Yield the layouts that some pool has ranks for."""
     largest = max(map(config.pool_size, config.resource_pool))
-    for tp, pp, recompute, sequences in product(SIZES, SIZES, Recompute, (1, 2, 4)):
+    actor = config.actor_rollout
+    full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
+    batches = sorted({1, 2, 4, max(full, 1)})
+    for tp, pp, recompute, sequences in product(SIZES, SIZES, Recompute, batches):
         if tp * pp <= largest:
             yield _Layout(tp, pp, recompute, sequences)
 
@@ -225,12 +230,12 @@ def show_suggestions(
         lines += [
             f"  {number}. predicted {each.seconds:,.3g} s an iteration ({change}), "
             f"{format_bytes(each.total)} of a device",
-            f"     {' '.join(as_overrides(_worth_saying(config, each.changes), nested))}",
+            f"     {' '.join(as_overrides(_without_unchanged(config, each.changes), nested))}",
         ]
     return "\n".join(lines)
 
 
-def _worth_saying(config: RunConfig, changes: Changes) -> Changes:
+def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
     """Leave out what the configuration has already."""
     varied, before = vary(config, changes).model_dump(), config.model_dump()
     return {

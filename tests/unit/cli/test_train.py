@@ -34,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Stands in for the trainer; holds the configurations that were started."""
     runs: list[RunConfig] = []
 
-    def run(config: RunConfig, prepared: SimpleNamespace) -> Any:
+    def run(config: RunConfig, prepared: SimpleNamespace, _find_peak: Any) -> Any:
         assert prepared is PREPARED
         trainer = SimpleNamespace(fit=lambda: runs.append(config))
         return contextlib.nullcontext(SimpleNamespace(start=lambda: trainer, exit_code=75))
@@ -119,7 +119,7 @@ def test_megatrons_warnings_stay_off_the_console(
 
     idle = SimpleNamespace(start=lambda: None, exit_code=0)
     run = contextlib.nullcontext(idle)
-    replace_trainer(monkeypatch, prepare=prepare, Run=lambda config, prepared: run)
+    replace_trainer(monkeypatch, prepare=prepare, Run=lambda *_: run)
     with pytest.warns(UserWarning) as shown:
         assert main([*TINY, *words]) == 0
     texts = [str(warning.message) for warning in shown]
@@ -205,7 +205,7 @@ def test_a_local_run_claims_its_device_before_the_roles_bring_in_megatron(
             raise AttributeError(name)
         order.append("import")
         idle = SimpleNamespace(start=lambda: None, exit_code=0)
-        return lambda config, prepared: contextlib.nullcontext(idle)
+        return lambda *_: contextlib.nullcontext(idle)
 
     module = ModuleType("mindspeed_rlxf.trainer.run")
     module.__getattr__ = imported  # type: ignore[method-assign]

@@ -92,8 +92,8 @@ def test_a_part_that_did_not_change_is_not_copied_again(monkeypatch: pytest.Monk
     model = Model()
     model.offload.offload([W])
     model.offload.onload([W])
-    copies: list[Any] = []
-    monkeypatch.setattr(Tensor, "copy_", lambda *a, **k: copies.append(a))
+    copies: list[int] = []
+    monkeypatch.setattr(Tensor, "copy_", lambda *_, **__: copies.append(1))
     model.offload.offload([W])
     assert model.held()[0] == 0 and not copies
     monkeypatch.undo()
@@ -110,7 +110,8 @@ def test_numbers_are_read_from_where_they_are() -> None:
     model = Model()
     expected = model.weights[1].detach().view(-1)[13:390].clone()
     for _ in range(2):
-        assert torch.equal(model.offload.read(model.weights[1].detach(), 13, 390), expected)
+        found = model.offload.read(model.weights[1].detach(), 13, 390)
+        assert found.tolist() == expected.tolist()  # no assertion may show a tensor that is away
         model.offload.offload([W])
     assert model.held()[0] == 0
 
@@ -131,7 +132,8 @@ def test_a_device_without_memory_leaves_the_copies(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="out of memory"):
         model.offload.onload([W])
     assert model.held()[0] == 0 and model.offload.away() == {W}
-    assert torch.equal(model.offload.read(model.weights[0], 0, 300), expected[0].view(-1))
+    found = model.offload.read(model.weights[0], 0, 300)
+    assert found.tolist() == expected[0].view(-1).tolist()
     model.offload.onload([W])
     assert all(map(torch.equal, expected, model.weights))
 
@@ -170,7 +172,7 @@ def cycles(count: int) -> Iterator[int]:
         assert torch.equal(model.weights[0], expected)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
 def test_cycles_leak_no_tensor(count: int) -> None:
     early, late = cycles(count)
     assert late <= early
@@ -220,6 +222,7 @@ def test_a_process_that_serves_another_pool_holds_nothing() -> None:
     one, two = Model(1), Model(2)
     with residency.holding((one.offload, Part)):
         residency.forget()
+        assert not residency._holds
         with residency.holding((two.offload, Part)):
             assert one.held() == WHOLE  # no longer known
     assert not residency._holds and not residency._known

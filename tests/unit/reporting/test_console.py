@@ -18,6 +18,7 @@ from mindspeed_rlxf.reporting.console import (
     make_console,
     open_console,
 )
+from mindspeed_rlxf.reporting.phases import PHASES
 
 NAMES = ("actor/pg_loss_abs", "critic/kl", "timing/all")
 
@@ -190,3 +191,14 @@ def test_the_recorder_gets_the_console_that_the_command_opened():
     with open_console(ConsoleMode.QUIET, stream) as console:
         assert current() is console
     assert type(current()) is Console
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank", "prints"), [("line", "0", True), ("line", "1", False), ("quiet", "0", False)]
+)
+def test_phases_are_printed_by_the_first_rank_alone(monkeypatch, mode, rank, prints):
+    monkeypatch.setenv("RANK", rank)
+    before = PHASES.write
+    with open_console(ConsoleMode(mode), io.StringIO()):
+        assert (PHASES.write is not None) is prints
+    assert PHASES.write is before

@@ -76,13 +76,13 @@ def test_the_search_is_the_same_twice_and_tells_how_far_it_is(
 ) -> None:
     from mindspeed_rlxf.ops.planning import suggest
 
-    monkeypatch.setattr(suggest, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(suggest, "REPORT_EVERY_S", 0.0)
     told: list[str] = []
     runs = [
         planned("ppo_trainer_llama32_1b", "plan.suggest=true", told=told).text for _ in range(2)
     ]
     assert runs[0] == runs[1]
-    assert told[0] == "suggest: 0 of 54 layouts, 0 fit"
+    assert told[0] == "suggest: 0 of 72 layouts, 0 fit"
 
 
 def test_a_remedy_of_real_models_is_cheap_and_reaches_its_figure() -> None:
