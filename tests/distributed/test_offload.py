@@ -107,6 +107,7 @@ class Weighed(ActorRole):
 
     def weigh(self) -> RoleOutput:
         """Report bytes of all tensors of the process with the parts on the device and without."""
+        self.engine.offload()  # allocates the copies on the host
         self.engine.onload()
         there = alive()
         parts = measured(self.engine)[dist.get_rank()]  # type: ignore[arg-type]
@@ -141,7 +142,8 @@ def fail(*_: Any) -> None:
 def alive() -> int:
     """Bytes of the storages of all tensors."""
     gc.collect()
-    return sum(storages_by_place(each for each in gc.get_objects() if isinstance(each, Tensor)))
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    return sum(storages_by_place(tensors))
 
 
 def storages_by_place(tensors: Iterable[Tensor]) -> Iterable[int]:
