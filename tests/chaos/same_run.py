@@ -9,7 +9,8 @@ from typing import Any
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import Checkpoint
 
-TIMES = ("timing/", "throughput/")
+# Metrics that tell of the machine and of the moment, and differ between runs that are the same.
+OF_THE_MACHINE = ("timing/", "throughput/", "memory/", "idle/", "skew/", "slowest_rank/")
 
 
 def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
@@ -21,12 +22,12 @@ def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """What a file of lines says, times aside."""
+    """What a file of lines says, the machine aside."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for line in lines:
         line.pop("time_s", None)
         metrics = line.get("metrics", {})
-        for name in [name for name in metrics if name.startswith(TIMES)]:
+        for name in [name for name in metrics if name.startswith(OF_THE_MACHINE)]:
             del metrics[name]
     return lines
 

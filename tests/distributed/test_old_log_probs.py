@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.roles.actor import ActorRole
+from tests.chaos.same_run import OF_THE_MACHINE
 from tests.golden import runs
 
 ONE_STEP = {
@@ -19,7 +20,6 @@ ONE_STEP = {
 ADAPTIVE = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.001}
 ASKED = {"algorithm.kl_ctrl.kl_coef": 0.0, "logging.reference_kl": True}
 NEEDS_THE_PASS = {"timing/old_log_prob", "rollout/log_prob_gap_max"}
-OF_THE_MACHINE = ("timing/", "throughput/", "memory/", "idle/", "skew/")
 
 
 def metrics_of(
