@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import Checkpoint
 
-TIMES = ("timing/", "throughput/")
+TIMES = ("timing/", "throughput/", "memory/")  # peaks differ with what ran before
 
 
 def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
