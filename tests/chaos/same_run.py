@@ -9,7 +9,8 @@ from typing import Any
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import Checkpoint
 
-TIMES = ("timing/", "throughput/", "memory/")  # peaks differ with what ran before
+TIMES = ("timing/", "throughput/", "skew/", "slowest_rank/", "idle/", "memory/")
+"""Metrics of the clock and of the process, which no two runs share."""
 
 
 def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
