@@ -34,6 +34,14 @@ def chunk_argument(chunk: int | None) -> dict[str, int | None]:
     return {} if is_before_0_13() else {"vp_stage": chunk}
 
 
+def gathers_ahead_argument(value: bool) -> dict[str, bool]:
+    """Return the keyword that tells Megatron's optimizer of weights that are gathered late.
+
+    None in 0.12, whose optimizer asks the configuration of the data-parallel wrapper.
+    """
+    return {} if is_before_0_13() else {"overlap_param_gather": value}
+
+
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
     """Set Megatron's current chunk inside the block; 0.12 has a global where later ones pass it."""

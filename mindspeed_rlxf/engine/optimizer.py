@@ -10,6 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mindspeed_rlxf.config.schema import OptimizerConfig
+from mindspeed_rlxf.device import megatron_versions
 
 
 def build_optimizer(
@@ -33,7 +34,7 @@ def build_optimizer(
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
-            overlap_param_gather=config.gathers_ahead,
+            **megatron_versions.gathers_ahead_argument(config.gathers_ahead),
         ),
         models,
     )
