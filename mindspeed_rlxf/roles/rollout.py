@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.device import device_name
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.generation import (
     gather_rollouts,
@@ -98,7 +97,7 @@ class RolloutRole:
         sync_s, self.sync_s = self.sync_s, 0.0
         if not self.replica.is_leader:
             return RoleOutput()
-        return make_output(rows, engine.stats(), sync_s, device_name())
+        return make_output(rows, engine.stats(), sync_s, self.replica.device_name)
 
 
 def _stop_strings(config: RunConfig) -> StopStrings | None:

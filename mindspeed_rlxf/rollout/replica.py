@@ -39,6 +39,11 @@ class Replica:
     is_leader: bool
     room: Callable[[], AbstractContextManager[None]] = nullcontext
 
+    @property
+    def device_name(self) -> str:
+        """The name that the device's library gives it; empty on a CPU."""
+        return device.device_name()
+
 
 def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | None:
     """Build the sender of this rank's weights; None where the ranks that generate share them."""
