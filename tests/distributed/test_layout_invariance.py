@@ -347,7 +347,7 @@ def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) 
     assert len(one) == len(other) == ITERATIONS
     for line in one + other:  # the weights that generation received are those that learn
         assert line["rollout/log_prob_gap_max"] < 1e-4
-    others = ("timing/", "throughput/", "rollout/", "memory/")
+    others = ("timing/", "throughput/", "rollout/", "memory/", "idle/")
     names = [n for n in one[0] if not n.startswith(others)]
     for name in names:
         ours, theirs = (np.array([line[name] for line in lines]) for lines in (one, other))
