@@ -10,7 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.cluster.role_groups import RoleGroups
+    from mindspeed_rlxf.config.schema import RunConfig
+    from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
 START = Path(__file__).resolve().parents[2] / "tests" / "golden" / "start"
 PROMPTS, ITERATIONS, TIMEOUT_S = 16, 3, 120.0
@@ -126,10 +131,17 @@ def forward(kind: str, work: Path) -> Numbers:
     """Weights from a Hugging Face folder, and the log-probs of given responses."""
     _runtime, roles, source, _ = start(kind, work)
     from mindspeed_rlxf.cluster.refs import resolve
+    from mindspeed_rlxf.roles.reports import ResponseLengths
 
     roles.rollout.update_weights(roles.actor, 0)
-    rollouts = roles.rollout.generate(source.next_prompts(), seed=1).rows()
-    rows = resolve(roles.actor.log_probs(rollouts).rows(), lambda hs: [h.rows for h in hs])
+    generated = roles.rollout.generate(source.next_prompts(), seed=1)
+
+    def lengths() -> ResponseLengths:
+        (report,) = generated.result()
+        return ResponseLengths(report.prompt_lengths, report.response_lengths, report.has_eos)
+
+    log_probs = roles.actor.log_probs(generated.rows(), lengths)
+    rows = resolve(log_probs.rows(), lambda hs: [h.rows for h in hs])
     return {"log_probs": [round(x, 6) for x in rows.log_probs.sum(-1).tolist()]}  # type: ignore[attr-defined]
 
 
@@ -192,7 +204,9 @@ def configure(kind: str, work: Path, iterations: int, fixed: bool) -> Any:
     return resolve(compose("ppo_trainer_tiny", settings), "bring_up")
 
 
-def start(kind: str, work: Path, fixed: bool = True) -> tuple[Any, Any, Any, Any]:
+def start(
+    kind: str, work: Path, fixed: bool = True
+) -> tuple[Any, RoleGroups, PromptSource, RunConfig]:
     """The roles of one process and the prompts that they are given."""
     config = configure(kind, work, 1, fixed)
     claim(kind)
