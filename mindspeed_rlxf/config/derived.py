@@ -39,6 +39,7 @@ PATHS = {
     "data": ("train_files", "val_files", "data_path", "val_data_path"),
     "plan": ("calibration",),
 }
+MODEL_KINDS = (RewardKind.MODEL, RewardKind.HUGGING_FACE)
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 """Of arXiv:2507.18071, section 5.1: the ratio of a response is a mean over its tokens."""
 
@@ -111,7 +112,8 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     if not needs_reference(draft.payload):
         _leave_out_reference(draft, pools, placement)
     draft.payload |= {"resource_pool": pools, "placement": placement}
-    if draft.payload["reward"].get("kind") not in (RewardKind.MODEL, RewardKind.HUGGING_FACE):
+    # An unknown word stands where a rule does, so that its own problem is the only one.
+    if draft.payload["reward"].get("kind") not in (None, *MODEL_KINDS):
         _place_rule(draft, "reward" in chosen)
 
 

@@ -22,7 +22,7 @@ def test_every_estimator_has_a_function_traits_a_document_and_runs() -> None:
     layouts = (ROOT / "tests" / "distributed" / "test_estimators.py").read_text(encoding="utf-8")
     curves = (ROOT / "tests" / "golden" / "runs.py").read_text(encoding="utf-8")
     for word in AdvEstimator:
-        assert f"| `{word.value}` |" in document, word
+        assert f"\n### `{word.value}`\n" in document, word
         if not TRAITS[word.value].needs_critic:  # GAE runs in every other test
             assert f"AdvEstimator.{word.name}," in layouts, word
             assert f'"{word.value}"' in curves, word

@@ -18,6 +18,7 @@ SCRIPTS = sorted(REPO.glob("examples/mcore/*/data_convert_*_ppo.sh"))
 TEMPLATE_OF = {
     "llama2": "llama2",
     "llama3": "llama3",
+    "llama31": "llama3",
     "llama32": "llama3",
     "qwen25": "qwen25",
     "qwen3": "qwen3",
