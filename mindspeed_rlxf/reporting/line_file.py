@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.files.safe import (
     find_hidden_files,
     hidden_name,
@@ -67,7 +68,7 @@ class LineFile:
 
         A process killed in here leaves at least the bytes to keep, so the next one can cut again.
         The file keeps its inode, so open streams still append to it.
-        Errors: ValueError when there are fewer bytes than that, or a part is damaged.
+        Errors: ValueError when there are fewer bytes than that; UserError for a damaged part.
         """
         self._finish()
         if (found := self.position()) < position:
@@ -124,15 +125,15 @@ class LineFile:
             plain.unlink(missing_ok=True)
 
     def _restore(self, part: Path, kept: int) -> None:
-        """Make the first bytes of a part the file again. Errors: ValueError where it is damaged."""
+        """Make the first bytes of a part the file again. Errors: UserError where it is damaged."""
         with _open(part) as source, open_file(self.path, "ab", _mode(part)) as target:
             try:
                 while kept and (block := source.read(min(BLOCK, kept))):
                     kept -= target.write(block)
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-                raise ValueError(
-                    f"{part} must be compressed lines ({error}); put it back, or start a new run"
-                ) from None
+                remedy = "put it back, or set training.new_run=true"
+                rule = f"must be compressed lines ({error})"
+                raise UserError(Problem(str(part), rule, remedy=remedy)) from None
             target.flush()
             os.fsync(target.fileno())
         part.unlink()

@@ -572,7 +572,7 @@ def test_flipped_bytes_of_streams_end_in_a_line_or_in_other_numbers(
                 (("trainer", "prompts", "sampler", "num_prompts"), 9, "use the num_prompts"),
                 (("trainer", "prompts", "sampler", "shuffle"), 0, "use the shuffle of"),
                 (("prompts_digest",), "0" * 64, "must give the prompts of the run"),
-                (("positions", "metrics.jsonl"), 1 << 53, "bytes of the 9007199254740992"),
+                (("positions", "metrics.jsonl"), 1 << 53, "the checkpoint counts 9007199254740992"),
             )
         ),
     ],
