@@ -146,7 +146,8 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         block, rest, total = _find(blocks.sum(dim=-1), uniforms)
         weights = blocks[torch.arange(rows, device=block.device), block]
         place, _, _ = _find(weights, rest)
-        return block * BLOCK + place, total
+        # Sums that are no numbers find the last place, which may be one of those added.
+        return (block * BLOCK + place).clamp_(max=vocab - 1), total
     place, _, total = _find(weights, uniforms)
     return place, total
 

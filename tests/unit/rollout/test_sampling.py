@@ -170,12 +170,21 @@ def test_nothing_on_the_device_is_fp64() -> None:
     assert_close(found, choose_tokens(logits, uniforms, torch.arange(6), settings(**keys)))
 
 
+@pytest.mark.parametrize("vocab", [9, BLOCK, 2 * BLOCK - 24])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_are_an_error(wrong: float) -> None:
-    logits = random_logits(2, 9)
+def test_logits_that_are_no_numbers_are_an_error(wrong: float, vocab: int) -> None:
+    logits = random_logits(2, vocab)
     logits[1, 4] = wrong
     with pytest.raises(FloatingPointError, match="must be numbers"):
         choose(logits, 0.5)
+
+
+@pytest.mark.parametrize("vocab", [9, BLOCK, 2 * BLOCK - 24])
+def test_a_row_of_forbidden_tokens_is_an_error(vocab: int) -> None:
+    logits = random_logits(2, vocab)
+    logits[1] = -torch.inf
+    with pytest.raises(FloatingPointError, match="must be numbers"):
+        choose(logits, 0.5, top_p=0.9)
 
 
 def test_log_prob_near_zero_keeps_its_digits_beside_large_logits() -> None:
