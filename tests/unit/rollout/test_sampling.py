@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -18,6 +19,8 @@ from mindspeed_rlxf.rollout.sampling import (
     SamplingSettings,
     _filtered,
     choose_tokens,
+    doubled_sum,
+    draw_tokens,
     uniform_numbers,
 )
 from tests.unit.rollout.on_device import on_device
@@ -117,6 +120,61 @@ def test_a_large_vocabulary_is_drawn_from_within_1e_6_of_its_cumulative_probabil
     assert (uniforms < ends[tokens] + 1e-6).all()
     assert (uniforms > ends[tokens - 1] - 1e-6).all()
     assert len(tokens.unique()) > 60
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
+def test_doubled_sums_are_running_sums(n: int) -> None:
+    numbers = random_logits(5, n).exp()
+    assert_close(doubled_sum(numbers).double(), numbers.double().cumsum(-1), rtol=1e-6, atol=0)
+    assert torch.equal(numbers, random_logits(5, n).exp())  # which stay as they are
+
+
+class NoScan(TorchFunctionMode):
+    """Refuses what torch refuses on CUDA with deterministic algorithms."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func not in (Tensor.cumsum, torch.cumsum), "a scan of numbers on the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_deterministic_algorithms_scan_no_numbers_on_a_device() -> None:
+    logits, uniforms = torch.empty(6, BLOCK + 90, device="meta"), torch.empty(6, device="meta")
+    keys = {"top_k": 40, "top_p": 0.9, "min_new_tokens": 2}
+    wanted = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with NoScan():
+            generated = torch.empty(6, device="meta", dtype=torch.int64)
+            tokens, log_probs = draw_tokens(logits, uniforms, generated, settings(**keys))
+    finally:
+        torch.use_deterministic_algorithms(wanted)
+    assert tokens.shape == log_probs.shape == (6,)
+
+
+@pytest.mark.parametrize("doubled", [True, False])
+@pytest.mark.parametrize("vocab", [40, 3 * BLOCK])
+def test_a_scan_whose_ends_rise_at_a_weight_of_0_draws_no_forbidden_token(
+    vocab: int, doubled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the order of a parallel scan's sums differs from place to place."""
+    logits = random_logits(400, vocab)
+    logits[:, 1::2] = -torch.inf
+    logits[:, -9:] = -torch.inf
+    error = 1e-3 * torch.rand(vocab, generator=torch.Generator().manual_seed(1)).sort().values
+    scan = Tensor.cumsum
+
+    def inexact(numbers: Tensor, dim: int) -> Tensor:
+        return scan(numbers, dim) * (1 + error[: numbers.size(dim)])
+
+    def doubled_sum_of(numbers: Tensor, dim: int) -> Tensor:
+        return doubled_sum(numbers)
+
+    monkeypatch.setattr(Tensor, "cumsum", doubled_sum_of if doubled else inexact)
+    uniforms = torch.cat((torch.linspace(0, 1, 300), torch.linspace(0.995, 1, 100)))
+    tokens, _ = choose(logits, uniforms)
+    assert logits.gather(-1, tokens[:, None]).isfinite().all()
 
 
 def test_one_block_is_drawn_from_as_in_fp64() -> None:
