@@ -81,10 +81,9 @@ def draw_tokens(
 
     uniforms: [rows] fp32 in [0, 1], on the device of `logits`
     """
-    if settings.logit_temperature != 1.0:
-        logits = logits / settings.logit_temperature
+    warm = settings.logit_temperature != 1.0
     # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits
-    logs = logits.log_softmax(dim=-1)
+    logs = (logits / settings.logit_temperature if warm else logits).log_softmax(dim=-1)
     allowed = _forbid_early_eos(logs, generated, settings)
     if not settings.do_sample:
         tokens = allowed.argmax(dim=-1)
@@ -121,12 +120,17 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     if top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probabilities = ordered.softmax(dim=-1)
-        before = running_sum(probabilities) - probabilities
-        dropped = (before >= top_p).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(dropped, float("-inf"))
+        logits = logits.masked_fill(_improbable(logits, top_p), float("-inf"))
     return logits
+
+
+def _improbable(logits: Tensor, top_p: float) -> Tensor:
+    """Mark the tokens that top-p drops, [rows, vocab]. What is sorted is freed on return."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    probabilities = ordered.softmax(dim=-1)
+    del ordered
+    over = running_sum(probabilities).sub_(probabilities) >= top_p
+    return over.scatter(-1, order, over)
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

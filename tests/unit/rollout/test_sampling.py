@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import hypothesis
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from mindspeed_rlxf.config.memory import sampling_bytes
 from mindspeed_rlxf.rollout.sampling import (
     BLOCK,
     SamplingSettings,
@@ -175,6 +178,53 @@ def test_a_scan_whose_ends_rise_at_a_weight_of_0_draws_no_forbidden_token(
     uniforms = torch.cat((torch.linspace(0, 1, 300), torch.linspace(0.995, 1, 100)))
     tokens, _ = choose(logits, uniforms)
     assert logits.gather(-1, tokens[:, None]).isfinite().all()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made and still held, and the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self._seen: set[int] = set()
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        number, size = storage._cdata, storage.nbytes()
+        if number in self._seen:
+            return
+        self._seen.add(number)
+        self.held += size
+        self.most = max(self.most, self.held)
+        weakref.finalize(storage, self._free, number, size)
+
+    def _free(self, number: int, size: int) -> None:
+        self._seen.discard(number)
+        self.held -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            self.see(tensor)
+        return out
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("top_k", [0, 50])
+@pytest.mark.parametrize("min_new_tokens", [0, 2])
+def test_sampling_takes_the_memory_that_is_planned(
+    top_p: float, top_k: int, min_new_tokens: int
+) -> None:
+    rows, vocab = 4, 50_000
+    logits, uniforms = random_logits(rows, vocab), torch.full((rows,), 0.5)
+    keys = {"top_p": top_p, "top_k": top_k, "min_new_tokens": min_new_tokens}
+    with LiveBytes() as live:
+        live.see(logits)
+        draw_tokens(logits, uniforms, torch.zeros(rows), settings(**keys, temperature=0.7))
+    planned = sampling_bytes(rows, vocab, True, top_p < 1)
+    assert 0.5 * planned < live.most < 1.01 * planned
 
 
 def test_one_block_is_drawn_from_as_in_fp64() -> None:
