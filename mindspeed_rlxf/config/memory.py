@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank, qkv_row
 
 FP32 = 4
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
-PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass at most (one prompt at least)
+PREFILL_TOKENS = 16384  # tokens of one prefill pass at most (one row at least)
 PAGE = 64  # tokens by which the KV cache of a row grows
 GROWTH = 2 * PAGE  # tokens that a row has room for when it enters a cache of limited size
 
@@ -252,9 +252,13 @@ def kv_cache_most_tokens(rows: int, length: int, tokens: int | None) -> int:
     return rows * length if tokens is None else min(rows * length, max(tokens, length))
 
 
-def prefill_tokens(rows: int, prompt: int) -> int:
-    """Count the prompt tokens of the largest prefill pass."""
-    return min(rows * prompt, max(PREFILL_TOKENS, prompt))
+def prefill_tokens(rows: int, known: int) -> int:
+    """Count the tokens of the largest prefill pass.
+
+    known: tokens of a row when it enters, at most: its prompt, and what it had drawn where it may
+           have waited
+    """
+    return min(rows * known, max(PREFILL_TOKENS, known))
 
 
 def sampling_bytes(rows: int, vocab: int, do_sample: bool, sorts: bool = False) -> int:

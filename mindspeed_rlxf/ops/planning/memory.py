@@ -178,7 +178,9 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     actor, tp = config.actor_rollout, config.rollout_tp
     rows, held = cache_rows(config), _cache_tokens(config)
     a, item = actor.architecture, memory.itemsize(actor)
-    prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
+    length = actor.max_prompt_length + actor.max_new_tokens
+    # Where the cache is limited, rows that waited are computed again, with what they had drawn.
+    prefill = memory.prefill_tokens(rows, actor.max_prompt_length if held is None else length)
     working = memory.layer_activation_bytes(a, prefill, tp, False, item)
     working += memory.dispatch_bytes(a, prefill, tp, False, item)
     top_ps = [actor.top_p] if actor.do_sample else []
@@ -186,7 +188,6 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
         top_ps.append(config.validation.top_p)
     sorts = min(top_ps, default=1.0) < 1
     sampling = memory.sampling_bytes(rows, a.vocab_size, bool(top_ps), sorts)
-    length = actor.max_prompt_length + actor.max_new_tokens
     return Phase(
         "generate",
         max(working, sampling) + memory.row_state_bytes(rows, actor.max_new_tokens),

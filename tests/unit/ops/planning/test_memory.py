@@ -61,6 +61,41 @@ def test_rows_follow_the_rule_of_the_rollout(
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == min(12, room) * one
 
 
+@pytest.mark.parametrize(
+    ("rows", "known"),
+    # of a prompt of 8 and a response of 16; rows that are not given may wait and enter once more
+    [({"actor_rollout.num_samples_per_step": 12}, 8), ({"device.memory_gib": 8}, 24)],
+)
+def test_a_prefill_holds_what_a_row_has_when_it_enters(
+    config: Callable[..., RunConfig], rows: dict[str, Any], known: int
+) -> None:
+    run = config(rows)
+    assert cache_rows(run) == 12
+    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 12 * known, 1, False, 4)
+    expected = layer + memory.row_state_bytes(12, 16)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_logit"),
+    [
+        ({"actor_rollout.do_sample": False}, 12),
+        ({}, 28),
+        ({"actor_rollout.top_p": 0.9}, 36),
+        ({"actor_rollout.do_sample": False, "actor_rollout.top_p": 0.9}, 12),
+        ({"validation.do_sample": True, "validation.top_p": 0.9}, 28),  # without prompts
+    ],
+)
+def test_sampling_sorts_where_a_top_p_is_used(
+    config: Callable[..., RunConfig], changes: dict[str, Any], per_logit: int
+) -> None:
+    large = {"actor_rollout.num_samples_per_step": 12, "model.small.vocab_size": 100_000}
+    large |= {"actor_rollout.do_sample": True}
+    run = config({**large, **changes})
+    expected = 12 * 100_000 * per_logit + memory.row_state_bytes(12, 16)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
+
+
 def test_frozen_roles_hold_weights_only(config: Callable[..., RunConfig]) -> None:
     ref = role_memory(config(), Role.REF, 0)
     assert ref.weights > 0 and (ref.gradients, ref.optimizer) == (0, 0)
