@@ -70,6 +70,7 @@ def test_a_function_trains_as_the_rule_that_it_repeats(
     for rule, function in zip(by_rule, by_function, strict=True):
         assert function.pop("reward/failed", 0.0) == 0.0
         assert function.pop("reward/exact", None) == rule.pop("reward/accuracy", None)
+        assert function.pop("train/arithmetic/exact") == rule.pop("train/arithmetic/accuracy")
         assert function.pop("val/arithmetic/exact", None) == rule.pop(
             "val/arithmetic/accuracy", None
         )
