@@ -81,11 +81,28 @@ def gather_ahead(models: Sequence[Any], begins: bool) -> None:
     checkpoints, exports) comes after its end.
     """
     for model in models:
-        hooked = bool(model.use_forward_hook and model.remove_forward_pre_hook_handles)
+        hooked = _gathers_in_forward(model)
         if model.use_forward_hook and begins and not hooked:
             model.enable_forward_pre_hook()
         elif hooked and not begins:
             model.disable_forward_pre_hook(param_sync=True)
+
+
+def await_gathers(model: Any) -> None:
+    """Wait for the weights of this chunk whose gather a forward pass began and did not end.
+
+    Megatron waits when the module of a weight is called. The weight of the language-model head is
+    read without such a call, after the forward pass.
+    """
+    if _gathers_in_forward(model):
+        # Buckets are numbered from the last weight to the first.
+        for group in reversed(model.bucket_groups + model.expert_parallel_bucket_groups):
+            group.finish_param_sync()
+
+
+def _gathers_in_forward(model: Any) -> bool:
+    """Whether the hooks of `gather_ahead` are on; a chunk of a frozen role has none."""
+    return bool(getattr(model, "remove_forward_pre_hook_handles", None))
 
 
 def connect(config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer) -> None:

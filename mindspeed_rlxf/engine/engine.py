@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleCo
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine import residency
-from mindspeed_rlxf.engine.build import build_chunks, connect, gather_ahead, wrap
+from mindspeed_rlxf.engine.build import await_gathers, build_chunks, connect, gather_ahead, wrap
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.grouping import (
     chunk_rows,
@@ -404,6 +404,7 @@ class MegatronEngine:
         def forward_step(batches, model):  # type: ignore[no-untyped-def]
             batch = next(batches)
             hidden = model(batch.token_ids, batch.positions, batch.attend)
+            await_gathers(model)
 
             def read(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
                 return then(self.chunks[-1], batch, hidden)

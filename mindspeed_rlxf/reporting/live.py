@@ -7,6 +7,7 @@ in it are shown, not sent (`files.printable`).
 from __future__ import annotations
 
 import io
+import math
 import sys
 import time
 from collections import deque
@@ -107,7 +108,7 @@ class View:
         self.iteration, self.metrics = iteration, dict(metrics)
         self._left = str(self._owner.time_left(iteration))
         for name, curve in self._curves.items():
-            if (value := metrics.get(name)) is not None and value == value:
+            if (value := metrics.get(name)) is not None and math.isfinite(value):
                 curve.append(value)
         scores = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/score")]
         if scores:

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
 
+from mindspeed_rlxf.cluster.group import Sharded
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import OptimizerConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine import build
+from mindspeed_rlxf.roles.actor import ActorRole
+from tests.distributed.groups import build_group, shared_out
+from tests.distributed.llamas import PLAIN, make_pair, run_config
+from tests.distributed.samples import make_experience, make_rollouts
 from tests.golden import runs
 
 TWO_RANKS = {
@@ -18,6 +28,52 @@ TWO_RANKS = {
 }
 
 
+SHARDED = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
+OVERLAPPED = SHARDED.model_copy(update={"overlap_grad_reduce": True, "overlap_param_gather": True})
+
+
+class SmallBuckets(ActorRole):
+    """An actor whose head has a bucket of its own, as the head of a large model has."""
+
+    def __init__(self, *arguments: Any) -> None:
+        def small(**settings: Any) -> DistributedDataParallelConfig:
+            return DistributedDataParallelConfig(bucket_size=1000, **settings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "DistributedDataParallelConfig", small)
+            super().__init__(*arguments)
+
+    def buckets(self) -> RoleOutput:
+        """Report for each bucket whether it holds the weight of the head alone."""
+        head = self.engine.module.output_weight  # type: ignore[attr-defined]
+        groups = self.engine.models[0].bucket_groups  # type: ignore[attr-defined]
+        return RoleOutput(report=[group.params == {head} for group in groups])
+
+
+def test_a_head_in_a_bucket_of_its_own_is_read_when_it_is_gathered(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    """Three steps of an iteration; what is read after them has the gathered weights."""
+    lm, scored = make_pair(tmp_path, PLAIN)
+    rollouts = make_rollouts()
+    given = shared_out(rollouts, 2)
+    steps = Sharded([[[0, 1], [2, 3], [0, 1, 2, 3]]] * 2)
+    found = []
+    for optimizer in (SHARDED, OVERLAPPED):
+        config = run_config(lm, scored, PLAIN, pool=2, optimizer=optimizer)
+        group = build_group(warm_runtime, config.layout(Role.ACTOR_ROLLOUT), SmallBuckets, config)
+        alone = group.call(SmallBuckets.buckets).result()[0]
+        assert alone[:1] == [optimizer is OVERLAPPED], "without overlap there is one bucket"
+        learnt = shared_out(make_experience(rollouts), 2)
+        report = group.call(ActorRole.update_policy, given, learnt, steps).result()[0]
+        gaps = [each.gap.total for each in group.call(ActorRole.log_probs, given).result()]
+        found.append((report.steps, gaps))
+    (plain, before), (overlapped, after) = found
+    assert overlapped == [pytest.approx(step, rel=1e-6) for step in plain]
+    assert after == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.long
 def test_overlapped_reductions_and_gathers_change_no_number(
     warm_runtime: Any, tmp_path: Path
 ) -> None:

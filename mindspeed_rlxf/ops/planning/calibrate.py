@@ -37,6 +37,8 @@ from mindspeed_rlxf.ops.planning.fitting import fit
 from mindspeed_rlxf.ops.planning.work import Kind, iteration_work
 
 NAME, WARM_UP, ITERATIONS = "calibration", 2, 5
+LIMIT_S = 900.0
+"""Longest time of one training: it takes a minute, or several on slow or busy processors."""
 COMMAND = "from mindspeed_rlxf.cli import train; import sys; sys.exit(train.main(sys.argv[1:]))"
 OWN_CLOCK = "import time; time.monotonic = time.perf_counter = time.process_time; "
 """One thread on a CPU is timed by what it computes, so that other programs do not count."""
@@ -179,7 +181,9 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
 
 
 def _train(folder: Path, before: str) -> None:
-    """Run the training in a process of its own. Errors: UserError with its last line.
+    """Run the training in a process of its own.
+
+    Errors: UserError with its last line where it fails, or where it does not end in `LIMIT_S`.
 
     before: what the process does first
     """
@@ -187,13 +191,19 @@ def _train(folder: Path, before: str) -> None:
     environment.pop("WORLD_SIZE", None)
     arguments = ["--config-dir", str(folder), "--config-name", NAME]
     command = [sys.executable, "-c", before + COMMAND, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise _failed(f"a short training did not end in {LIMIT_S:g} s") from None
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        rule = f"a short training ended with {done.returncode}: {lines[-1]}"
-        raise UserError(
-            Problem("--calibrate", rule, remedy="see `mindspeed-rlxf doctor`", colon=True)
-        )
+        raise _failed(f"a short training ended with {done.returncode}: {lines[-1]}")
+
+
+def _failed(rule: str) -> UserError:
+    return UserError(Problem("--calibrate", rule, remedy="see `mindspeed-rlxf doctor`", colon=True))
 
 
 def _write_models(folder: Path, shape: Shape) -> None:
