@@ -265,14 +265,17 @@ def prefill_tokens(rows: int, prompt: int) -> int:
     return min(rows * prompt, max(PREFILL_TOKENS, prompt))
 
 
-def sampling_bytes(rows: int, vocab: int, do_sample: bool) -> int:
-    """Return the bytes that sampling the next tokens takes.
+def sampling_bytes(rows: int, vocab: int, do_sample: bool, sorts: bool = False) -> int:
+    """Return the bytes that choosing the next tokens takes.
 
-    Logits and scaled logits in fp32, then a log-softmax, or the arrays that top_p sorts (values,
-    ids of 8 bytes, probabilities, their running sum).
+    Greedy: three arrays in fp32, logits, scaled logits and a log-softmax. Sampling: up to seven,
+    with what is left of the logits after each filter, weights, and weights in whole blocks.
+    top_p: ids of 8 bytes beside logits, a log-softmax, what two filters left, probabilities, and
+    their running sum with a copy.
     vocab: the whole vocabulary, which every tensor-parallel rank gathers
+    sorts: whether top_p is below 1
     """
-    return rows * vocab * (2 * FP32 + (3 * FP32 + 8 if do_sample else FP32))
+    return rows * vocab * ((7 if do_sample else 3) * FP32 + (8 if sorts else 0))
 
 
 def row_state_bytes(rows: int, response: int) -> int:

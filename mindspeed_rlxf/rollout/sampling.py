@@ -81,10 +81,9 @@ def draw_tokens(
 
     uniforms: [rows] fp32 in [0, 1], on the device of `logits`
     """
-    if settings.logit_temperature != 1.0:
-        logits = logits / settings.logit_temperature
+    warm = settings.logit_temperature != 1.0
     # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits
-    logs = logits.log_softmax(dim=-1)
+    logs = (logits / settings.logit_temperature if warm else logits).log_softmax(dim=-1)
     allowed = _forbid_early_eos(logs, generated, settings)
     if not settings.do_sample:
         tokens = allowed.argmax(dim=-1)
@@ -121,12 +120,17 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     if top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probabilities = ordered.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        dropped = (before >= top_p).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(dropped, float("-inf"))
+        logits = logits.masked_fill(_improbable(logits, top_p), float("-inf"))
     return logits
+
+
+def _improbable(logits: Tensor, top_p: float) -> Tensor:
+    """Mark the tokens that top-p drops, [rows, vocab]. What is sorted is freed on return."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    probabilities = ordered.softmax(dim=-1)
+    del ordered
+    over = running_sum(probabilities).sub_(probabilities) >= top_p
+    return over.scatter(-1, order, over)
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,11 +162,46 @@ def _find(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     uniforms: [rows] in [0, 1]
     Returns [rows] int64, places of positive weight, [rows] in [0, 1], and the totals [rows].
     """
-    ends = weights.cumsum(dim=-1)
+    ends = running_sum(weights)
     total = ends[:, -1]
-    # Below the total, so that the end which passes it belongs to a weight that is not 0.
+    # Below the total, which a uniform number of 1 would not pass.
     targets = torch.minimum(uniforms * total, total * BELOW_ONE)[:, None]
-    places = torch.searchsorted(ends, targets, right=True).clamp_(max=weights.size(-1) - 1)
+    places = _first_passing(ends, targets, weights)
     weight = weights.gather(-1, places)
     rest = (targets - (ends.gather(-1, places) - weight)) / weight
     return places.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0), total
+
+
+def _first_passing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Return the first place of positive weight whose end passes the target, [rows, 1] int64.
+
+    Not a binary search: the sums of parallel scans do not always rise, and may rise at a weight
+    of 0. Where no end passes, it is the last place of positive weight; without one the first place.
+    """
+    n = weights.size(-1)
+    # in fp32, as not every device finds the smallest of integers
+    number = torch.arange(n, device=weights.device, dtype=torch.float32)
+    positive = weights > 0
+    first = torch.where(positive & (ends > targets), number, n).amin(dim=-1, keepdim=True)
+    last = torch.where(positive, number, 0).amax(dim=-1, keepdim=True)
+    return torch.minimum(first, last).long()
+
+
+def running_sum(numbers: Tensor) -> Tensor:
+    """Return the running sums of the last dimension.
+
+    Where deterministic algorithms are asked for and the device is not the CPU, by sums of
+    neighbours at a distance of 1, 2, 4 and so on: torch refuses its own scan there.
+    """
+    if numbers.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return numbers.cumsum(dim=-1)
+    return doubled_sum(numbers)
+
+
+def doubled_sum(numbers: Tensor) -> Tensor:
+    """Return the running sums of the last dimension, added in an order that depends on nothing."""
+    sums, distance = numbers.clone(), 1
+    while distance < sums.size(-1):
+        sums[..., distance:] += sums[..., :-distance].clone()
+        distance *= 2
+    return sums

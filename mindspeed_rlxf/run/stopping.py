@@ -60,11 +60,12 @@ class StopRequest:
         self._saves: deque[float] = deque(maxlen=HISTORY)
         self._asked: float | None = None
         self._since: float | None = None  # start of the iteration under way
-        self._rule: StoppedByRule | None = None
+        self._rule: tuple[str, str] | None = None  # name and text
+        self._ends_by: tuple[str, str] | None = None  # the rule that all ranks end by
         self.reason = ""
         self.iteration = self.saved = 0  # the last that ended, and that was saved
         # Under torchrun, replaced by a function that returns the first rank's answer on all ranks.
-        self.agree: Callable[[bool], bool] = bool
+        self.agree: Callable[[Any], Any] = lambda mine: mine
 
     def record_resume(self, iteration: int) -> None:
         """Note that the checkpoint of this iteration was loaded."""
@@ -85,16 +86,19 @@ class StopRequest:
 
     def request(self, rule: str, text: str) -> None:
         """Save and end the run after this iteration because of a rule of `logging.stop_on`."""
-        self._rule = StoppedByRule(rule, text)
+        self._rule = rule, text
 
     def is_due(self) -> bool:
         """Return whether to save and end now; call it at the end of an iteration, on every rank."""
         asked = self._asked is not None or self._rule is not None
-        return self.agree(asked or self._no_time_for_another())
+        rule = self._rule if self._asked is None else None
+        due: bool
+        due, self._ends_by = self.agree((asked or self._no_time_for_another(), rule))
+        return due
 
     def ended(self) -> Stopped | StoppedByRule:
         """Return what to raise after the save: a signal comes before a rule."""
-        return self._rule if self._rule is not None and self._asked is None else Stopped()
+        return Stopped() if self._ends_by is None else StoppedByRule(*self._ends_by)
 
     @property
     def under_way(self) -> int:

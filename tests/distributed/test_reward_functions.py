@@ -67,9 +67,12 @@ def test_a_function_trains_as_the_rule_that_it_repeats(
     by_rule = metrics_of(tmp_path / "rule", warm_runtime, {})
     own = {"+reward.function": f"{file}:exact"}
     by_function = metrics_of(tmp_path / "function", warm_runtime, own)
+    assert "train/arithmetic/exact" in by_function[1]
     for rule, function in zip(by_rule, by_function, strict=True):
         assert function.pop("reward/failed", 0.0) == 0.0
         assert function.pop("reward/exact", None) == rule.pop("reward/accuracy", None)
+        of_function = function.pop("train/arithmetic/exact", None)
+        assert of_function == rule.pop("train/arithmetic/accuracy", None)
         assert function.pop("val/arithmetic/exact", None) == rule.pop(
             "val/arithmetic/accuracy", None
         )

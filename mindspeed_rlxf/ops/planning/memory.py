@@ -181,8 +181,11 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
     working = memory.layer_activation_bytes(a, prefill, tp, False, item)
     working += memory.dispatch_bytes(a, prefill, tp, False, item)
-    samples = actor.do_sample or (config.has_validation_prompts and config.validation.do_sample)
-    sampling = memory.sampling_bytes(rows, a.vocab_size, samples)
+    top_ps = [actor.top_p] if actor.do_sample else []
+    if config.has_validation_prompts and config.validation.do_sample:
+        top_ps.append(config.validation.top_p)
+    sorts = min(top_ps, default=1.0) < 1
+    sampling = memory.sampling_bytes(rows, a.vocab_size, bool(top_ps), sorts)
     length = actor.max_prompt_length + actor.max_new_tokens
     return Phase(
         "generate",

@@ -159,9 +159,9 @@ CASES = {
     "prefill of all prompts": (prefill_tokens(3, 512), 1536),
     "prefill is bounded": (prefill_tokens(300, 512), 16384),
     "prefill takes one prompt": (prefill_tokens(3, 20000), 20000),
-    "sampling sorts the vocabulary": (
-        sampling_bytes(10, 1000, True), 10 * 1000 * (4 + 4 + 4 + 8 + 4 + 4)
-    ),
+    "sampling": (sampling_bytes(10, 1000, True), 10 * 1000 * 28),
+    # four arrays of logits, probabilities, their sum twice: 28; ids: 8
+    "top-p sorts the vocabulary": (sampling_bytes(10, 1000, True, True), 10 * 1000 * 36),
     "greedy decoding does not sort": (sampling_bytes(10, 1000, False), 10 * 1000 * (4 + 4 + 4)),
     "groups of one rank hold no buffers": (communicators(1, 1, 1, True, True), 0),
     "one group": (communicators(2, 1, 1, False, False), 1),

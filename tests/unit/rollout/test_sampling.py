@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import hypothesis
@@ -10,14 +11,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from mindspeed_rlxf.config.memory import sampling_bytes
 from mindspeed_rlxf.rollout.sampling import (
     BLOCK,
     SamplingSettings,
     _filtered,
     choose_tokens,
+    doubled_sum,
+    draw_tokens,
     uniform_numbers,
 )
 from tests.unit.rollout.on_device import on_device
@@ -119,6 +125,108 @@ def test_a_large_vocabulary_is_drawn_from_within_1e_6_of_its_cumulative_probabil
     assert len(tokens.unique()) > 60
 
 
+@pytest.mark.parametrize("n", [1, 2, 9, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
+def test_doubled_sums_are_running_sums(n: int) -> None:
+    numbers = random_logits(5, n).exp()
+    assert_close(doubled_sum(numbers).double(), numbers.double().cumsum(-1), rtol=1e-6, atol=0)
+    assert torch.equal(numbers, random_logits(5, n).exp())  # which stay as they are
+
+
+class NoScan(TorchFunctionMode):
+    """Refuses what torch refuses on CUDA with deterministic algorithms."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func not in (Tensor.cumsum, torch.cumsum), "a scan of numbers on the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_deterministic_algorithms_scan_no_numbers_on_a_device() -> None:
+    logits, uniforms = torch.empty(6, BLOCK + 90, device="meta"), torch.empty(6, device="meta")
+    keys = {"top_k": 40, "top_p": 0.9, "min_new_tokens": 2}
+    wanted = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with NoScan():
+            generated = torch.empty(6, device="meta", dtype=torch.int64)
+            tokens, log_probs = draw_tokens(logits, uniforms, generated, settings(**keys))
+    finally:
+        torch.use_deterministic_algorithms(wanted)
+    assert tokens.shape == log_probs.shape == (6,)
+
+
+@pytest.mark.parametrize("doubled", [True, False])
+@pytest.mark.parametrize("vocab", [40, 3 * BLOCK])
+def test_a_scan_whose_ends_rise_at_a_weight_of_0_draws_no_forbidden_token(
+    vocab: int, doubled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the order of a parallel scan's sums differs from place to place."""
+    logits = random_logits(400, vocab)
+    logits[:, 1::2] = -torch.inf
+    logits[:, -9:] = -torch.inf
+    error = 1e-3 * torch.rand(vocab, generator=torch.Generator().manual_seed(1)).sort().values
+    scan = Tensor.cumsum
+
+    def inexact(numbers: Tensor, dim: int) -> Tensor:
+        return scan(numbers, dim) * (1 + error[: numbers.size(dim)])
+
+    def doubled_sum_of(numbers: Tensor, dim: int) -> Tensor:
+        return doubled_sum(numbers)
+
+    monkeypatch.setattr(Tensor, "cumsum", doubled_sum_of if doubled else inexact)
+    uniforms = torch.cat((torch.linspace(0, 1, 300), torch.linspace(0.995, 1, 100)))
+    tokens, _ = choose(logits, uniforms)
+    assert logits.gather(-1, tokens[:, None]).isfinite().all()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made and still held, and the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self._seen: set[int] = set()
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        number, size = storage._cdata, storage.nbytes()
+        if number in self._seen:
+            return
+        self._seen.add(number)
+        self.held += size
+        self.most = max(self.most, self.held)
+        weakref.finalize(storage, self._free, number, size)
+
+    def _free(self, number: int, size: int) -> None:
+        self._seen.discard(number)
+        self.held -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            self.see(tensor)
+        return out
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("top_k", [0, 50])
+@pytest.mark.parametrize("min_new_tokens", [0, 2])
+def test_sampling_takes_the_memory_that_is_planned(
+    top_p: float, top_k: int, min_new_tokens: int
+) -> None:
+    rows, vocab = 4, 50_000
+    logits, uniforms = random_logits(rows, vocab), torch.full((rows,), 0.5)
+    keys = {"top_p": top_p, "top_k": top_k, "min_new_tokens": min_new_tokens}
+    with LiveBytes() as live:
+        live.see(logits)
+        draw_tokens(logits, uniforms, torch.zeros(rows), settings(**keys, temperature=0.7))
+    planned = sampling_bytes(rows, vocab, True, top_p < 1)
+    assert 0.5 * planned < live.most < 1.01 * planned
+
+
 def test_one_block_is_drawn_from_as_in_fp64() -> None:
     logits, uniforms = random_logits(400, BLOCK), torch.from_numpy(uniform_numbers(5, 0, 400))
     ends = logits.double().softmax(-1).cumsum(-1)
@@ -170,12 +278,21 @@ def test_nothing_on_the_device_is_fp64() -> None:
     assert_close(found, choose_tokens(logits, uniforms, torch.arange(6), settings(**keys)))
 
 
+@pytest.mark.parametrize("vocab", [9, BLOCK, 2 * BLOCK - 24])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_are_an_error(wrong: float) -> None:
-    logits = random_logits(2, 9)
+def test_logits_that_are_no_numbers_are_an_error(wrong: float, vocab: int) -> None:
+    logits = random_logits(2, vocab)
     logits[1, 4] = wrong
     with pytest.raises(FloatingPointError, match="must be numbers"):
         choose(logits, 0.5)
+
+
+@pytest.mark.parametrize("vocab", [9, BLOCK, 2 * BLOCK - 24])
+def test_a_row_of_forbidden_tokens_is_an_error(vocab: int) -> None:
+    logits = random_logits(2, vocab)
+    logits[1] = -torch.inf
+    with pytest.raises(FloatingPointError, match="must be numbers"):
+        choose(logits, 0.5, top_p=0.9)
 
 
 def test_log_prob_near_zero_keeps_its_digits_beside_large_logits() -> None:

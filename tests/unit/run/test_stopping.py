@@ -138,8 +138,11 @@ def test_a_long_iteration_counts_until_the_next_one_like_it(clock: Clock) -> Non
 
 def test_all_ranks_take_the_answer_of_the_first(clock: Clock, stop: StopRequest) -> None:
     run_iterations(clock, stop, 1.0)
-    stop.agree = lambda mine: True
-    assert stop.is_due()
+    stop.agree = lambda mine: (True, None)
+    stop.request("lagging_rank", "seen by this rank alone")
+    assert stop.is_due() and isinstance(stop.ended(), Stopped)
+    stop.agree = lambda mine: (True, ("all_cut", "seen by the first rank"))
+    assert stop.is_due() and isinstance(stop.ended(), StoppedByRule)
 
 
 def test_iterations_before_a_resume_do_not_count_as_lost(stop: StopRequest) -> None:
@@ -163,6 +166,7 @@ def test_a_rule_stops_after_the_iteration_and_says_which(clock: Clock, stop: Sto
     run_iterations(clock, stop, 10.0)
     assert not stop.is_due() and isinstance(stop.ended(), Stopped)
     stop.request("all_cut", "95% of the responses are cut; raise it")
+    assert stop.is_due()
     ended = stop.ended()
     assert stop.is_due() and isinstance(ended, StoppedByRule)
     assert (
