@@ -206,6 +206,14 @@ def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
     return max(sizes) * itemsize
 
 
+def head_gradient_bytes(vocab: int, hidden: int) -> int:
+    """Return the bytes of the sum of a head's gradient over the chunks of tokens, in fp32.
+
+    vocab: rows of this rank
+    """
+    return FP32 * vocab * hidden
+
+
 def paged(length: int) -> int:
     """Round a number of tokens up to whole pages of the KV cache."""
     return _filled(length, PAGE)

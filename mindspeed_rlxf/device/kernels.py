@@ -2,6 +2,7 @@
 
 Each row of TABLE names an operator and where it may come from. `find` tries the rows in order: it
 imports the operator, runs it forward and backward on a small input, and compares with plain torch.
+Attention is tried with the heads of the model, as kernels refuse some widths.
 What fails is left out with one line in the log. On NPU MindSpeed's operators take the place of
 Megatron's own (`facade.fuses_layers`), and nothing here is asked for; on CPU there are none.
 """
@@ -50,13 +51,15 @@ class Source:
     operator: Operator
     name: str
     load: Callable[[], Any]
-    probe: Callable[[Any, torch.device], None]
+    probe: Callable[..., None]  # (operator, device, *sizes)
 
 
 @functools.cache
-def find(operator: Operator) -> Any:
+def find(operator: Operator, *shape: int) -> Any:
     """Return the first operator of TABLE that works on this process's device; None = plain torch.
 
+    shape: sizes of the model that the operator may refuse, as its probe takes them; without them
+    the probe has sizes of its own
     In deterministic mode none is used: backward passes of fused attention add in any order.
     """
     if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
@@ -64,7 +67,7 @@ def find(operator: Operator) -> Any:
     for source in (row for row in TABLE if row.operator is operator):
         try:
             found = source.load()
-            source.probe(found, facade.current_device())
+            source.probe(found, facade.current_device(), *shape)
         except Exception as error:  # whatever a library of the device raises
             cause = str(error).strip().splitlines()[:1]
             why = f"{type(error).__name__}: {cause[0] if cause else ''}"
@@ -133,9 +136,11 @@ def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _probe_attention(attend: Any, device: torch.device) -> None:
-    """Two sequences, two heads of queries for each of keys."""
-    query, key, value = (_noise(device, 24, heads, 64) for heads in (4, 2, 2))
+def _probe_attention(
+    attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
+) -> None:
+    """Two sequences; the heads, groups and width of a head that a rank has in the model."""
+    query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
     found = attend(query, key, value, (5, 19))
     outs = []
     for one, keys, values in zip(*(x.split((5, 19)) for x in (query, key, value)), strict=True):

@@ -73,7 +73,6 @@ def test_a_head_in_a_bucket_of_its_own_is_read_when_it_is_gathered(
     assert after == pytest.approx(before, rel=1e-6)
 
 
-@pytest.mark.long
 def test_overlapped_reductions_and_gathers_change_no_number(
     warm_runtime: Any, tmp_path: Path
 ) -> None:

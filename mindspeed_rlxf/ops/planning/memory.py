@@ -349,7 +349,7 @@ class _Stage:
         chunks = self.section.model_chunks
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
         gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
-        other = gradient + self._sent(tokens)
+        other = gradient + self._sent(tokens) + self._head_gradient(samples)
         # What the head keeps is freed before the backward pass reaches a layer.
         activations = count * held + max(self._head(samples), again)
         return Phase("update", activations, other=other, learns=True)
@@ -372,11 +372,26 @@ class _Stage:
         """Return the bytes of hidden states and outputs on the last stage, for a micro-batch."""
         if self.pp_rank < self.layout.pp - 1:
             return 0
-        a, hidden = self.architecture, self.architecture.hidden_size
-        slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
-        read = memory.micro_batch_tokens(self.section, samples, slots)
+        hidden, read = self.architecture.hidden_size, self._read(samples)
         held = memory.last_hidden_bytes(self._tokens(samples), read, hidden, self.itemsize)
         if self.head is Head.SCORE:
             return held + memory.score_head_bytes(read, hidden)
-        vocab = padded_vocab_size(a, self.layout.tp) // self.layout.tp
-        return held + memory.log_prob_head_bytes(read, vocab, CHUNK_TOKENS)
+        return held + memory.log_prob_head_bytes(read, self._vocab(), CHUNK_TOKENS)
+
+    def _head_gradient(self, samples: int) -> int:
+        """Return the bytes of the fp32 sum of the head's gradient, where no buffer has it."""
+        optimizer = optimizer_of(self.config, self.role)
+        early = optimizer is not None and optimizer.overlap_grad_reduce and self.section.bf16
+        last = self.head is Head.LANGUAGE_MODEL and self.pp_rank == self.layout.pp - 1
+        if not (early and last and self._read(samples) > CHUNK_TOKENS):
+            return 0
+        return memory.head_gradient_bytes(self._vocab(), self.architecture.hidden_size)
+
+    def _read(self, samples: int) -> int:
+        """Return the tokens of a micro-batch whose hidden states its head reads."""
+        slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
+        return memory.micro_batch_tokens(self.section, samples, slots)
+
+    def _vocab(self) -> int:
+        """Return this rank's rows of the vocabulary."""
+        return padded_vocab_size(self.architecture, self.layout.tp) // self.layout.tp

@@ -154,6 +154,32 @@ def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(
         assert asked == ([(3, 4)] if dtype is torch.bfloat16 else [])
 
 
+def test_a_kernel_that_refuses_the_heads_of_a_model_is_left_out_for_it_alone(
+    on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of 8 heads on two ranks; the width of a head and the groups on a rank differ."""
+    asked: list[tuple[int, ...]] = []
+
+    def narrow(query: Tensor, key: Tensor, value: Tensor, lengths: Any) -> Tensor:
+        asked.append((query.size(1), key.size(1), query.size(2)))
+        assert query.size(2) <= 256, "head dimension over 256"
+        return attend(query, key, value, lengths)
+
+    (probe,) = {row.probe for row in kernels.TABLE if row.operator is Operator.ATTENTION}
+    table = [Source(Operator.ATTENTION, "narrow", lambda: narrow, probe)]
+    monkeypatch.setattr(kernels, "TABLE", table)
+    models = ((128, 4, 2, narrow), (264, 4, 2, None), (96, 1, 1, narrow))
+    for width, groups, on_rank, found in models:
+        config = TransformerConfig(
+            num_layers=1, hidden_size=64, num_attention_heads=8, num_query_groups=groups,
+            kv_channels=width, params_dtype=torch.bfloat16,
+        )  # fmt: skip
+        config.tensor_model_parallel_size = 2  # older Megatrons refuse one group on two ranks
+        asked.clear()
+        assert [CoreAttention(config, layer).packed_kernel for layer in (1, 2)] == [found] * 2
+        assert asked == [(4, on_rank, width)], "one probe for the layers of a model"
+
+
 def test_no_kernel_is_tried_on_cpu_or_in_deterministic_mode(
     on_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

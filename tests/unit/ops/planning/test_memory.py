@@ -179,6 +179,22 @@ def test_a_micro_batch_takes_the_limit_of_tokens(config: Callable[..., RunConfig
         assert phase(run, Role.CRITIC, "forward").activations == max(layer, head)
 
 
+def test_a_gradient_reduced_early_needs_a_sum_of_the_heads_beside_it(
+    config: Callable[..., RunConfig],
+) -> None:
+    """On the last of two stages, in bf16, where responses of 16 tokens fill more than one chunk."""
+    keys = {**PP2, "resource_pool.main": 2, "training.global_batch_size": 384}
+    for samples, bf16, sums in ((64, True, 0), (96, True, 4 * 32 * 64), (96, False, 0)):
+        sizes = dict.fromkeys(("ppo_mini_batch_size", "micro_batch_size"), samples)
+        more = {f"actor_rollout.{key}": value for key, value in (*sizes.items(), ("bf16", bf16))}
+        early = config({**keys, **more, "actor_rollout.overlap_grad_reduce": True})
+        late = config({**keys, **more})
+        for stage, added in ((0, 0), (1, sums)):
+            one, other = (phase(run, Role.ACTOR_ROLLOUT, "update", stage) for run in (early, late))
+            assert one.other - other.other == added
+            assert one.activations == other.activations
+
+
 def test_distributed_optimizer_is_shared_by_the_replicas(config: Callable[..., RunConfig]) -> None:
     whole = role_memory(config(), Role.CRITIC, 0)
     shared = role_memory(config({"critic.use_distributed_optimizer": True}), Role.CRITIC, 0)
