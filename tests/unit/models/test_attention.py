@@ -90,7 +90,14 @@ def test_packed_gradients_are_those_of_each_alone(lengths: list[int]) -> None:
 
 
 def core_attention() -> CoreAttention:
-    return CoreAttention(SimpleNamespace(params_dtype=torch.float64), layer_number=1)
+    config = SimpleNamespace(
+        params_dtype=torch.float64,
+        tensor_model_parallel_size=1,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=DIM,
+    )
+    return CoreAttention(config, layer_number=1)
 
 
 def test_core_attention_of_padded_rows_is_that_of_each_row() -> None:
