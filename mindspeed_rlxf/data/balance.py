@@ -10,6 +10,13 @@ import numpy as np
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 
+def layer_matrices(a: ArchitectureConfig) -> tuple[int, int]:
+    """Count the numbers of a layer's matrices that a token meets: of attention, and of the MLP."""
+    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    experts = a.moe_router_topk if a.num_experts else 1
+    return 2 * a.hidden_size * (queries + keys), 3 * a.hidden_size * a.mlp_hidden_size * experts
+
+
 def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
     """Floating-point operations of one forward pass over a sample: a n + b n^2 + c m.
 
@@ -21,10 +28,7 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
     So counts the appendix of arXiv:2104.04473, with all tokens attended to and an MLP without gate.
     A backward pass takes twice as much (same source), so that samples compare as they do here.
     """
-    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
-    experts = a.moe_router_topk if a.num_experts else 1
-    weights = 2 * a.hidden_size * (queries + keys) + 3 * a.hidden_size * a.mlp_hidden_size * experts
-    layer = 2 * tokens * weights + 2 * queries * tokens**2
+    layer = 2 * tokens * sum(layer_matrices(a)) + 2 * a.num_attention_heads * a.head_dim * tokens**2
     return a.num_layers * layer + 2 * outputs * a.hidden_size * a.vocab_size
 
 

@@ -31,8 +31,20 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
 
+class _RunTracker(Tracker):
+    """Logs to the run object that the package's `init` returned. All three have these methods."""
+
+    _run: Any
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=iteration)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
 @register_tracker("wandb", module="wandb")
-class WandbTracker(Tracker):
+class WandbTracker(_RunTracker):
     """Weights & Biases; offline, its files wait for `wandb sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -42,7 +54,7 @@ class WandbTracker(Tracker):
             console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True
         )
         offline = _is_offline(run, "WANDB_API_KEY")
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             project=run.project,
             name=run.name,
             id=run.run_id,
@@ -53,15 +65,9 @@ class WandbTracker(Tracker):
             settings=settings,
         )
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=iteration)
-
-    def finish(self) -> None:
-        self._run.finish()
-
 
 @register_tracker("swanlab", module="swanlab")
-class SwanLabTracker(Tracker):
+class SwanLabTracker(_RunTracker):
     """SwanLab; offline, its files wait for `swanlab sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -73,7 +79,7 @@ class SwanLabTracker(Tracker):
             "probe": dict.fromkeys(probes, False),
             "terminal": {"proxy_type": "none"},
         }
-        self._run: Any = swanlab.init(
+        self._run = swanlab.init(
             project=run.project,
             name=run.name,
             id=run.run_id,
@@ -84,22 +90,16 @@ class SwanLabTracker(Tracker):
             settings=swanlab.Settings(**quiet),
         )
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=iteration)
-
-    def finish(self) -> None:
-        self._run.finish()
-
 
 @register_tracker("trackio", module="trackio")
-class TrackioTracker(Tracker):
+class TrackioTracker(_RunTracker):
     """trackio, in a database of the run directory, or where TRACKIO_DIR says."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder))
         import trackio
 
-        self._run: Any = trackio.init(
+        self._run = trackio.init(
             project=run.project,
             name=f"{run.name}-{run.run_id}",
             resume="allow",
@@ -108,12 +108,6 @@ class TrackioTracker(Tracker):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=iteration)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 def _is_offline(run: TrackedRun, key: str) -> bool:

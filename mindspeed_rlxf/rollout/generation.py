@@ -74,7 +74,7 @@ class Generation:
         self._groups: list[Alike] | None = None  # of the active rows
         self._counts = np.zeros(0, np.int64)  # tokens of the active rows, at the last look
         self._prompts = np.zeros(0, np.int64)  # tokens of their prompts
-        self._states: dict[bytes, Tensor] = {}  # last state of each prompt, [hidden]
+        self._prompt_states: dict[bytes, Tensor] = {}  # last state of each prompt, [hidden]
 
     def advance(self) -> list[Growing]:
         """Compute until samples end; return them."""
@@ -115,11 +115,13 @@ class Generation:
         self._place([*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64))
         self.cache.fit(len(self.active), self._room(self.limits.steps))
         self.states.begin(first, entering)
-        donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._states}
+        donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
         for pack in self._packs(first, donors):
             self._prefill(pack)
         still = {row.key for row in self.waiting}
-        self._states = {key: state for key, state in self._states.items() if key in still}
+        self._prompt_states = {
+            key: state for key, state in self._prompt_states.items() if key in still
+        }
 
     def _packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
         """Cut the rows from slot `first` on into packs of PREFILL_TOKENS tokens to compute.
@@ -149,14 +151,14 @@ class Generation:
         found = dict(zip(computed, self._compute(computed), strict=True)) if computed else {}
         for slot, state in found.items():
             if not self.active[slot].tokens:
-                self._states[self.active[slot].key] = state
+                self._prompt_states[self.active[slot].key] = state
         copied = [(source, slot) for slot, source in pack.items() if slot != source]
         if copied:
             source, target = self._tensor(copied).unbind(1)
             longest = max(len(self.active[slot].request.prompt) for _, slot in copied)
             self.cache.copy(source, target, longest)
         rows = [self.active[slot] for slot in pack]
-        states = [found.get(slot, self._states.get(self.active[slot].key)) for slot in pack]
+        states = [found.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
         slots = slice(min(pack), max(pack) + 1)
         self._append(torch.stack(states), slots, self.states.group(rows))  # type: ignore[arg-type]
 
@@ -221,8 +223,7 @@ class Generation:
         self.stats.decoded_tokens += new if decoded else 0
         self._counts = counts
         leaving = np.flatnonzero(ended).tolist()
-        finished = self._take_out(leaving) if leaving else []
-        return finished
+        return self._take_out(leaving) if leaving else []
 
     def _set_back(self, steps: int) -> None:
         """Where the cache cannot hold the next steps, let the samples with the fewest tokens wait.

@@ -13,6 +13,7 @@ from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.data.balance import layer_matrices
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes
@@ -128,10 +129,7 @@ def _numbers(a: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int) 
 
 def layer_flop(a: ArchitectureConfig, tokens: float, tp: int) -> tuple[float, float]:
     """Return the FLOP of a layer's matrices for `tokens`: of all, and of its MLP among them."""
-    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
-    attention = a.hidden_size * (2 * queries + 2 * keys)
-    experts = a.moe_router_topk if a.num_experts else 1
-    mlp = 3 * a.hidden_size * a.mlp_hidden_size * experts
+    attention, mlp = layer_matrices(a)
     return 2 * tokens * (attention + mlp) / tp, 2 * tokens * mlp / tp
 
 
