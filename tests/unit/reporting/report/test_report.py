@@ -76,7 +76,7 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     assert f"{last:.3g} in the last" in kl["text"]
     assert samples["seen"] == len(samples["samples"]) == 40 * 4 + 5 * 3
     assert found["main"]["runs"][0]["config"]["actor_rollout.lr"] == 0.5
-    assert main_part["about"]["critic/kl"]["unit"] == "nats"
+    assert main_part["about"]["critic/kl"]["unit"] == "nats per token"
 
 
 def test_a_killed_run_has_what_was_whole_and_names_missing_numbers(tmp_path: Path) -> None:
