@@ -99,7 +99,7 @@ function lineChart({ title, meaning, judged, same, remedy, unit, lines, healthy,
       const pick = (ys) => (ys ? keep.map((i) => ys[i]) : null), side = (ys) => (state.range ? pick(ys) : null);
       return { ...line, x: pick(line.x), y: pick(line.y), average: pick(average), low: side(line.low), high: side(line.high) };
     });
-    const values = visible.flatMap((v) => [...v.y, ...(v.low || []), ...(v.high || [])]).filter((v) => v !== null);
+    const values = visible.flatMap((v) => [...v.y, ...(v.average || []), ...(v.low || []), ...(v.high || [])]).filter((v) => v !== null);
     svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
     if (!values.length) { svg.replaceChildren(h('text', { x: width / 2, y: height / 2, 'text-anchor': 'middle' }, emptyText())); place = null; return; }
     let [low, high] = extent(values);
@@ -107,9 +107,10 @@ function lineChart({ title, meaning, judged, same, remedy, unit, lines, healthy,
     if (low === 0 && high === 0) high = 1; else if (low === high) { const by = log ? low * 0.1 : Math.abs(low) * 0.1 || 1; low -= by; high += by; } else if (!log) { const by = (high - low) * 0.05; low -= by; high += by; }
     const sx = scale(x0, x1, PAD.left, width - PAD.right, false), sy = scale(low, high, height - PAD.bottom, PAD.top, log);
     place = { sx, sy, x0, x1, width, height, visible };
-    const parts = (log ? logTicks(low, high) : ticks(low, high, 4)).flatMap((t) => [
+    const marked = (log ? logTicks(low, high) : ticks(low, high, 4)).filter((t) => !dots || Number.isInteger(t));
+    const parts = marked.flatMap((t) => [
       h('line', { class: 'rule', x1: PAD.left, x2: width - PAD.right, y1: sy(t), y2: sy(t) }),
-      h('text', { x: PAD.left - 5, y: sy(t) + 4, 'text-anchor': 'end' }, num(t, 3))]);
+      h('text', { x: PAD.left - 5, y: sy(t) + 4, 'text-anchor': 'end' }, num(t, 5))]);
     for (const t of ticks(x0, x1, Math.max(3, Math.floor(width / 60)))) if (Number.isInteger(t)) parts.push(h('text', { x: sx(t), y: height - 20, 'text-anchor': 'middle' }, String(t)));
     parts.push(h('text', { x: (PAD.left + width - PAD.right) / 2, y: height - 4, 'text-anchor': 'middle' }, 'iteration'));
     for (const limit of healthy || []) if (limit !== null && limit > low && limit < high) parts.push(h('line', { class: 'healthy', x1: PAD.left, x2: width - PAD.right, y1: sy(limit), y2: sy(limit) }));

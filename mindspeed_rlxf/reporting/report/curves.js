@@ -124,5 +124,5 @@ function curvesSection(runs) {
     }), ...(families.some(([, found]) => found.some(fits)) ? [] : [h('p', { class: 'soft' }, 'No metric has this in its name.')]));
   }
   show();
-  return h('section', { id: 'curves', 'aria-labelledby': 'curves-h' }, h('h2', { id: 'curves-h' }, 'Curves'), h('div', { class: 'controls' }, labelled('Find', search)), body);
+  return h('section', { id: 'curves', 'aria-labelledby': 'curves-h' }, h('h2', { id: 'curves-h' }, 'Curves'), h('div', { class: 'controls' }, labelled('Find (/)', search)), body);
 }

@@ -38,10 +38,11 @@ function timeLegend(run) {
   const total = run.curves['timing/all']?.x.length || 0;
   const rows = PHASES.map((phase) => ({ phase, ...phaseMean(run, phase) })).filter(({ count }) => count);
   const calls = (phase) => CALLS[phase].filter((call) => call !== phase).join(', ');
+  const words = (text) => h('span', {}, breakable(text));
   const meaning = (phase) => run.about[`timing/${phase}`]?.meaning || '';
   return h('div', { class: 'card', id: 'time-legend' }, h('h3', {}, 'Phases, in both charts: mean seconds of the iterations that have them'),
     h('ul', { class: 'legend' }, rows.map(({ phase, mean, count }) => h('li', { title: meaning(phase) }, swatch(phase), `${phase} `, h('span', { class: 'soft' }, `${num(mean, 3)} s${count < total ? ` in ${count} of ${total}` : ''}`)))),
-    h('details', {}, h('summary', {}, 'What they are, and their calls in the schedule'), table(['Phase', 'Calls', 'What it is'], [...rows.map(({ phase }) => [phase, calls(phase) || phase, meaning(phase)]),
+    h('details', {}, h('summary', {}, 'What they are, and their calls in the schedule'), table(['Phase', 'Calls', 'What it is'], [...rows.map(({ phase }) => [words(phase), words(calls(phase) || phase), meaning(phase)]),
       ['', 'inputs', 'a rank waits for what its call reads'], ['', 'describe', 'texts and numbers of samples are gathered'], ['', 'wait for ...', 'the driver waits for the call']], 'Phases')));
 }
 
@@ -78,6 +79,7 @@ function phasesChart(run) {
     bars.forEach((bar, i) => { if (i % every === 0) parts.push(h('text', { x: PAD.left + (i + 0.5) * step, y: height - 20, 'text-anchor': 'middle' }, String(bar.from))); });
     svg.replaceChildren(...parts);
   }
+  svg.addEventListener('focus', () => { if (at < 0) readout.textContent = 'Arrow keys read the iterations.'; });
   svg.addEventListener('pointermove', (event) => {
     const box = svg.getBoundingClientRect();
     say(Math.min(Math.max(Math.floor(((event.clientX - box.left - PAD.left) / (box.width - PAD.left - PAD.right)) * bars.length), 0), bars.length - 1));
@@ -108,7 +110,7 @@ function gantt(schedules, spans, width) {
   const row = new Map(lanes.map((lane, i) => [lane, i])), end = Math.max(...spans.map((span) => span[3] + span[4]), 1);
   const height = lanes.length * LANE + 24, sx = scale(0, end, LABEL, width - 8, false);
   const readout = h('output', { 'aria-live': 'polite', class: 'small soft' }, 'Point at a span, or reach it with Tab and the arrow keys.');
-  const parts = ticks(0, end, Math.max(2, Math.floor((width - LABEL) / 100))).flatMap((t) => [h('line', { class: 'rule', x1: sx(t), x2: sx(t), y1: 0, y2: height - 18 }), h('text', { x: sx(t), y: height - 4, 'text-anchor': 'middle' }, t >= 1000 ? `${num(t / 1000, 3)} s` : `${num(t, 3)} ms`)]);
+  const parts = ticks(0, end, Math.max(2, Math.floor((width - LABEL) / 100))).flatMap((t) => [h('line', { class: 'rule', x1: sx(t), x2: sx(t), y1: 0, y2: height - 18 }), h('text', { x: sx(t), y: height - 4, 'text-anchor': sx(t) < 20 ? 'start' : 'middle' }, t >= 1000 ? `${num(t / 1000, 3)} s` : `${num(t, 3)} ms`)]);
   lanes.forEach((lane, i) => parts.push(h('text', { class: 'lane', x: 0, y: i * LANE + (narrow ? 12 : 14) }, schedules.lanes[lane])));
   const order = [...spans].sort((a, b) => row.get(a[0]) - row.get(b[0]) || a[3] - b[3]);
   const blocks = order.map(([lane, name, waits, start, length], i) => {

@@ -29,7 +29,7 @@ function tokenScales(samples) {
   }));
 }
 
-const KL_NOTE = 'The KL of a token is the log of its probability under the policy over that under the reference: it may be negative, its mean over many tokens is not.';
+const KL_NOTE = 'The KL of a token is the log of its probability under the policy over that under the reference: it may be negative; only its mean over many tokens is not.';
 
 /** Show the tokens of a sample that has numbers. scales: kind -> full colour, the same for all samples */
 function tokenView(sample, scales) {
@@ -60,6 +60,7 @@ function tokenView(sample, scales) {
     note.textContent = kind === 'kl' && sample.num.kl.some((v) => v < 0) ? KL_NOTE : '';
     if (at >= 0) say(at);
   }
+  box.addEventListener('focus', () => { if (at < 0) readout.textContent = 'Arrow keys read the tokens.'; });
   box.addEventListener('keydown', (event) => {
     const moves = { ArrowRight: Math.min(at + 1, all.length - 1), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: all.length - 1 };
     if (!(event.key in moves)) return;
