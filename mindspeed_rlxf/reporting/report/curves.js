@@ -89,7 +89,7 @@ function legend(runs) {
 function curveControls() {
   const smoothing = h('input', { type: 'range', min: '1', max: '61', step: '2', value: state.smoothing, 'aria-label': 'Smoothing, points of a mean', on: { input: () => { state.smoothing = Number(smoothing.value); tell(); redraw(); } } });
   const smoothed = h('output', { class: 'soft small', id: 'smoothing' });
-  const tell = () => { smoothed.textContent = state.smoothing > 1 ? `thick: mean of ${state.smoothing} neighbouring points, fewer at the ends; thin: each point` : 'none'; };
+  const tell = () => { smoothed.textContent = state.smoothing > 1 ? `thick: mean of ${state.smoothing} neighbours; thin: each point` : 'none'; };
   tell();
   const log = h('input', { type: 'checkbox', checked: state.log, on: { change: () => { state.log = log.checked; redraw(); } } });
   const range = h('input', { type: 'checkbox', checked: state.range, on: { change: () => { state.range = range.checked; redraw(); } } });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,9 +41,11 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
     values = [value for _, value in curve]
     found: list[Stretch] = []
     begin, before = -1, 0.0
+    ordered = sorted(values[: WINDOW - 1])  # those before the window
     for end in range(2 * WINDOW, len(curve) + 1):
         start = end - WINDOW
-        limit = SLOW * (before if begin >= 0 else statistics.median(values[:start]))
+        bisect.insort(ordered, values[start - 1])
+        limit = SLOW * (before if begin >= 0 else ordered[start // 2])
         slow = [i for i in range(start, end) if values[i] > limit]
         if statistics.median(values[start:end]) > limit:
             if begin < 0:

@@ -151,7 +151,7 @@ def test_metrics_are_found_by_name(page: Any) -> None:
     page.click("text=Logarithmic")
     assert page.locator("#curves .chart .linear").text_content().startswith("linear: ")
     page.click("text=Logarithmic")
-    assert "mean of 9 neighbouring points" in page.locator("#smoothing").inner_text()
+    assert "thick: mean of 9 neighbours" in page.locator("#smoothing").inner_text()
     page.fill("#metric-search", "no such")
     assert "No metric" in page.locator("#curves").inner_text()
     page.fill("#metric-search", "")
