@@ -73,6 +73,13 @@ class WandbTracker(_RunTracker):
             settings=settings,
         )
 
+    def finish(self) -> None:
+        """End wandb's own process too: the end of the run's Ray cluster would kill it."""
+        import wandb
+
+        super().finish()
+        wandb.teardown()
+
 
 @register_tracker("swanlab", module="swanlab")
 class SwanLabTracker(_RunTracker):
