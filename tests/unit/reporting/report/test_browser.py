@@ -267,6 +267,8 @@ def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report:
     see(page, "#schedule")
     page.wait_for_selector("#schedule text.lane")
     assert page.locator("#schedule svg").bounding_box()["width"] < 380
+    lane = "document.querySelector('.gantt text.lane').getBoundingClientRect().height"
+    assert page.evaluate(lane) > 10, "the schedule fits without smaller texts"
     columns = "document.querySelector('.columns')"
     assert page.evaluate(f"{columns}.scrollWidth <= {columns}.clientWidth")
     page.select_option("[data-filter=kind]", "training")
