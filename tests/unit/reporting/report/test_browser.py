@@ -103,7 +103,8 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
     checks.locator("summary").click()
     assert "KL to the reference over 1 nats per token" in checks.inner_text()
     kl = see(page, "#key-charts .chart:has-text('critic/kl')").inner_text()
-    assert "healthy at most 1" in kl and "iteration" in kl
+    assert "healthy at most 1" in kl
+    assert chart.locator("svg text").all_text_contents()[-1] == "iteration"
     page.click("button:has(.swatch):has-text('second')")
     assert chart.locator("path.line").count() == 1
     page.click("button:has(.swatch):has-text('second')")
@@ -112,13 +113,13 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
 def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
     svg = see(page, "#key-charts .chart svg")
     page.keyboard.press("Shift")  # a key makes the focus visible
-    svg.focus()
     readout = page.locator("#key-charts .chart output").first
+    height = readout.bounding_box()["height"]
+    svg.focus()
     assert readout.inner_text() == "Arrow keys read values, + and - zoom, 0 shows all."
-    height = svg.evaluate("svg => svg.parentElement.getBoundingClientRect().height")
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
-    assert svg.evaluate("svg => svg.parentElement.getBoundingClientRect().height") == height
+    assert readout.bounding_box()["height"] == height, "what is below does not move"
     assert readout.inner_text().startswith("iteration 40: first 0.")
     page.keyboard.press("+")
     status = page.locator("#summary .controls [role=status]")
@@ -140,6 +141,11 @@ def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
 
 def test_metrics_are_found_by_name(page: Any) -> None:
     see(page, "#curves")
+    assert "Training by data source" in page.inner_text("#curves")
+    page.fill("#metric-search", "pg_clipfrac")
+    page.wait_for_selector("#curves .chart path", state="attached")
+    marks = page.locator("#curves .chart svg text").all_text_contents()
+    assert marks[0] == "0" and "1" in marks and "-1" not in marks, "all values are 0"
     page.fill("#metric-search", "grad")
     assert page.locator("#curves .chart h3").all_inner_texts() == ["actor/grad_norm"]
     assert "Same values: critic/grad_norm" in page.locator("#curves .chart").inner_text()
@@ -191,6 +197,9 @@ def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
     page.fill("[data-filter=to]", "39")
     page.fill("[data-filter=from]", "40")
     assert "The first iteration is after the last." in page.inner_text("#sample")
+    page.fill("[data-filter=text]", "no such")
+    page.fill("[data-filter=from]", "")
+    assert "The run logs 4 responses of each iteration" in page.inner_text("#sample")
     page.click("#clear-filters")
     assert count.inner_text() == "175 of 175 samples"
     page.select_option("[data-filter=kind]", "training")
@@ -232,6 +241,7 @@ def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
 
 def test_a_validation_prompt_is_followed_over_iterations(page: Any) -> None:
     see(page, "#prompts")
+    assert "3 logged prompts, a part of the validation set" in page.inner_text("#prompts")
     page.select_option("#prompts select", "all")
     page.click("#prompts button[data-pid='1']")
     heads = page.locator("#prompts .columns h3").all_inner_texts()
