@@ -32,7 +32,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents
 import numpy as np
 import torch
 
-from mindspeed_rlxf.cluster.protocol import BUILD, Reply, Request
+from mindspeed_rlxf.cluster.kept_rows import KeptRows
+from mindspeed_rlxf.cluster.protocol import BUILD, Reply
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -106,16 +107,21 @@ class ManyRanks:
     """The stand-in of many ranks in one process: runs requests without fetching rows."""
 
     def __init__(self, length: int) -> None:
-        self.role = Role(length)
+        global open_envelope, pack_reply, read_request
+        from mindspeed_rlxf.cluster.ray.message import open_envelope, pack_reply, read_request
 
-    def run_request(self, request: Request) -> tuple[Any, Reply]:
-        if request.method == BUILD:
-            return None, Reply(None, None, 0.0)
-        if request.of_engine:
-            return None, Reply(None, None, 0.0)
+        self.role, self.kept = Role(length), KeptRows()
+
+    def run_request(self, message: bytes) -> bytes:
+        envelope = open_envelope(message)
+        self.kept.drop(envelope.dropped)
+        request = read_request(envelope)
+        if request.method == BUILD or request.of_engine:
+            return pack_reply(Reply(None, None, 0.0))
         output = getattr(self.role, request.method)(*request.args)
+        self.kept.put(envelope.key, output.rows)
         rows = None if output.rows is None else output.rows.num_rows
-        return output.rows, Reply(output.report, rows, 0.0)
+        return pack_reply(Reply(output.report, rows, 0.0))
 
 
 class Bare:
@@ -208,7 +214,7 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
     many = ray.remote(num_cpus=0)(ManyRanks)
     run = many.options(max_concurrency=1)
     processes = [run.remote(length) for _ in range(-(-size // RANKS_PER_PROCESS))]
-    actors = tuple(TwoReturns(processes[rank // RANKS_PER_PROCESS]) for rank in range(size))
+    actors = tuple(processes[rank // RANKS_PER_PROCESS] for rank in range(size))
     places = tuple(Place("host", "127.0.0.1", 0, ()) for _ in range(size))
     workers = RayWorkers((size,), None, actors, places)
     setups = [
@@ -223,16 +229,8 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
 def end_stand_ins(pool: Any) -> None:
     import ray
 
-    for process in {id(each.actor): each.actor for each in pool.workers.actors}.values():
+    for process in set(pool.workers.actors):
         ray.kill(process)
-
-
-class TwoReturns:
-    """The handle of a stand-in's process, with the two returns of a worker's method."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self.run_request = actor.run_request.options(num_returns=2)
 
 
 def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
