@@ -5,7 +5,7 @@ processes of a pool with a world of their own, then 512 are stand-ins, 64 to a p
 answer without reading their inputs. Each iteration has nine phases; between iterations the driver
 makes as many calls of bare actors that return their argument, one after the other and then all
 answers, as the trainer does. CPU time is that of the whole driver process, Ray's threads included.
-Prints one JSON line.
+Prints one JSON line. Real workers need about 0.25 GiB and 3 s of CPU time each to start.
 
     python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
 """
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1])] * 2)
@@ -107,21 +108,20 @@ class ManyRanks:
     """The stand-in of many ranks in one process: runs requests without fetching rows."""
 
     def __init__(self, length: int) -> None:
-        global open_envelope, pack_reply, read_request
-        from mindspeed_rlxf.cluster.ray.message import open_envelope, pack_reply, read_request
+        from mindspeed_rlxf.cluster.ray import message
 
-        self.role, self.kept = Role(length), KeptRows()
+        self.role, self.kept, self.message = Role(length), KeptRows(), message
 
-    def run_request(self, message: bytes) -> bytes:
-        envelope = open_envelope(message)
+    def run_request(self, data: bytes) -> bytes:
+        envelope = self.message.open_envelope(data)
         self.kept.drop(envelope.dropped)
-        request = read_request(envelope)
+        request = self.message.read_request(envelope)
         if request.method == BUILD or request.of_engine:
-            return pack_reply(Reply(None, None, 0.0))
+            return self.message.pack_reply(Reply(None, None, 0.0))
         output = getattr(self.role, request.method)(*request.args)
         self.kept.put(envelope.key, output.rows)
         rows = None if output.rows is None else output.rows.num_rows
-        return pack_reply(Reply(output.report, rows, 0.0))
+        return self.message.pack_reply(Reply(output.report, rows, 0.0))
 
 
 class Bare:
@@ -133,26 +133,42 @@ class Measured(PpoTrainer):
     """Notes the CPU seconds of each iteration, and of as many bare calls after it."""
 
     def prepare(self, bare: list[Any], ray: Any) -> None:
-        self.bare, self.ray = bare, ray
+        from mindspeed_rlxf.cluster.ray import message, pool
+
+        self.bare, self.ray, self.message, self.module = bare, ray, message, pool
         self.cpu: list[float] = []
         self.bare_cpu: list[float] = []
+        self.main_cpu: list[float] = []  # of it in the main thread
         self.num_calls = self.num_phases = 0  # of the iteration under way
-        pool = self.actor.train.pool
-        submit = pool.submit
+        self.num_replies = self.bytes_out = self.bytes_in = 0
 
-        def counted(requests: Any, first_rank: int = 0) -> Any:
-            self.num_phases += 1
-            self.num_calls += len(requests)
-            return submit(requests, first_rank)
+    def count_out(self, requests: Any, *arguments: Any) -> list[bytes]:
+        """Make the messages of a phase, and count them."""
+        messages = self.message.pack_requests(requests, *arguments)
+        self.num_phases += 1
+        self.num_calls += len(messages)
+        self.bytes_out += sum(map(len, messages))
+        return messages
 
-        pool.submit = counted
+    def count_in(self, data: bytes) -> Reply:
+        self.num_replies += 1
+        self.bytes_in += len(data)
+        return self.message.read_reply(data)
 
     def _finish(self, *arguments: Any) -> None:
         super()._finish(*arguments)
-        self.cpu.append((cpu_s() - self._began) / self.num_calls)
+        self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
+        self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
         self._bare_calls()
-        self.phases, self.messages = self.num_phases, self.num_calls
-        self.num_phases = self.num_calls = 0
+        asked = self.num_phases * self.actor.train.pool.world_size
+        self.facts = {
+            "phases": self.num_phases,
+            "messages": self.num_calls + self.num_replies,
+            "messages_per_worker_and_phase": (self.num_calls + self.num_replies) / asked,
+            "bytes_of_request": self.bytes_out // asked,
+            "bytes_of_reply": self.bytes_in // asked,
+        }
+        self.num_phases = self.num_calls = self.num_replies = self.bytes_out = self.bytes_in = 0
 
     def _bare_calls(self) -> None:
         began, size = cpu_s(), self.actor.train.pool.world_size
@@ -160,11 +176,15 @@ class Measured(PpoTrainer):
             refs = [self.bare[i % len(self.bare)].same.remote(i) for i in range(size)]
             self.ray.get(refs)
         self.bare_cpu.append((cpu_s() - began) / (self.num_phases * size))
-        self._began = cpu_s()
+        self._began = cpu_s(), time.thread_time()
 
     def fit(self) -> None:
-        self._began = cpu_s()
-        super().fit()
+        self._began = cpu_s(), time.thread_time()
+        with (
+            patch.object(self.module, "pack_requests", self.count_out),
+            patch.object(self.module, "read_reply", self.count_in),
+        ):
+            super().fit()
 
 
 def main() -> None:
@@ -180,7 +200,7 @@ def main() -> None:
     began = time.monotonic()
     runtime = RayRuntime(
         DeviceConfig(kind=DeviceKind.CPU),
-        RuntimeConfig(timeout_s=300.0, start_timeout_s=280.0, address="local"),
+        RuntimeConfig(timeout_s=300.0, start_timeout_s=580.0, address="local"),
         max(arguments.workers, 1),
         log_dir=Path(tempfile.mkdtemp()),
     )
@@ -190,6 +210,7 @@ def main() -> None:
             began = time.monotonic()
             pool = runtime.create_pools({"main": [arguments.workers]})["main"]
             found["workers_start_s"] = round(time.monotonic() - began, 1)
+            found["worker_memory_mib"] = memory_mib(pool)
             for length in arguments.lengths:
                 found[f"workers_{length}_tokens"] = measure(pool, length, arguments)
             pool.shutdown()
@@ -226,6 +247,15 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
     return pool
 
 
+def memory_mib(pool: Any) -> int:
+    """Return the median memory of a worker, pages that it shares divided among their users."""
+    found = []
+    for place in pool.workers.places:
+        lines = Path(f"/proc/{place.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        found.append(int(next(line for line in lines if line.startswith("Pss:")).split()[1]))
+    return int(statistics.median(found)) // 1024
+
+
 def end_stand_ins(pool: Any) -> None:
     import ray
 
@@ -252,13 +282,12 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
             trainer.fit()
         for actor in actors:
             ray.kill(actor)
-        del pool.submit  # the count
     per_call = statistics.median(trainer.cpu[WARM:])
     bare = statistics.median(trainer.bare_cpu[WARM:])
     return {
-        "phases": trainer.phases,
-        "messages": trainer.messages,
+        **trainer.facts,
         "cpu_ms_per_worker_and_phase": round(per_call * 1e3, 3),
+        "of_it_main_thread_ms": round(statistics.median(trainer.main_cpu[WARM:]) * 1e3, 3),
         "bare_call_cpu_ms": round(bare * 1e3, 3),
         "ratio_to_bare_call": round(per_call / bare, 2),
         "driver_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
@@ -277,8 +306,6 @@ def profiled(trainer: Measured) -> None:
 
 def stand_in_roles(config: RunConfig, pool: Any, length: int) -> RoleGroups:
     """The groups of a run, built of stand-ins."""
-    from unittest.mock import patch
-
     from mindspeed_rlxf.cluster import group
 
     build = group.RoleGroup.build

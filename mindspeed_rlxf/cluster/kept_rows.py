@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.data.batch import Rows
 
-Outcome = Rows | WorkerError | None
-"""What a method left: rows, the error that it failed with, or nothing."""
+Outcome = Any
+"""What a method left: rows or a reference to them, its WorkerError, or None."""
 
 
 class KeptRows:
@@ -43,6 +42,12 @@ class KeptRows:
                 if not self._changed.wait(max(deadline - time.monotonic(), 0)):
                     break
             return {key: self._outcomes[key] for key in keys if key in self._outcomes}
+
+    def replace(self, key: int, outcome: Outcome) -> None:
+        """Keep another form of an outcome, unless it was dropped meanwhile."""
+        with self._changed:
+            if key in self._outcomes:
+                self._outcomes[key] = outcome
 
     def drop(self, keys: Iterable[int]) -> None:
         """Forget the outcomes; unknown keys are passed over."""

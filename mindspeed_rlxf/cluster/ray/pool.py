@@ -85,7 +85,7 @@ class RayWorker(WorkerProcess):
         message: of `message.pack_requests`
         """
         envelope = open_envelope(message)
-        self._rows.drop(envelope.dropped)
+        self._rows.kept.drop(envelope.dropped)
         try:
             rows, reply = self.run(read_request(envelope))
         except WorkerError as error:

@@ -92,16 +92,9 @@ class WorkerRows:
         self.kept, self.timeout_s = KeptRows(), 0.0
         self.process = ""  # the name of this actor
         self._actors: dict[str, Any] = {}
-        self._shared: dict[int, Any] = {}  # references to rows in shared memory, by key
-
-    def drop(self, keys: Sequence[int]) -> None:
-        self.kept.drop(keys)
-        for key in keys:
-            self._shared.pop(key, None)
 
     def clear(self) -> None:
         self.kept.clear()
-        self._shared.clear()
         self._actors.clear()
 
     def give(self, keys: Sequence[int]) -> dict[int, Any]:
@@ -113,11 +106,12 @@ class WorkerRows:
         return {key: self._share(key, outcome) for key, outcome in found.items()}
 
     def _share(self, key: int, outcome: Outcome) -> Any:
+        """Move large rows to shared memory; return the reference to them, or the outcome."""
         if not isinstance(outcome, Rows) or count_bytes(outcome) < SHARED_BYTES:
             return outcome
-        if key not in self._shared:
-            self._shared.setdefault(key, ray.put(outcome))
-        return self._shared[key]
+        ref = ray.put(outcome)
+        self.kept.replace(key, ref)
+        return ref
 
     def fetch_rows(self, handles: Sequence[KeptHandle]) -> list[Any]:
         """Return the rows of these handles, in order.
@@ -128,10 +122,7 @@ class WorkerRows:
         waiting = _by_process(handles)
         values: dict[KeptHandle, Any] = {}
         for handle in waiting.pop(self.process, []):
-            outcome = self.kept.wait_for([handle.key], 0.0)
-            assert handle.key in outcome, f"{handle} were dropped before they were read"
-            found = outcome[handle.key]
-            values[handle] = copy_rows(found) if isinstance(found, Rows) else found
+            values[handle] = self._read_own(handle)
         while waiting:
             values |= self._ask(waiting, deadline)
             left = {p: [h for h in found if h not in values] for p, found in waiting.items()}
@@ -143,6 +134,15 @@ class WorkerRows:
             if isinstance(value, WorkerError):
                 raise value
         return [values[handle] for handle in handles]
+
+    def _read_own(self, handle: KeptHandle) -> Outcome:
+        """Read an outcome of this process; calls run in order, so it exists."""
+        outcomes = self.kept.wait_for([handle.key], 0.0)
+        assert handle.key in outcomes, f"{handle} were dropped before they were read"
+        outcome = outcomes[handle.key]
+        if isinstance(outcome, ray.ObjectRef):
+            return ray.get(outcome)
+        return copy_rows(outcome) if isinstance(outcome, Rows) else outcome
 
     def _ask(
         self, waiting: dict[str, list[KeptHandle]], deadline: float
