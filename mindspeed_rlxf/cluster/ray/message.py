@@ -42,7 +42,8 @@ def pack_requests(
     bodies: dict[tuple[Any, ...], bytes] = {}
     messages = []
     for request, keys in zip(requests, dropped, strict=True):
-        shared = id(request.args), id(request.role), request.method, request.num_rows
+        same = id(request.role), request.method, request.num_rows, id(request.factory)
+        shared = *same, *map(id, request.args)
         if (body := bodies.get(shared)) is None:
             body = bodies[shared] = _dump_body(request)
         # A tuple, as the class would have to be named in each message.
