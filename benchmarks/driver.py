@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.cluster.kept_rows import KeptRows
-from mindspeed_rlxf.cluster.protocol import BUILD, Reply
+from mindspeed_rlxf.cluster.protocol import Reply
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -112,16 +112,16 @@ class ManyRanks:
 
         self.role, self.kept, self.message = Role(length), KeptRows(), message
 
-    def run_request(self, data: bytes) -> bytes:
-        envelope = self.message.open_envelope(data)
-        self.kept.drop(envelope.dropped)
-        request = self.message.read_request(envelope)
-        if request.method == BUILD or request.of_engine:
-            return self.message.pack_reply(Reply(None, None, 0.0))
+    def run_request(self, message: list[Any], built: Any = None) -> Reply:
+        asked = self.message.Message(*message)
+        self.kept.drop(asked.dropped)
+        if built is not None or asked.of_engine:
+            return Reply(None, None, 0.0)
+        request = self.message.read_request(asked, built)
         output = getattr(self.role, request.method)(*request.args)
-        self.kept.put(envelope.key, output.rows)
+        self.kept.put(asked.key, output.rows)
         rows = None if output.rows is None else output.rows.num_rows
-        return self.message.pack_reply(Reply(output.report, rows, 0.0))
+        return Reply(output.report, rows, 0.0)
 
 
 class Bare:
@@ -133,27 +133,31 @@ class Measured(PpoTrainer):
     """Notes the CPU seconds of each iteration, and of as many bare calls after it."""
 
     def prepare(self, bare: list[Any], ray: Any) -> None:
-        from mindspeed_rlxf.cluster.ray import message, pool
+        from mindspeed_rlxf.cluster.ray import pool
 
-        self.bare, self.ray, self.message, self.module = bare, ray, message, pool
+        self.bare, self.ray = bare, ray
+        self.module = SimpleNamespace(make_messages=pool.make_messages, gather=pool.gather)
         self.cpu: list[float] = []
         self.bare_cpu: list[float] = []
         self.main_cpu: list[float] = []  # of it in the main thread
         self.num_calls = self.num_phases = 0  # of the iteration under way
         self.num_replies = self.bytes_out = self.bytes_in = 0
 
-    def count_out(self, requests: Any, *arguments: Any) -> list[bytes]:
-        """Make the messages of a phase, and count them."""
-        messages = self.message.pack_requests(requests, *arguments)
+    def count_out(self, requests: Any, *arguments: Any) -> list[tuple[Any, ...]]:
+        """Make the messages of a phase, and count them; of the first iteration also the bytes."""
+        messages = self.module.make_messages(requests, *arguments)
         self.num_phases += 1
         self.num_calls += len(messages)
-        self.bytes_out += sum(map(len, messages))
+        if not self.cpu:
+            self.bytes_out += sum(len(self.ray.cloudpickle.dumps(each)) for each in messages)
         return messages
 
-    def count_in(self, data: bytes) -> Reply:
-        self.num_replies += 1
-        self.bytes_in += len(data)
-        return self.message.read_reply(data)
+    def count_in(self, tasks: Any, timeout_s: float) -> list[Reply]:
+        replies = self.module.gather(tasks, timeout_s)
+        self.num_replies += len(replies)
+        if not self.cpu:
+            self.bytes_in += sum(len(self.ray.cloudpickle.dumps(each)) for each in replies)
+        return replies
 
     def _finish(self, *arguments: Any) -> None:
         super()._finish(*arguments)
@@ -168,7 +172,7 @@ class Measured(PpoTrainer):
             "bytes_of_request": self.bytes_out // asked,
             "bytes_of_reply": self.bytes_in // asked,
         }
-        self.num_phases = self.num_calls = self.num_replies = self.bytes_out = self.bytes_in = 0
+        self.num_phases = self.num_calls = self.num_replies = 0
 
     def _bare_calls(self) -> None:
         began, size = cpu_s(), self.actor.train.pool.world_size
@@ -179,10 +183,12 @@ class Measured(PpoTrainer):
         self._began = cpu_s(), time.thread_time()
 
     def fit(self) -> None:
+        from mindspeed_rlxf.cluster.ray import pool
+
         self._began = cpu_s(), time.thread_time()
         with (
-            patch.object(self.module, "pack_requests", self.count_out),
-            patch.object(self.module, "read_reply", self.count_in),
+            patch.object(pool, "make_messages", self.count_out),
+            patch.object(pool, "gather", self.count_in),
         ):
             super().fit()
 

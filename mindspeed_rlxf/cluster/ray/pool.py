@@ -20,13 +20,7 @@ from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
-from mindspeed_rlxf.cluster.ray.message import (
-    open_envelope,
-    pack_reply,
-    pack_requests,
-    read_reply,
-    read_request,
-)
+from mindspeed_rlxf.cluster.ray.message import Message, make_messages, read_request
 from mindspeed_rlxf.cluster.ray.rows import CallRows, RayHandle, WorkerRows, find_missing
 from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.refs import find_refs
@@ -51,7 +45,7 @@ class RayWorker(WorkerProcess):
     """
 
     def __init__(self) -> None:
-        self._rows, self._rank = WorkerRows(), 0
+        self._rows = WorkerRows()
         super().__init__(self._rows.fetch_rows)
 
     def place(self, entry: int) -> Place:
@@ -72,31 +66,27 @@ class RayWorker(WorkerProcess):
         secrets: environment variables hidden from Ray
         """
         os.environ.update(secrets)
-        self._rank, self._rows.timeout_s = setup.rank, setup.collective_timeout_s
+        self._rows.timeout_s = setup.collective_timeout_s
         try:
             self.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
             return worker_error(error, setup.pool, setup.rank, "start")
         return None
 
-    def run_request(self, message: bytes) -> bytes | WorkerError:
+    def run_request(self, message: list[Any], built: Any = None) -> Reply | WorkerError:
         """Run a request and keep its rows; return the reply, or the WorkerError in its place.
 
-        message: of `message.pack_requests`
+        message, built: of `make_messages`
         """
-        envelope = open_envelope(message)
-        self._rows.kept.drop(envelope.dropped)
+        asked = Message(*message)
+        self._rows.kept.drop(asked.dropped)
         try:
-            rows, reply = self.run(read_request(envelope))
+            rows, reply = self.run(read_request(asked, built))
         except WorkerError as error:
-            self._rows.kept.put(envelope.key, error)
+            self._rows.kept.put(asked.key, error)
             return error
-        except Exception as error:  # the modules of its arguments cannot be imported here
-            lost = worker_error(error, envelope.role, self._rank, envelope.method)
-            self._rows.kept.put(envelope.key, lost)
-            return lost
-        self._rows.kept.put(envelope.key, rows)
-        return pack_reply(reply)
+        self._rows.kept.put(asked.key, rows)
+        return reply
 
     @ray.method(concurrency_group="rows")
     def give_rows(self, keys: Sequence[int]) -> dict[int, Any]:
@@ -167,11 +157,10 @@ class RayCall:
         requests = self._pool.under_way[self._key]
         tasks = list(zip(self._rows.replies, self._origins, strict=True))
         try:
-            found = gather(tasks, deadlines.seconds_for(requests))
+            replies: list[Reply] = gather(tasks, deadlines.seconds_for(requests))
         except RuntimeTimeout as error:
             inputs = self._late_inputs(error.missing)
             raise self._pool.owner.explain_timeout(self._pool, error, inputs) from None
-        replies = [read_reply(data) for data in found]
         took_s = max(time.monotonic() - started, *(reply.seconds for reply in replies))
         deadlines.record(requests, took_s)
         self._rows.replies.clear()
@@ -212,8 +201,8 @@ class RayPool:
         """Start each request on its rank, from `first_rank` on, without waiting."""
         key, ranks = next(_keys), range(first_rank, first_rank + len(requests))
         self.under_way[key] = requests
-        messages = pack_requests(requests, key, [self._take_dropped(rank) for rank in ranks])
-        refs = [self._run[rank](message) for rank, message in zip(ranks, messages, strict=True)]
+        messages = make_messages(requests, key, [self._take_dropped(rank) for rank in ranks])
+        refs = [self._run[rank](*message) for rank, message in zip(ranks, messages, strict=True)]
         pairs = zip(ranks, requests, strict=True)
         origins = [self._all_origins(r.role.value, r.method)[rank] for rank, r in pairs]
         return RayCall(self, origins, refs, key)

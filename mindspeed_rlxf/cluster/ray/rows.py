@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -59,14 +60,18 @@ class CallRows:
 class RayHandle:
     """The rows of one rank, for the driver; equal only to itself. Pickled, it is a KeptHandle."""
 
-    __slots__ = ("call", "origin")
-
     def __init__(self, call: CallRows, origin: Origin) -> None:
         self.call, self.origin = call, origin
 
+    @cached_property
+    def place(self) -> tuple[Any, ...]:
+        """Process, key and the fields of the origin, as plain values."""
+        process, o = self.call.pool.workers.places[self.origin.rank].process, self.origin
+        return process, self.call.key, o.role, o.rank, o.host, o.phase, o.log, o.pool
+
     def __reduce__(self) -> tuple[type[KeptHandle], tuple[str, int, Origin]]:
-        place = self.call.pool.workers.places[self.origin.rank]
-        return KeptHandle, (place.process, self.call.key, self.origin)
+        process, key, *_ = self.place
+        return KeptHandle, (process, key, self.origin)
 
     def __repr__(self) -> str:
         return self.origin.rows
