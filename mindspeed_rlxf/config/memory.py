@@ -74,8 +74,6 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes of activations that one layer keeps for its backward pass.
 
-    It is an upper bound for a forward pass.
-
     Two norms keep their input in fp32, the normed value and the output; attention its projections,
     rotated queries and keys, cosines and sines, the output twice and the log of the normaliser; the
     gated MLP its two halves together, the activated half, the other half and their product. Experts
@@ -84,17 +82,42 @@ def layer_activation_bytes(
 
     Ranks that share a key-value group gather the projections of all of them.
     """
+    norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
+    attention = _attention_bytes(a, tokens, tp, itemsize)
+    return 2 * norm + attention + mlp_activation_bytes(a, tokens, tp, sequence_parallel, itemsize)
+
+
+def layer_forward_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> int:
+    """Return the most bytes of activations that one layer takes at once without gradients.
+
+    The hidden state that enters it, a norm, and attention or the MLP: what attention computes is
+    freed before the MLP begins.
+    """
+    norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
+    entry = (tokens // tp if sequence_parallel else tokens) * a.hidden_size * itemsize
+    attention = _attention_bytes(a, tokens, tp, itemsize)
+    mlp = mlp_activation_bytes(a, tokens, tp, sequence_parallel, itemsize)
+    return entry + norm + max(attention, mlp)
+
+
+def _norm_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> int:
+    norm_tokens = tokens // tp if sequence_parallel else tokens
+    return norm_tokens * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
+
+
+def _attention_bytes(a: ArchitectureConfig, tokens: int, tp: int, itemsize: int) -> int:
     queries = a.num_attention_heads * a.head_dim // tp
     keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
     projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
-    norms = 2 * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
-    attention = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
-    attention += FP32 * a.num_attention_heads // tp
+    kept = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
+    kept += FP32 * a.num_attention_heads // tp
     if a.qk_layernorm:
-        attention += (FP32 + itemsize) * (queries + keys)
-    norm_tokens = tokens // tp if sequence_parallel else tokens
-    kept = norm_tokens * norms + tokens * attention
-    return kept + mlp_activation_bytes(a, tokens, tp, sequence_parallel, itemsize)
+        kept += (FP32 + itemsize) * (queries + keys)
+    return tokens * kept
 
 
 def mlp_activation_bytes(
