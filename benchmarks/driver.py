@@ -36,6 +36,7 @@ import torch
 from mindspeed_rlxf.cluster.kept_rows import KeptRows
 from mindspeed_rlxf.cluster.protocol import Reply
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
+from mindspeed_rlxf.cluster.worker import freeze_imports
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.resolve import resolve
@@ -140,6 +141,7 @@ class Measured(PpoTrainer):
         self.cpu: list[float] = []
         self.bare_cpu: list[float] = []
         self.main_cpu: list[float] = []  # of it in the main thread
+        self.bare_main: list[float] = []
         self.num_calls = self.num_phases = 0  # of the iteration under way
         self.num_replies = self.bytes_out = self.bytes_in = 0
 
@@ -175,11 +177,12 @@ class Measured(PpoTrainer):
         self.num_phases = self.num_calls = self.num_replies = 0
 
     def _bare_calls(self) -> None:
-        began, size = cpu_s(), self.actor.train.pool.world_size
+        began, main, size = cpu_s(), time.thread_time(), self.actor.train.pool.world_size
         for _ in range(self.num_phases):
             refs = [self.bare[i % len(self.bare)].same.remote(i) for i in range(size)]
             self.ray.get(refs)
         self.bare_cpu.append((cpu_s() - began) / (self.num_phases * size))
+        self.bare_main.append((time.thread_time() - main) / (self.num_phases * size))
         self._began = cpu_s(), time.thread_time()
 
     def fit(self) -> None:
@@ -220,6 +223,7 @@ def main() -> None:
             for length in arguments.lengths:
                 found[f"workers_{length}_tokens"] = measure(pool, length, arguments)
             pool.shutdown()
+        freeze_imports()  # as `create_pools` does
         for length in arguments.lengths if arguments.stand_ins else ():
             pool = stand_in_pool(runtime, arguments.stand_ins, length)
             found[f"stand_ins_{length}_tokens"] = measure(pool, length, arguments)
@@ -295,6 +299,7 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         "cpu_ms_per_worker_and_phase": round(per_call * 1e3, 3),
         "of_it_main_thread_ms": round(statistics.median(trainer.main_cpu[WARM:]) * 1e3, 3),
         "bare_call_cpu_ms": round(bare * 1e3, 3),
+        "of_it_bare_main_thread_ms": round(statistics.median(trainer.bare_main[WARM:]) * 1e3, 3),
         "ratio_to_bare_call": round(per_call / bare, 2),
         "driver_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "build_s": round(built_s, 1),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -128,6 +129,11 @@ def test_large_rows_reach_readers_that_wait_for_long_and_their_own_rank(
     assert [n for half in halves for n in half.numbers] == list(range(20_000))
     own = producer.call(StandIn.read, rows.take([19_999, 0])).result()
     assert own[0].numbers == [19_999, 0]
+
+
+def test_collections_of_the_driver_leave_its_imports_alone(make_pools: MakePools) -> None:
+    make_pools(1)
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_ranks_drop_rows_that_nothing_refers_to_with_their_next_message(
