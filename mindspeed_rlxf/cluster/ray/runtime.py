@@ -85,7 +85,7 @@ class RayRuntime:
         """
         from mindspeed_rlxf.cluster.worker import freeze_imports
 
-        pools = dict(self.pools.create(processes_per_node, parts or {}))
+        pools: dict[str, Pool] = dict(self.pools.create(processes_per_node, parts or {}))
         freeze_imports()
         return pools
 
