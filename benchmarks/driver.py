@@ -3,8 +3,8 @@
 The trainer, its role groups, metrics and files are real; the workers answer at once. 32 of them are
 processes of a pool with a world of their own, then 512 are stand-ins, 64 to a process, which
 answer without reading their inputs. Each iteration has nine phases; between iterations the driver
-makes as many calls of bare actors that return their argument, one after the other and then all
-answers, as the trainer does. CPU time is that of the whole driver process, Ray's threads included.
+makes as many calls of bare actors, one for each process of the pool, that return their argument:
+all calls, then all answers, as the trainer does. CPU time is that of the whole driver process, Ray's threads included.
 Prints one JSON line. Real workers need about 0.25 GiB and 3 s of CPU time each to start.
 
     python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
@@ -283,13 +283,15 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         built_s = time.monotonic() - began
         with contextlib.redirect_stdout(sys.stderr):  # the recorder keeps it
             trainer = make_trainer(config, roles)
-        actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(min(8, pool.world_size))]
+        processes = len(set(pool.workers.actors))
+        actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(processes)]
         ray.get([actor.same.remote(0) for actor in actors])
         trainer.prepare(actors, ray)
         if arguments.profile:
             profiled(trainer)
         else:
             trainer.fit()
+        idle = idle_share()
         for actor in actors:
             ray.kill(actor)
     per_call = statistics.median(trainer.cpu[WARM:])
@@ -301,9 +303,17 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         "bare_call_cpu_ms": round(bare * 1e3, 3),
         "of_it_bare_main_thread_ms": round(statistics.median(trainer.bare_main[WARM:]) * 1e3, 3),
         "ratio_to_bare_call": round(per_call / bare, 2),
+        "idle_cpu_ms_per_s": round(idle * 1e3, 1),
         "driver_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "build_s": round(built_s, 1),
     }
+
+
+def idle_share(seconds: float = 3.0) -> float:
+    """Return the CPU seconds per second of a driver that does nothing: those of Ray's threads."""
+    began = cpu_s()
+    time.sleep(seconds)
+    return (cpu_s() - began) / seconds
 
 
 def profiled(trainer: Measured) -> None:
