@@ -4,8 +4,9 @@ The trainer, its role groups, metrics and files are real; the workers answer at 
 processes of a pool with a world of their own, then 512 are stand-ins, 64 to a process, which
 answer without reading their inputs. Each iteration has nine phases; between iterations the driver
 makes as many calls of bare actors, one for each process of the pool, that return their argument:
-all calls, then all answers, as the trainer does. CPU time is that of the whole driver process, Ray's threads included.
-Prints one JSON line. Real workers need about 0.25 GiB and 3 s of CPU time each to start.
+all calls, then all answers, as the trainer does. CPU time is that of the whole driver process,
+Ray's threads included. Prints one JSON line. A real worker needs about 0.2 GiB and 3 s of CPU time
+to start.
 
     python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
 """
