@@ -127,7 +127,8 @@ class ManyRanks:
 
 
 class Bare:
-    def same(self, value: Any) -> Any:
+    def same(self, value: Any, after_s: float = 0.0) -> Any:
+        time.sleep(after_s)
         return value
 
 
@@ -143,6 +144,7 @@ class Measured(PpoTrainer):
         self.bare_cpu: list[float] = []
         self.main_cpu: list[float] = []  # of it in the main thread
         self.bare_main: list[float] = []
+        self.spread_cpu: list[float] = []  # of bare calls whose answers come one by one
         self.num_calls = self.num_phases = 0  # of the iteration under way
         self.num_replies = self.bytes_out = self.bytes_in = 0
 
@@ -166,7 +168,7 @@ class Measured(PpoTrainer):
         super()._finish(*arguments)
         self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
         self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
-        self._bare_calls()
+        self._bare_calls(arguments[-1] / self.num_phases)
         asked = self.num_phases * self.actor.train.pool.world_size
         self.facts = {
             "phases": self.num_phases,
@@ -177,13 +179,25 @@ class Measured(PpoTrainer):
         }
         self.num_phases = self.num_calls = self.num_replies = 0
 
-    def _bare_calls(self) -> None:
-        began, main, size = cpu_s(), time.thread_time(), self.actor.train.pool.world_size
+    def _bare_calls(self, phase_s: float) -> None:
+        """Make the calls of an iteration on bare actors, whose answers come at once.
+
+        Then, two iterations long, calls whose answers come evenly over the time of a phase, as
+        those of workers do: Ray's threads wake for each of them.
+        """
+        size = self.actor.train.pool.world_size
+        count, actors = self.num_phases * size, self.bare
+        began, main = cpu_s(), time.thread_time()
         for _ in range(self.num_phases):
-            refs = [self.bare[i % len(self.bare)].same.remote(i) for i in range(size)]
-            self.ray.get(refs)
-        self.bare_cpu.append((cpu_s() - began) / (self.num_phases * size))
-        self.bare_main.append((time.thread_time() - main) / (self.num_phases * size))
+            self.ray.get([actors[i % len(actors)].same.remote(i) for i in range(size)])
+        self.bare_cpu.append((cpu_s() - began) / count)
+        self.bare_main.append((time.thread_time() - main) / count)
+        if len(actors) == size and self.iteration > WARM and len(self.spread_cpu) < 2:
+            began = cpu_s()
+            for _ in range(self.num_phases):
+                after_s = [phase_s * i / size for i in range(size)]
+                self.ray.get([a.same.remote(0, s) for a, s in zip(actors, after_s, strict=True)])
+            self.spread_cpu.append((cpu_s() - began) / count)
         self._began = cpu_s(), time.thread_time()
 
     def fit(self) -> None:
@@ -297,6 +311,7 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
             ray.kill(actor)
     per_call = statistics.median(trainer.cpu[WARM:])
     bare = statistics.median(trainer.bare_cpu[WARM:])
+    spread = statistics.median(trainer.spread_cpu) if trainer.spread_cpu else None
     return {
         **trainer.facts,
         "cpu_ms_per_worker_and_phase": round(per_call * 1e3, 3),
@@ -304,6 +319,8 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         "bare_call_cpu_ms": round(bare * 1e3, 3),
         "of_it_bare_main_thread_ms": round(statistics.median(trainer.bare_main[WARM:]) * 1e3, 3),
         "ratio_to_bare_call": round(per_call / bare, 2),
+        "spread_bare_call_cpu_ms": spread and round(spread * 1e3, 3),
+        "ratio_to_spread_bare_call": spread and round(per_call / spread, 2),
         "idle_cpu_ms_per_s": round(idle * 1e3, 1),
         "driver_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "build_s": round(built_s, 1),
