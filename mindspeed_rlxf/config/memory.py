@@ -74,15 +74,15 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes of activations that one layer keeps for its backward pass.
 
-    It is an upper bound for a forward pass.
-
-    Two norms keep their input in fp32, the normed value and the output; attention its projections,
-    rotated queries and keys, cosines and sines, the output twice and the log of the normaliser; the
-    gated MLP its two halves together, the activated half, the other half and their product. Experts
-    keep that for each token sent to them, its hidden state and the product times its weight; the
-    router its probabilities and choices.
-
-    Ranks that share a key-value group gather the projections of all of them.
+    It is an upper bound for a forward pass. What is kept:
+    - by each of two norms: its input in fp32, the normed value and the output
+    - by attention: its projections, the rotated queries and keys, cosines and sines, the output
+      twice, and the log of the normaliser. Ranks that share a key-value group gather the
+      projections of all ranks
+    - by the gated MLP: its two halves together, the activated half, the other half, their product
+    - by experts: the same for each token sent to them, its hidden state, and the product times
+      its weight
+    - by the router: its probabilities and choices
     """
     queries = a.num_attention_heads * a.head_dim // tp
     keys = groups_per_rank(a.kv_heads, tp) * a.head_dim

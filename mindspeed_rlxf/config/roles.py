@@ -117,8 +117,8 @@ class RoleConfig(Section):
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules between model, parallel sizes and micro-batches; none for a rule."""
-        if self.architecture is None:  # that of a rule is
+        """Yield the broken rules between model, parallel sizes and micro-batches."""
+        if self.architecture is None:  # a reward computed by a rule has no model
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
             yield Problem(

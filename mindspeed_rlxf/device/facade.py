@@ -278,9 +278,9 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 def environment_problems(
     kind: DeviceKind, environment: Mapping[str, str]
 ) -> list[npu.Contradiction]:
-    """Find variables of the device's libraries that contradict each other.
+    """Find variables of the device's libraries that contradict each other; only NPU has a rule.
 
-    environment: of the workers
+    environment: the workers' variables
     """
     if resolve_kind(kind) is not DeviceKind.NPU:
         return []

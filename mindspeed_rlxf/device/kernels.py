@@ -139,7 +139,11 @@ def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
 def _probe_attention(
     attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
 ) -> None:
-    """Two sequences; the heads, groups and width of a head that a rank has in the model."""
+    """Compare causal attention over two packed sequences, and its gradients, with torch's.
+
+    heads, groups, width: attention heads, key-value groups and head size on one rank of the model
+    Raises AssertionError where they differ.
+    """
     query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
     found = attend(query, key, value, (5, 19))
     outs = []

@@ -184,7 +184,10 @@ def _cann_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def cann_version() -> str | None:
-    """Find the version of CANN: of the one whose set_env.sh was sourced, or in the usual folder."""
+    """Read the version of CANN whose set_env.sh was sourced, else of the one in a usual folder.
+
+    None when no file has it.
+    """
     named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     for root in (*filter(None, named), *CANN_ROOTS):
         for pattern in CANN_FILES:

@@ -29,7 +29,7 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
 
 
 def check_index(index: int, variable: str | None, seen: int) -> int:
-    """Return the index. Raises ValueError where this process sees no such device."""
+    """Return the index as it is. Raises ValueError when this process sees no such device."""
     if index < seen:
         return index
     value = os.environ.get(variable, "not set") if variable else "not set"

@@ -74,11 +74,11 @@ def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedData
     return model
 
 
-def gather_ahead(models: Sequence[Any], begins: bool) -> None:
-    """Let forward passes gather the weights that the step before them changed, or gather all now.
+def set_gather_in_forward(models: Sequence[Any], begins: bool) -> None:
+    """Switch on or off that forward passes gather the weights which the last step changed.
 
-    Only between the steps of an iteration: what reads weights without a forward pass (generation,
-    checkpoints, exports) comes after its end.
+    Switching off gathers them at once. It must be off before generation, checkpoints and exports,
+    which read weights without a forward pass; so it is on only between the steps of an iteration.
     """
     for model in models:
         hooked = _gathers_in_forward(model)
@@ -101,7 +101,7 @@ def await_gathers(model: Any) -> None:
 
 
 def _gathers_in_forward(model: Any) -> bool:
-    """Whether the hooks of `gather_ahead` are on; a chunk of a frozen role has none."""
+    """Whether the hooks of `set_gather_in_forward` are on; a chunk of a frozen role has none."""
     return bool(getattr(model, "remove_forward_pre_hook_handles", None))
 
 

@@ -26,7 +26,13 @@ from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleCo
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine import residency
-from mindspeed_rlxf.engine.build import await_gathers, build_chunks, connect, gather_ahead, wrap
+from mindspeed_rlxf.engine.build import (
+    await_gathers,
+    build_chunks,
+    connect,
+    set_gather_in_forward,
+    wrap,
+)
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.grouping import (
     chunk_rows,
@@ -300,7 +306,7 @@ class MegatronEngine:
         """
         self._mini_batch += 1
         with self.holding(*Part, later=Part.OPTIMIZER), self.groups.active():
-            gather_ahead(self.models, True)
+            set_gather_in_forward(self.models, True)
             for model in self.models:
                 model.train()
                 model.zero_grad_buffer()
@@ -323,7 +329,7 @@ class MegatronEngine:
         Mini-batches are counted from 1 again.
         """
         assert self.optimizer is not None and self.scheduler is not None
-        gather_ahead(self.models, False)
+        set_gather_in_forward(self.models, False)
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
         self._mini_batch = 0

@@ -45,14 +45,14 @@ class Shard:
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
-    """Yield every parameter of this rank, with the range of its numbers that this replica writes.
+    """Yield every parameter of this rank, with the range of its elements that this replica writes.
 
-    In the order of the map; the replicas share the numbers equally.
-
-    Experts are on dp / ep replicas, all else on dp.
+    The elements of all parameters, laid end to end in the order of the parameter map, are divided
+    into equal ranges, one per replica: a replica writes few parameters and a part of two. Experts
+    have dp / ep replicas and are divided apart from the others, which have dp.
     """
     dp, rank, ep = groups.dp.size(), groups.dp.rank(), groups.ep.size()
-    counts = {False: 0, True: 0}  # numbers so far: of experts, of all else
+    counts = {False: 0, True: 0}  # is an expert -> elements so far
     totals = dict(counts)
     for parameter in weights.table:
         totals[parameter.expert is not None] += weights.tensors[parameter.name].numel()

@@ -130,7 +130,7 @@ def _is_validation_score(name: str) -> bool:
 
 
 Rule = Callable[[History], Reading | None]
-"""Reads the history; None = not enough values."""
+"""Measures one illness; `Reading.ill` says whether it is there. None = not enough values."""
 
 ENTROPY, KL, SCORE = "actor/entropy", "critic/kl", "critic/score/mean"
 CUT, FIT = "response_length/cut_fraction", "critic/explained_variance"
@@ -139,8 +139,8 @@ WATCHED = (ENTROPY, KL, SCORE, CUT, FIT, EQUAL, GAP)
 VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at validations"
 
 
-def find_entropy_collapse(history: History) -> Reading | None:
-    """The entropy of the last 5 iterations is near 0, and a small part of what it was."""
+def measure_entropy_collapse(history: History) -> Reading | None:
+    """Ill when the entropy of the last 5 iterations is near 0 and far below its first values."""
     recent = history.last(ENTROPY, 5)
     if not recent:
         return None
@@ -150,8 +150,8 @@ def find_entropy_collapse(history: History) -> Reading | None:
     return Reading(ill, ENTROPY, value, text)
 
 
-def find_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
-    """The KL to the reference is over the limit in each of the last 3 iterations."""
+def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
+    """Ill when the KL to the reference is over the limit in each of the last 3 iterations."""
     recent = history.last(KL, 3)
     if not recent:
         return None
@@ -160,10 +160,10 @@ def find_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None
     return Reading(min(recent) > limit, KL, value, text)
 
 
-def find_falling_validation(history: History) -> Reading | None:
-    """Each of the last 3 validations is worse than the one before, while training scores rose.
+def measure_falling_validation(history: History) -> Reading | None:
+    """Ill when the last 3 validations each got worse, while training scores rose.
 
-    The fall from the best validation has to be a tenth of the range of all, or more.
+    The fall from the best validation must be at least a tenth of the range of all validations.
     """
     validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
     if not validated or not trained:
@@ -179,8 +179,8 @@ def find_falling_validation(history: History) -> Reading | None:
     return Reading(falls and large and trained[-1] > trained[0], VALIDATION, now, text)
 
 
-def find_cut_responses(history: History) -> Reading | None:
-    """Nearly all responses of the last 5 iterations reach the limit without EOS."""
+def measure_cut_responses(history: History) -> Reading | None:
+    """Ill when nearly all responses of the last 5 iterations reach the limit without EOS."""
     recent = history.last(CUT, 5)
     if not recent:
         return None
@@ -189,8 +189,8 @@ def find_cut_responses(history: History) -> Reading | None:
     return Reading(value >= CUT_SHARE, CUT, value, text)
 
 
-def find_idle_critic(history: History) -> Reading | None:
-    """The values of the last 30 iterations predict returns worse than a constant would."""
+def measure_idle_critic(history: History) -> Reading | None:
+    """Ill when the values of the last 30 iterations predict returns worse than a constant."""
     recent = history.last(FIT, CRITIC_ITERATIONS)
     if not recent:
         return None
@@ -199,8 +199,8 @@ def find_idle_critic(history: History) -> Reading | None:
     return Reading(value < 0.0, FIT, value, text)
 
 
-def find_equal_scores(history: History) -> Reading | None:
-    """Nearly all prompts of the last 5 iterations have responses that score the same."""
+def measure_equal_scores(history: History) -> Reading | None:
+    """Ill when nearly all prompts of the last 5 iterations have responses of equal score."""
     recent = history.last(EQUAL, 5)
     if not recent:
         return None
@@ -209,8 +209,11 @@ def find_equal_scores(history: History) -> Reading | None:
     return Reading(value >= EQUAL_SHARE, EQUAL, value, text)
 
 
-def find_growing_gap(history: History) -> Reading | None:
-    """Generation and training disagree by more than rounding, or ten times as much as at first."""
+def measure_growing_gap(history: History) -> Reading | None:
+    """Ill when log-probs of generation and training differ by more than rounding explains.
+
+    Also when the difference is above a floor and ten times the first one.
+    """
     recent = history.last(GAP, 3)
     if not recent:
         return None
@@ -223,8 +226,8 @@ def find_growing_gap(history: History) -> Reading | None:
     return Reading(ill, GAP, value, text)
 
 
-def find_lagging_rank(history: History) -> Reading | None:
-    """The same rank is the slowest of a phase, by far, for 10 iterations."""
+def measure_lagging_rank(history: History) -> Reading | None:
+    """Ill when the same rank was by far the slowest of a phase for 10 iterations in a row."""
     if not history.lagging:
         return None
     phase = max(history.lagging, key=lambda name: len(history.lagging[name][1]))
@@ -239,39 +242,39 @@ def find_lagging_rank(history: History) -> Reading | None:
 
 RULES: dict[HealthRule, tuple[Rule, str]] = {
     HealthRule.ENTROPY_COLLAPSE: (
-        find_entropy_collapse,
+        measure_entropy_collapse,
         "raise actor_rollout.entropy_coeff or algorithm.kl_ctrl.kl_coef, lower actor_rollout.lr",
     ),
     HealthRule.KL_RUNAWAY: (
-        find_kl_runaway,
+        measure_kl_runaway,
         "raise algorithm.kl_ctrl.kl_coef, lower actor_rollout.lr",
     ),
     HealthRule.VALIDATION_FALLS: (
-        find_falling_validation,
+        measure_falling_validation,
         "the policy may exploit the reward: read samples.jsonl, raise algorithm.kl_ctrl.kl_coef, "
         "or take the best checkpoint",
     ),
     HealthRule.ALL_CUT: (
-        find_cut_responses,
+        measure_cut_responses,
         "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
         "algorithm.overlong_buffer_len",
     ),
     HealthRule.CRITIC_EXPLAINS_NOTHING: (
-        find_idle_critic,
+        measure_idle_critic,
         "train the critic first (critic.warmup_iters), or change critic.lr",
     ),
     HealthRule.EQUAL_SCORES: (
-        find_equal_scores,
+        measure_equal_scores,
         "use easier or harder prompts, algorithm.filter_groups=true, or more "
         "actor_rollout.n_samples_per_prompt",
     ),
     HealthRule.LOG_PROB_GAP: (
-        find_growing_gap,
+        measure_growing_gap,
         "compare precision and layout of generation and training; "
         "algorithm.max_log_prob_gap stops the run at the token with the largest gap",
     ),
     HealthRule.LAGGING_RANK: (
-        find_lagging_rank,
+        measure_lagging_rank,
         "look at its host with `mindspeed-rlxf doctor`",
     ),
 }
@@ -288,7 +291,7 @@ class Health:
         self._rules = dict(RULES)
         remedy = RULES[HealthRule.KL_RUNAWAY][1]
         self._rules[HealthRule.KL_RUNAWAY] = (
-            lambda history: find_kl_runaway(history, kl_limit),
+            lambda history: measure_kl_runaway(history, kl_limit),
             remedy,
         )
 

@@ -157,7 +157,7 @@ class View:
         return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
 
     def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
-        """Return a number, its curve in the space that is left, and facts."""
+        """Return a line: the last value of `name`, its curve in the free space, and facts."""
         curve = self._curves[name]
         if not curve:
             return _line(label, "-")

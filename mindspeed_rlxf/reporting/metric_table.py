@@ -195,7 +195,7 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """Replace the part of the document behind `MARK` with the tables."""
+    """Return the document with the part after `MARK` replaced by the tables."""
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
     return f"{head}{MARK}\n\n{tables()}"

@@ -34,7 +34,10 @@ class TokenWriter:
         self._file = LineFile(folder / f"rank_{rank:05d}.jsonl", limit)
 
     def write(self, iteration: int, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
-        """Append a line for each sample: sample id -> name -> one number per token."""
+        """Append a line for each sample; begin a new file when this one is full.
+
+        samples: sample id -> name -> one number per token
+        """
         if not samples:
             return
         if not self._folder.is_dir():

@@ -182,7 +182,7 @@ class _Sender:
             )
 
     def _read_last(self) -> int:
-        """Return the last iteration that an earlier start recorded; -1 = none."""
+        """Read the highest iteration that an earlier start recorded in its file; -1 = none."""
         with contextlib.suppress(OSError), open_file(self._file, "r", encoding="ascii") as stream:
             numbers = [int(line) for line in stream.read().split() if line.isdigit()]
             return max(numbers, default=-1)

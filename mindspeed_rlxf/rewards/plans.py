@@ -77,7 +77,10 @@ def rule_decides(reward: RewardConfig, data_source: str) -> bool:
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
-    """Report functions that name no rule, or give it arguments that it does not take or use."""
+    """Report functions that are no known rule, and arguments that a rule does not take or use.
+
+    Functions in a file (`path/to/file.py:name`) are not checked here.
+    """
     for part in reward.parts:
         if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
             continue

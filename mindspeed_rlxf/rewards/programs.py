@@ -92,7 +92,7 @@ def find_program(response: str) -> str | None:
 
 
 def read_cases(ground_truth: str) -> list[Case]:
-    """Read test cases. Errors: ValueError for a text that holds none."""
+    """Read test cases from a JSON object. Errors: ValueError for a text that is no such object."""
     try:
         found = json.loads(ground_truth)
     except json.JSONDecodeError as error:

@@ -146,7 +146,13 @@ class Generation:
         yield pack
 
     def _prefill(self, pack: dict[int, int]) -> None:
-        """Fill the slots of a pack with what is known of their rows; draw their next tokens."""
+        """Fill the cache of the slots of a pack, and draw the next token of each row.
+
+        Rows that are their own source are computed in one pass. The others copy the prompt of
+        their source.
+
+        pack: slot -> slot that holds its prompt, or itself
+        """
         computed = [slot for slot, source in pack.items() if slot == source]
         found = dict(zip(computed, self._compute(computed), strict=True)) if computed else {}
         for slot, state in found.items():

@@ -107,7 +107,11 @@ class NativeRollout:
                 yield sequence.result(version)
 
     def _limits(self, requests: Sequence[GenerationRequest]) -> Limits:
-        """Limit rows, and the tokens of the cache where the rows are as many as fit."""
+        """Return the limits of rows and cache tokens; a collective of the tensor-parallel ranks.
+
+        `max_rows` limits the rows; without it the memory of the cache does. All ranks take the
+        numbers of the first one.
+        """
         prompt = max(len(request.prompt) for request in requests)
         response = max(request.settings.max_new_tokens for request in requests)
         memory = None
@@ -128,7 +132,7 @@ class NativeRollout:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Score as `RolloutEngine.score` says, several sequences in one packed pass."""
+        """Score as `RolloutEngine.score` says, in packed passes of up to PREFILL_TOKENS tokens."""
         self.model.eval()
         self._stats = GenerationStats()
         log_probs: list[list[float]] = []

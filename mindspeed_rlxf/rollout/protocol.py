@@ -29,7 +29,7 @@ class FinishReason(str, Enum):
 
         tokens: of the whole response, at least one
         """
-        return cls.STOP if settings.end(tokens) else cls.LENGTH
+        return cls.STOP if settings.ends_with(tokens) else cls.LENGTH
 
 
 @dataclass(frozen=True, eq=False)

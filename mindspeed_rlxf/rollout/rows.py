@@ -57,7 +57,7 @@ class Growing:
         """Append tokens up to the first that ends the response; return whether there is one."""
         for token in tokens:
             self.tokens.append(token)
-            if self.settings.end(self.tokens):
+            if self.settings.ends_with(self.tokens):
                 return True
         return False
 

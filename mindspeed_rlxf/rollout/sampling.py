@@ -36,7 +36,7 @@ class SamplingSettings:
     eos_token_ids: tuple[int, ...]
     stop: StopStrings | None = None
 
-    def end(self, tokens: Sequence[int]) -> bool:
+    def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether a response ends with its last token, by EOS or by a string.
 
         tokens: of the whole response, at least one
@@ -44,7 +44,9 @@ class SamplingSettings:
         if tokens[-1] in self.eos_token_ids:
             return True
         return (
-            self.stop is not None and len(tokens) >= self.min_new_tokens and self.stop.end(tokens)
+            self.stop is not None
+            and len(tokens) >= self.min_new_tokens
+            and self.stop.is_completed_by(tokens)
         )
 
     @property

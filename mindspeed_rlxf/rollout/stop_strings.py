@@ -23,8 +23,8 @@ class StopStrings:
     strings: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
 
-    def end(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token completes a string. tokens: of the whole response so far"""
+    def is_completed_by(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of `tokens`, the response so far, completes a string."""
         window = self._window
         text = self._decode(tokens[-window:])
         if not any(string in text for string in self.strings):

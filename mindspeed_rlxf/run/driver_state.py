@@ -206,7 +206,7 @@ def line_positions(directory: RunDirectory) -> dict[str, int]:
 
 
 def _line_files(directory: RunDirectory) -> list[LineFile]:
-    """List the files that grow by lines during the run."""
+    """List the files to which the run appends lines."""
     samples = directory.samples, directory.val_samples
     return [
         LineFile(path)

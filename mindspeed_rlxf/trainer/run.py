@@ -62,7 +62,10 @@ class Run:
     def __init__(
         self, config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None
     ) -> None:
-        """find_peak: of a device by its name, for `throughput/mfu`"""
+        """Keep the parts of a run; nothing is started.
+
+        find_peak: returns the peak FLOP/s of a device by its name, for `throughput/mfu`
+        """
         training = config.training
         self.config, self.prepared, self.find_peak = config, prepared, find_peak
         self.exit_code = EXIT_DONE

@@ -261,7 +261,7 @@ class StagedFolder:
         self._finish()
 
     def _move_away(self) -> None:
-        """Move the older folder to a new name, which the journal gets first."""
+        """Write a new name for the older folder to the journal, then rename the folder."""
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
         self._before, self._node_before = self.target.with_name(name), _node(self.target)
         self._append({REPLACES: name, "node": self._node_before})

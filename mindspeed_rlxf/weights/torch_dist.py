@@ -55,9 +55,9 @@ SMALL = 1 << 20  # bytes of a tensor that is written at once
 def read_torch_dist(
     metadata: Metadata, architecture: ArchitectureConfig, prefix: str = ""
 ) -> MegatronWeights:
-    """Read the weights of a checkpoint, or what its optimizer holds for each of them.
+    """Find the weights in a checkpoint, or one optimizer tensor for each of them.
 
-    prefix: of the names of what the optimizer holds of them, which is read in their place
+    prefix: first part of the names of these optimizer tensors; "" = read the weights
     Errors: ValueError when it is damaged or holds another model.
     """
     tensors = {

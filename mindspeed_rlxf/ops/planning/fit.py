@@ -42,7 +42,7 @@ class Need:
 
     @property
     def verdict(self) -> str:
-        """A line for the plan: it fits, or does not and what to change, or what is not known."""
+        """The plan's line: the sizes, whether they fit, and what to change or what is unknown."""
         if self.available is None:
             return f"{self._sizes}; {self.unknown}"
         if self.problem is None:

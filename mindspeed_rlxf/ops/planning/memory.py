@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
-from mindspeed_rlxf.config.layout import ParallelLayout, part_of
+from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
@@ -160,7 +160,7 @@ def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
         config.parts[0],
         (rollout,),
         device.process_bytes(config.device.kind),
-        tuple(part_of(config.resource_pool[pool], *config.parts)),
+        tuple(count_per_node(config.resource_pool[pool], *config.parts)),
         GENERATES,
     )
 

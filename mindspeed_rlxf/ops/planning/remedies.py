@@ -101,7 +101,11 @@ class _Search:
         return best
 
     def _price(self, before: Tried, tried: Tried) -> float:
-        """Return what a change costs for each byte that it saves of those that are too many."""
+        """Return the seconds that a change costs per byte saved; the lower, the better.
+
+        Only bytes above the limit count as saved. Without predicted seconds it is minus the
+        bytes saved.
+        """
         saved = min(before.total - tried.total, before.total - self.limit)
         if tried.seconds is None or before.seconds is None:
             return -saved

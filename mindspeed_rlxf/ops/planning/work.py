@@ -253,9 +253,10 @@ class _Model:
         return Work(link=count, messages=messages)
 
     def _offload(self, trains: bool) -> Work:
-        """Return the copies between device and host that offloading makes in a phase.
+        """Return the bytes that offloading copies between device and host in a phase.
 
-        Weights come to the device; updated ones go back. The optimizer's state comes and goes.
+        Weights are copied to the device, and back when they are trained. The optimizer's state
+        is copied both ways, and only when they are trained.
         """
         found, copied = self.section.offload, 0.0
         if found.weights:

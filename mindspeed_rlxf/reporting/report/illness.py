@@ -74,7 +74,7 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield metrics whose mean over the last iterations is out of its healthy range."""
+    """Yield metrics whose mean over the last iterations is outside their healthy range."""
     lately = [each for each in iterations if each.number > 0][-LATELY:]
     means = _means(lately)
     whole = means.get("timing/all", 0.0)

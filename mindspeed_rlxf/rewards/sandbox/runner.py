@@ -121,15 +121,17 @@ class Sandbox:
         return f"isolation is not complete: {', '.join(missing)}" if missing else ""
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
-        """Run a Python program to its end or its limits; nothing of it is left afterwards.
+        """Run a Python program to its end or its limits; none of its processes or files is left.
 
-        wall_s: its time in place of reward.sandbox.wall_s, if that is longer
-        Errors: SandboxError where the level does not work any more.
+        If the sandbox fails, it runs a harmless program. If that works, the given program caused
+        the failure and counts as killed; otherwise the level no longer works.
+
+        wall_s: time limit; that of reward.sandbox.wall_s if None or longer
+        Errors: SandboxError when the level no longer works.
         """
         try:
             outcome = self._ask(program, stdin, wall_s)
         except SandboxError as error:
-            # The program may be the reason. It is, if a mild one runs.
             if reason := self.probe():
                 raise SandboxError(f"level {self.level.value} no longer works: {reason}") from error
             return Outcome("", 128 + 9, "killed")

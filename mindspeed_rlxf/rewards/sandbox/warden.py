@@ -114,7 +114,7 @@ class Run:
             try:
                 cause = self._watch(wakeup)
             finally:
-                self._end()
+                self._kill_descendants()
             for descriptor, output in self.sources.items():
                 while not output.over and output.take(descriptor):
                     pass
@@ -194,8 +194,11 @@ class Run:
         last = self.stderr.text().strip().rpartition("\n")[2]
         return next((cause for sign, cause in REFUSALS.items() if sign in last), "error")
 
-    def _end(self) -> None:
-        """Kill all that descends from here, until the kernel knows no child any more."""
+    def _kill_descendants(self) -> None:
+        """Kill the descendants of this process until none is left.
+
+        Raises TimeoutError when some are left after KILL_S.
+        """
         deadline = time.monotonic() + KILL_S
         while not self._reap():
             if time.monotonic() > deadline:
