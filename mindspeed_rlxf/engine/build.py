@@ -89,10 +89,10 @@ def set_gather_in_forward(models: Sequence[Any], begins: bool) -> None:
 
 
 def await_gathers(model: Any) -> None:
-    """Wait for the weights of this chunk whose gather a forward pass began and did not end.
+    """Wait for gathers of this chunk's weights that a forward pass began and did not wait for.
 
-    Megatron waits when the module of a weight is called. The weight of the language-model head is
-    read without such a call, after the forward pass.
+    Megatron waits when the module of a weight is called. The head's weight is read after the
+    forward pass, without calling its module.
     """
     if _gathers_in_forward(model):
         # Buckets are numbered from the last weight to the first.
@@ -106,7 +106,7 @@ def _gathers_in_forward(model: Any) -> bool:
 
 
 def connect(config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer) -> None:
-    """Set the hooks of Megatron's schedule, without which gradients are silently not reduced."""
+    """Set the hooks of Megatron's schedule; without them it skips the reduction of gradients."""
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     pauses = [model.no_sync for model in models]
