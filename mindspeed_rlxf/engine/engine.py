@@ -15,37 +15,25 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.enums import NanPolicy
-from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine import residency
-from mindspeed_rlxf.engine.build import (
-    await_gathers,
-    build_chunks,
-    connect,
-    set_gather_in_forward,
-    wrap,
-)
+from mindspeed_rlxf.engine.build import build_chunks, connect, set_gather_in_forward, wrap
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
-from mindspeed_rlxf.engine.grouping import (
-    chunk_rows,
-    group_by_tokens,
-    pack_by_tokens,
-    split_groups,
-)
+from mindspeed_rlxf.engine.grouping import group_rows
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload, tensors_of
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.protocol import LossOutput, Part, PolicyStep, ValueStep
+from mindspeed_rlxf.engine.protocol import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.readouts import (
     Read,
     by_row,
@@ -56,10 +44,10 @@ from mindspeed_rlxf.engine.readouts import (
     read_states,
     read_values,
 )
+from mindspeed_rlxf.engine.schedule import mean_metrics, run_schedule
 from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.slots import single_optimizers
 from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
-from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.weights.folders import copy_side_files, find_description, open_weights
@@ -196,29 +184,12 @@ class MegatronEngine:
         A collective over the data-parallel ranks, which bring the same number of rows.
         in_order: keep the order of the rows across micro-batches
         """
-        groups = self._group(rollouts, rows, in_order)
+        lengths = rollouts.prompt_lengths + rollouts.response_lengths
+        groups = group_rows(self.role, rows, lengths.tolist(), in_order, self.groups.dp_host)
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
         return make_micro_batches(
             rollouts, groups, self.role.packed_sequences, multiple, device.current_device()
         )
-
-    def _group(
-        self, rollouts: Rollouts, rows: Sequence[int], in_order: bool
-    ) -> list[Sequence[int]]:
-        """Divide rows into micro-batches, the same number on every data-parallel rank."""
-        limit = self.role.max_tokens_per_micro_batch
-        if limit is None:
-            groups = chunk_rows(rows, self.role.micro_batch_size)
-            count = len(groups)
-        else:
-            lengths = (rollouts.prompt_lengths + rollouts.response_lengths).tolist()
-            packs = isinstance(self.role, LearningConfig) and self.role.balance_by_length
-            group = pack_by_tokens if packs and not in_order else group_by_tokens
-            groups = group(rows, lengths, limit)
-            largest = torch.tensor(len(groups))
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.dp_host)
-            count = int(largest)
-        return split_groups(groups, count + -count % self.role.micro_batch_multiple)
 
     @property
     def is_leader(self) -> bool:
@@ -292,7 +263,9 @@ class MegatronEngine:
         # The schedule needs a multiple of this number, so the last micro-batch runs again.
         fill = [micro_batches[-1]] * (-len(micro_batches) % self.role.micro_batch_multiple)
         with self.holding(Part.WEIGHTS), self.groups.active():
-            outputs = self._run([*micro_batches, *fill], read, forward_only=True)
+            outputs = run_schedule(
+                self.models, self.chunks[-1], [*micro_batches, *fill], read, forward_only=True
+            )
         return outputs[: len(micro_batches)]
 
     def train_step(
@@ -311,13 +284,14 @@ class MegatronEngine:
                 model.train()
                 model.zero_grad_buffer()
             self.state.optimizer.zero_grad()
-            outputs = self._run(micro_batches, loss_reader(step), forward_only=False)
+            read = loss_reader(step)
+            outputs = run_schedule(self.models, self.chunks[-1], micro_batches, read)
             self._offload.change(Part.WEIGHTS, Part.OPTIMIZER)
             self._offload.arrive(Part.OPTIMIZER)
             done = self._guarded.step([output.loss.detach() for output in outputs])
             step_number = self.state.scheduler.num_steps + 1
             self.skipped.judge(done, step_number, self._mini_batch)
-            metrics = self._mean_metrics(outputs)
+            metrics = mean_metrics(outputs, self.sum_over_replicas)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy is NanPolicy.SKIP:
             metrics["skipped_steps"] = float(bool(done.wrong))
@@ -400,47 +374,3 @@ class MegatronEngine:
         with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
             self._offload.change(Part.WEIGHTS, Part.OPTIMIZER)
             return load_state(self.state, folder)
-
-    def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
-        """Run Megatron's schedule over the micro-batches; return the outputs of `then`.
-
-        then: computes the readings (forward_only), else the loss, of a micro-batch's hidden states
-        """
-
-        def forward_step(batches, model):  # type: ignore[no-untyped-def]
-            batch = next(batches)
-            hidden = model(batch.token_ids, batch.positions, batch.attend)
-            await_gathers(model)
-
-            def read(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-                return then(self.chunks[-1], batch, hidden)
-
-            def loss(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-                output = then(self.chunks[-1], batch, hidden)
-                weigh_balance_loss(output.weight)
-                weight = torch.tensor(output.weight, dtype=torch.int, device=hidden.device)
-                return output.loss, weight, output
-
-            return hidden, read if forward_only else loss
-
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micro_batches) for _ in self.models],
-            model=self.models,
-            num_microbatches=len(micro_batches),
-            seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
-    def _mean_metrics(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
-        """Average the losses' metrics over all data-parallel ranks; empty before the last stage."""
-        if not self.groups.is_last_stage:
-            return {}
-        names = list(outputs[0].metrics)
-        found = [[output.metrics[name] for output in outputs] for name in names]
-        sums = torch.stack([torch.stack([m.total.cpu() for m in of]).sum() for of in found])
-        weights = torch.tensor([float(sum(m.weight for m in of)) for of in found])
-        totals, counts = self.sum_over_replicas(torch.stack((sums, weights.double())))
-        return dict(zip(names, (totals / counts.clamp(min=1)).tolist(), strict=True))

@@ -5,7 +5,39 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig
+
 Rows = Sequence[int]
+
+
+def group_rows(
+    role: RoleConfig,
+    rows: Rows,
+    lengths: Sequence[int],
+    in_order: bool,
+    group: dist.ProcessGroup,
+) -> list[Rows]:
+    """Divide this rank's rows into micro-batches, the same number on every data-parallel rank.
+
+    A collective over `group`, a group of the data-parallel ranks for tensors on the CPU.
+
+    lengths:  tokens of every row of the batch, looked up by row
+    in_order: the groups are consecutive
+    """
+    limit = role.max_tokens_per_micro_batch
+    if limit is None:
+        groups = chunk_rows(rows, role.micro_batch_size)
+        count = len(groups)
+    else:
+        packs = isinstance(role, LearningConfig) and role.balance_by_length and not in_order
+        groups = (pack_by_tokens if packs else group_by_tokens)(rows, lengths, limit)
+        largest = torch.tensor(len(groups))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        count = int(largest)
+    return split_groups(groups, count + -count % role.micro_batch_multiple)
 
 
 def chunk_rows(rows: Rows, size: int) -> list[Rows]:

@@ -1,0 +1,77 @@
+"""Run Megatron's schedule over micro-batches, and average the metrics of their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mindspeed_rlxf.engine.build import await_gathers
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.protocol import LossOutput
+from mindspeed_rlxf.models.experts import weigh_balance_loss
+from mindspeed_rlxf.models.transformer import TransformerModel
+
+
+def run_schedule(
+    models: Sequence[Any],
+    last: TransformerModel,
+    micro_batches: Sequence[MicroBatch],
+    then: Callable[[TransformerModel, MicroBatch, Tensor], Any],
+    forward_only: bool = False,
+) -> list[Any]:
+    """Run the forward passes, and the backward ones unless `forward_only`.
+
+    Returns the output of `then` for each micro-batch on the last pipeline stage, else [].
+
+    models: this rank's chunks of the model, wrapped for data parallelism where they are trained
+    last:   the last chunk, not wrapped
+    then:   computes a reading (forward_only), else a LossOutput, from the hidden states
+    """
+
+    def forward_step(batches, model):  # type: ignore[no-untyped-def]
+        batch = next(batches)
+        hidden = model(batch.token_ids, batch.positions, batch.attend)
+        await_gathers(model)
+
+        def read(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+            return then(last, batch, hidden)
+
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+            output = then(last, batch, hidden)
+            weigh_balance_loss(output.weight)
+            weight = torch.tensor(output.weight, dtype=torch.int, device=hidden.device)
+            return output.loss, weight, output
+
+        return hidden, read if forward_only else loss
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(micro_batches) for _ in models],
+        model=list(models),
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def mean_metrics(
+    outputs: Sequence[LossOutput], sum_over_replicas: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Average the metrics of the losses over the mini-batch of all data-parallel ranks.
+
+    outputs: of this rank's micro-batches; empty before the last pipeline stage: so is the result
+    """
+    if not outputs:
+        return {}
+    names = list(outputs[0].metrics)
+    found = [[output.metrics[name] for output in outputs] for name in names]
+    sums = torch.stack([torch.stack([m.total.cpu() for m in of]).sum() for of in found])
+    weights = torch.tensor([float(sum(m.weight for m in of)) for of in found])
+    totals, counts = sum_over_replicas(torch.stack((sums, weights.double())))
+    return dict(zip(names, (totals / counts.clamp(min=1)).tolist(), strict=True))
