@@ -1,12 +1,12 @@
-"""Find illnesses of a run in its metrics, and say each once with its value and a remedy.
+"""Find illnesses of a run in its metrics, and report each once with its value and a remedy.
 
     health = Health()
     for finding in health.check(iteration, metrics):   # illnesses that begin or end here
         print(finding.line)
 
 An illness begins in one iteration and ends after `CLEAR` iterations without it. `health.jsonl` has
-one object for each beginning and each end: the fields of `Finding`. What is found follows from the
-metrics alone, so that a resumed run takes up its illnesses from metrics.jsonl (`replay`).
+one object for each beginning and each end: the fields of `Finding`. Findings depend only on the
+metrics, so that a resumed run gets its present illnesses from metrics.jsonl (`replay`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Finding:
 
     rule:   a word of `HealthRule`
     event:  `began` or `ended`
-    metric: name of what was measured; value: of it, over the iterations that the rule looks at
-    text:   a sentence with the value; remedy: what to do, empty where it ended
-    stops:  whether it ends the run (`logging.stop_on`)
+    metric: the measured metric; value: its value over the iterations that the rule reads
+    text:   a sentence with the value; remedy: what to do, empty at an end
+    stops:  whether the finding ends the run (`logging.stop_on`)
     """
 
     iteration: int
@@ -69,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rule measured. ill: whether that is an illness"""
+    """The measurement of a rule. ill: whether it shows an illness"""
 
     ill: bool
     metric: str
@@ -96,11 +96,11 @@ class History:
         self._follow_ranks(metrics)
 
     def first(self, name: str) -> float:
-        """Return the mean of the first values."""
+        """Return the mean of the first BASELINE values."""
         return statistics.fmean(self._values[name][:BASELINE])
 
     def last(self, name: str, count: int) -> array[float]:
-        """Return the last `count` values, oldest first; empty where there are fewer."""
+        """Return the last `count` values, oldest first; empty if there are fewer."""
         values = self._values[name]
         return values[-count:] if len(values) >= count else array("d")
 
@@ -281,7 +281,7 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
 
 
 class Health:
-    """Checks iterations by all rules; keeps which illnesses have begun."""
+    """Checks iterations by all rules, and remembers the illnesses that have begun."""
 
     def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
         """stop_on: rules whose finding ends the run; kl_limit: nats per token"""
@@ -306,13 +306,13 @@ class Health:
         return found
 
     def replay(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
-        """Add an iteration of before a resume, or a validation of its own, and report nothing."""
+        """Add metrics of an iteration before the resume, or of a separate validation, silently."""
         self.check(iteration, metrics)
 
     def _follow(
         self, iteration: int, rule: HealthRule, reading: Reading, remedy: str
     ) -> Finding | None:
-        """Return the beginning or the end of an illness, None where nothing changes."""
+        """Return the beginning or the end of an illness; None if nothing changes."""
         name = rule.value
         if reading.ill:
             self._clear[name] = 0

@@ -1,4 +1,4 @@
-"""Every metric of a run: what it is, its unit, its healthy range, and what to do outside of it.
+"""The table of all metrics: meaning, unit, healthy range, and what to do outside of it.
 
 `python -m mindspeed_rlxf.reporting.metric_table docs/metrics.md` writes the table into the
 document.
@@ -21,10 +21,10 @@ Range = tuple[float | None, float | None]
 class Metric:
     """One metric, or a family of them.
 
-    name:    in metrics.jsonl; `<word>` stands for any text
+    name:    name in metrics.jsonl; `<word>` stands for any text
     unit:    empty = none
     healthy: None = depends on the task
-    remedy:  what to do outside of the healthy range, or where the curve looks wrong
+    remedy:  what to do outside of the healthy range, or when the curve looks wrong
     """
 
     name: str
@@ -39,7 +39,7 @@ class Metric:
         return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
 
     def is_healthy(self, value: float) -> bool:
-        """Whether a value is in the healthy range; True where there is none. NaN is not in it."""
+        """Whether a value is in the healthy range; NaN is not. True if there is no range."""
         if self.healthy is None:
             return True
         low, high = self.healthy
@@ -177,7 +177,7 @@ MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.reporting.met
 
 @functools.cache
 def find_metric(name: str) -> Metric | None:
-    """Return the row of a metric, the one with the most literal text; None = not in the table."""
+    """Return the row of a metric; of several matches the one with the longest literal text."""
     found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
     return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
 
@@ -206,7 +206,7 @@ def _row(*cells: str) -> str:
 
 
 def _named(cells: tuple[str, ...]) -> Iterator[str]:
-    """Yield cells with the keys of the configuration between backticks."""
+    """Yield the cells, with keys of the configuration put between backticks."""
     for cell in cells:
         yield (
             cell

@@ -1,4 +1,4 @@
-"""List what is ill in a run: findings of health rules, failures, numbers that are not finite."""
+"""List the problems of a run: findings of health rules, failures, numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _rules(run: Path, iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield the findings of the run's file; without one, apply the rules to its metrics."""
+    """Yield the findings in health.jsonl; without this file, apply the rules to the metrics."""
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
     else:
@@ -92,7 +92,7 @@ def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _means(iterations: Sequence[Iteration]) -> dict[str, float]:
-    """Return the mean of each metric where it is finite."""
+    """Return the mean of each metric over its finite values."""
     names = {name for each in iterations for name in each.metrics}
     values = {n: [v for i in iterations if (v := i.metrics.get(n)) is not None] for n in names}
     return {name: sum(found) / len(found) for name, found in values.items() if found}
