@@ -74,7 +74,7 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes of activations that one layer keeps for its backward pass.
 
-    It is an upper bound for a forward pass. What is kept:
+    What is kept:
     - by each of two norms: its input in fp32, the normed value and the output
     - by attention: its projections, the rotated queries and keys, cosines and sines, the output
       twice, and the log of the normaliser. Ranks that share a key-value group gather the
@@ -84,17 +84,42 @@ def layer_activation_bytes(
       its weight
     - by the router: its probabilities and choices
     """
+    norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
+    attention = _attention_bytes(a, tokens, tp, itemsize)
+    return 2 * norm + attention + mlp_activation_bytes(a, tokens, tp, sequence_parallel, itemsize)
+
+
+def layer_forward_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> int:
+    """Return the most bytes of activations that one layer takes at once without gradients.
+
+    These are the layer's input, a norm, and the larger of attention and MLP, because activations of
+    attention are freed before the MLP begins.
+    """
+    norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
+    entry = (tokens // tp if sequence_parallel else tokens) * a.hidden_size * itemsize
+    attention = _attention_bytes(a, tokens, tp, itemsize)
+    mlp = mlp_activation_bytes(a, tokens, tp, sequence_parallel, itemsize)
+    return entry + norm + max(attention, mlp)
+
+
+def _norm_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> int:
+    norm_tokens = tokens // tp if sequence_parallel else tokens
+    return norm_tokens * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
+
+
+def _attention_bytes(a: ArchitectureConfig, tokens: int, tp: int, itemsize: int) -> int:
     queries = a.num_attention_heads * a.head_dim // tp
     keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
     projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
-    norms = 2 * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
-    attention = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
-    attention += FP32 * a.num_attention_heads // tp
+    kept = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
+    kept += FP32 * a.num_attention_heads // tp
     if a.qk_layernorm:
-        attention += (FP32 + itemsize) * (queries + keys)
-    norm_tokens = tokens // tp if sequence_parallel else tokens
-    kept = norm_tokens * norms + tokens * attention
-    return kept + mlp_activation_bytes(a, tokens, tp, sequence_parallel, itemsize)
+        kept += (FP32 + itemsize) * (queries + keys)
+    return tokens * kept
 
 
 def mlp_activation_bytes(

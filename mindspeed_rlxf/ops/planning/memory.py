@@ -327,7 +327,8 @@ class _Stage:
     def forward(self) -> Phase:
         """Return the memory of a pass without gradients: one layer at a time."""
         tokens = self._tokens(self.samples)
-        held = max(self._layer(tokens), self._head(self.samples))
+        layer = memory.layer_forward_bytes(*self._layer_arguments(tokens))
+        held = max(layer, self._head(self.samples))
         compares = self.config.algorithm.kl_penalty is KlPenalty.FULL
         beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
         return Phase("forward", held, other=self._sent(tokens), beside=beside)

@@ -1,8 +1,9 @@
-"""A Chinese page has the headings, commands and names of its English page."""
+"""A Chinese page has the headings, commands, names and figures of its English page."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,30 @@ from tests.unit.documents.commands import FENCE, ROOT, SHELL, blocks, commands, 
 
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")]
 PAIRS += [(ROOT / "docs" / file.name, file) for file in sorted((ROOT / "docs/zh").glob("*.md"))]
+ENGLISH_ONLY = "\n## Sources\n"
+"""From here on the Chinese page refers to the English one."""
+TARGET = re.compile(r"(?<=\])\([^)]*\)")
+FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-?\d+)?(?! 月)")
+HAN = "[\u4e00-\u9fff]"
+WIDE = "[\u3001\u3002\uff01-\uff1f]"  # punctuation
+TYPOGRAPHY = {
+    "full-width punctuation": re.compile(f"{HAN}[,:;?!()]|[,:;?!()]{HAN}"),
+    "a space between Chinese and Latin": re.compile(f"{HAN}[A-Za-z0-9`]|[A-Za-z0-9`%]{HAN}"),
+    "no space beside full-width punctuation": re.compile(f"{WIDE} (?!\\|)|(?<!\\|) {WIDE}"),
+    "no line break within a paragraph": re.compile(f"(?:{HAN}|{WIDE}) *\n *(?:{HAN}|`)"),
+}
 
 
 def headings(file: Path) -> list[int]:
     """Return the levels of the headings that were written by hand, in order."""
     text = FENCE.sub("", file.read_text(encoding="utf-8").partition(MARK)[0])
     return [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+
+
+def prose(file: Path) -> str:
+    """Return what was written by hand, without blocks and the targets of links."""
+    text = FENCE.sub("", file.read_text(encoding="utf-8").partition(MARK)[0])
+    return TARGET.sub("", text)
 
 
 def scripts(file: Path) -> list[tuple[str | None, list[list[str]]]]:
@@ -44,3 +63,20 @@ def test_a_chinese_page_has_the_commands_of_the_english_one(pair: tuple[Path, Pa
 def test_a_chinese_page_names_nothing_else(pair: tuple[Path, Path]) -> None:
     english, chinese = map(spans, pair)
     assert chinese - english == set(), "a key or command has another name in English now"
+
+
+@each_pair
+def test_a_chinese_page_has_the_figures_of_the_english_one(pair: tuple[Path, Path]) -> None:
+    english, chinese = map(prose, pair)
+    expected = Counter(FIGURE.findall(english.partition(ENGLISH_ONLY)[0]))
+    found = Counter(FIGURE.findall(chinese))
+    assert found - expected == Counter(), "write the figures as the English page does"
+    assert expected - found == Counter(), "figures of the English page are left out"
+
+
+@each_pair
+def test_a_chinese_page_follows_chinese_typography(pair: tuple[Path, Path]) -> None:
+    text = prose(pair[1])
+    for rule, wrong in TYPOGRAPHY.items():
+        places = [text[max(m.start() - 12, 0) : m.end() + 12] for m in wrong.finditer(text)]
+        assert places == [], rule

@@ -174,7 +174,7 @@ def test_a_micro_batch_takes_the_limit_of_tokens(config: Callable[..., RunConfig
         run = config({"critic.max_tokens_per_micro_batch": limit})
         # values are read at 16 + 1 slots of each sample
         read = min(limit, 12 * 17)
-        layer = memory.layer_activation_bytes(a, tokens, 1, False, 4)
+        layer = memory.layer_forward_bytes(a, tokens, 1, False, 4)
         head = memory.last_hidden_bytes(tokens, read, 64, 4) + memory.score_head_bytes(read, 64)
         assert phase(run, Role.CRITIC, "forward").activations == max(layer, head)
 
