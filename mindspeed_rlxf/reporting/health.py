@@ -205,7 +205,10 @@ def measure_equal_scores(history: History) -> Reading | None:
     if not recent:
         return None
     value = statistics.fmean(recent)
-    text = f"all responses score the same for {value:.0%} of the prompts, which teach nothing"
+    text = (
+        f"for {value:.0%} of the prompts all responses score the same: estimators that compare "
+        "responses learn nothing from them"
+    )
     return Reading(value >= EQUAL_SHARE, EQUAL, value, text)
 
 
