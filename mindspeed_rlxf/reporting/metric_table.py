@@ -113,7 +113,7 @@ SAMPLES = (
     *_spread("response_length", "tokens", "length of a response"),
     Metric("response_length/p50", "tokens", "median length of a response"),
     Metric("response_length/p90", "tokens", "length that 90% of the responses do not exceed"),
-    Metric("response_length/eos_fraction", "share", "responses that ended with EOS or a stop string"),
+    Metric("response_length/eos_fraction", "share", "responses ended by EOS or a stop string"),
     Metric("response_length/cut_fraction", "share", "responses cut at the limit", (0.0, 0.5),
            "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
            "overlong_buffer_len"),
