@@ -18,6 +18,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import (
     TransformerModel,
@@ -55,6 +56,7 @@ def build_chunks(
                 vp_stage=vp_stage,
             )
         chunks.append(module.to(device=device.current_device(), dtype=dtype))
+        stack_experts(chunks[-1])
     return chunks
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.models.attention import Attend
-from mindspeed_rlxf.models.experts import GroupedExperts
+from mindspeed_rlxf.models.grouped_experts import GroupedExperts
 from mindspeed_rlxf.models.rope import rotary_angles
 from mindspeed_rlxf.models.transformer import TransformerModel
 

@@ -9,12 +9,10 @@ have no capacity limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -101,88 +99,3 @@ def use_own_router(mlp: ModuleSpec) -> None:
         mlp.submodules.router = Router
     else:  # Megatron 0.12 builds the router by its name in this module
         moe_layer.TopKRouter = Router
-
-
-GROUPED_BYTES = 16  # rows of the weights of a grouped product begin at multiples of it
-_GROUPED = getattr(F, "grouped_mm", None)  # of newer versions of torch
-
-
-class GroupedExperts:
-    """The experts of a layer in two grouped products, without a gradient and a wait for the device.
-
-    Megatron's module computes one expert after the other and reads on the host how many tokens each
-    gets. Every tensor-parallel rank has all tokens and its part of each expert.
-    """
-
-    def __init__(self, router: Any, widens: Tensor, narrows: Tensor, is_reversed: bool) -> None:
-        """widens: [experts, 2 * width, hidden]; narrows: [experts, hidden, width]
-
-        is_reversed: the last expert stands first in both
-        """
-        self.router, self.is_reversed = router, is_reversed
-        self.widens, self.narrows = widens.transpose(1, 2), narrows.transpose(1, 2)
-
-    @classmethod
-    def of(cls, layer: Any) -> GroupedExperts | None:
-        """Take apart Megatron's layer of experts; None where torch or the weights do not allow it.
-
-        The weights must lie at equal distances, as in the buffers of the distributed optimizer and
-        after `stack_experts`.
-        """
-        experts = layer.experts.local_experts
-        first, last = (experts[i].linear_fc1.weight.storage_offset() for i in (0, 1))
-        widens = stacked([expert.linear_fc1.weight for expert in experts])
-        narrows = stacked([expert.linear_fc2.weight for expert in experts])
-        if _GROUPED is None or widens is None or narrows is None:
-            return None
-        strides = (*widens.stride()[:2], *narrows.stride()[:2])
-        if any(stride * widens.itemsize % GROUPED_BYTES for stride in strides):
-            return None
-        return cls(layer.router, widens, narrows, last < first)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Compute [tokens, hidden] of [tokens, hidden], this rank's part of the sum."""
-        assert _GROUPED is not None, "checked in `of`"
-        probabilities, _ = self.router(hidden[:, None])  # [tokens, experts], 0 where not chosen
-        if self.is_reversed:
-            probabilities = probabilities.flip(-1)
-        weights, chosen = probabilities.topk(self.router.topk, dim=-1)
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        number = torch.arange(probabilities.size(1), device=hidden.device)
-        ends = torch.searchsorted(flat[order], number, right=True).to(torch.int32)
-        given = hidden[order // self.router.topk]
-        gate, up = _GROUPED(given, self.widens, offs=ends).chunk(2, dim=-1)
-        inner = (F.silu(gate) * up * weights.flatten()[order, None]).to(hidden.dtype)
-        out = torch.empty_like(given)
-        out[order] = _GROUPED(inner, self.narrows, offs=ends)
-        return out.unflatten(0, (-1, self.router.topk)).sum(1)
-
-
-def stacked(weights: Sequence[Tensor]) -> Tensor | None:
-    """View weights at equal distances in one memory as [weights, ...], in their order there.
-
-    None for others.
-    """
-    ordered = sorted((weight.data for weight in weights), key=Tensor.storage_offset)
-    places = [weight.storage_offset() for weight in ordered]
-    steps = {after - before for before, after in pairwise(places)}
-    memories = {weight.untyped_storage().data_ptr() for weight in ordered}
-    in_order = [weight.storage_offset() for weight in weights] in (places, places[::-1])
-    if len(steps) != 1 or len(memories) != 1 or steps == {0} or not in_order:
-        return None
-    first = ordered[0]
-    return first.as_strided((len(ordered), *first.shape), (*steps, *first.stride()))
-
-
-def stack_experts(model: torch.nn.Module) -> None:
-    """Move the experts of each layer into one memory for all; their numbers are lost."""
-    for module in model.modules():
-        experts = getattr(module, "local_experts", None)
-        if experts is None:
-            continue
-        for name in ("linear_fc1", "linear_fc2"):
-            weights = [getattr(expert, name).weight for expert in experts]
-            together = weights[0].data.new_zeros((len(weights), *weights[0].shape))
-            for weight, part in zip(weights, together, strict=True):
-                weight.data = part

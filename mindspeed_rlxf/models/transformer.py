@@ -33,6 +33,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.device import kernels, megatron_versions
 from mindspeed_rlxf.models.attention import Attend, CoreAttention, FusedAttention
 from mindspeed_rlxf.models.experts import moe_settings, use_own_router
+from mindspeed_rlxf.models.grouped_experts import GroupedMLP
 from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
 
@@ -222,6 +223,8 @@ def layer_spec(
     layer = spec.submodules
     if config.num_moe_experts is not None:
         use_own_router(layer.mlp)
+        if not device.fuses_layers():
+            layer.mlp.submodules.experts.module = GroupedMLP
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
     attention.core_attention = FusedAttention if device.fuses_layers() else CoreAttention

@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.experts import stack_experts
+from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head, hf_shapes, shard_slices, stage_parameters
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 

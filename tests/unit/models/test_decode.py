@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from mindspeed_rlxf.models import experts as module
+from mindspeed_rlxf.models import grouped_experts as module
 from mindspeed_rlxf.models.decode import linear
-from mindspeed_rlxf.models.experts import GroupedExperts, stack_experts, stacked
+from mindspeed_rlxf.models.grouped_experts import GroupedExperts, stack_experts, stacked
 
 EXPERTS, HIDDEN, WIDTH, TOPK = 5, 8, 12, 2
 grouped = pytest.mark.skipif(
@@ -145,3 +146,53 @@ def test_a_row_of_a_product_is_that_of_the_definition(sizes: tuple[int, int]) ->
     hidden = torch.randn(37, sizes[1])
     assert_close(linear(hidden, weight, bias), hidden @ weight.T + bias)
     assert_close(linear(hidden[:1], weight), hidden[:1] @ weight.T)
+
+
+class _Mlp(_Named):
+    """One expert as Megatron's MLP computes it."""
+
+    def forward(self, hidden: Tensor, scale: Tensor) -> tuple[Tensor, None]:
+        gate, up = F.linear(hidden, self.linear_fc1.weight).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up * scale[:, None]).to(hidden.dtype)
+        return F.linear(inner, self.linear_fc2.weight), None
+
+
+@grouped
+@pytest.mark.parametrize("place", ["stack", "buffer", "reversed buffer"])
+@pytest.mark.parametrize("counts", [(3, 0, 1, 4, 2), (0, 0, 0, 0, 0)])
+def test_experts_train_in_grouped_products_as_one_after_the_other(
+    layer: Layer, place: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients of rows, probabilities and every expert's weights, bit by bit."""
+    numbers = [weight.clone() for weight in layer.weights]
+    stack_experts(layer) if place == "stack" else in_buffer(layer, place == "reversed buffer")
+    for weight, old in zip(layer.weights, numbers, strict=True):
+        weight.data.copy_(old)
+    experts = grouped_mlp(layer)
+    assert module.ExpertWeights.of(list(experts.local_experts)) is not None
+    given = torch.randn(sum(counts), HIDDEN), torch.rand(sum(counts))
+    upstream = torch.randn(sum(counts), HIDDEN)
+
+    def computed() -> list[Tensor]:
+        hidden, probabilities = (each.clone().requires_grad_() for each in given)
+        layer.zero_grad()
+        out, _ = experts(hidden, torch.tensor(counts), probabilities)
+        out.backward(upstream)
+        return [out, hidden.grad, probabilities.grad, *(w.grad.clone() for w in layer.weights)]
+
+    grouped_numbers = computed()
+    monkeypatch.setattr(module.ExpertWeights, "of", lambda _: None)
+    assert all(map(torch.equal, grouped_numbers, computed()))
+
+
+def grouped_mlp(layer: Layer) -> module.GroupedMLP:
+    """Make the module of the experts of `layer`, without what Megatron's constructor needs."""
+    made = module.GroupedMLP.__new__(module.GroupedMLP)
+    nn.Module.__init__(made)
+    made.local_experts = nn.ModuleList(
+        _Mlp({"linear_fc1": e.linear_fc1, "linear_fc2": e.linear_fc2})
+        for e in layer.experts.local_experts
+    )
+    made.num_local_experts = EXPERTS
+    made.config = SimpleNamespace(moe_apply_probs_on_input=False, fp8=None, fp4=None)
+    return made

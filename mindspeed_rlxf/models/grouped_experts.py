@@ -1,0 +1,202 @@
+"""The experts of a layer in grouped products: one call for all experts of a rank.
+
+Megatron's module computes one expert after the other, some hundred operators a layer with many of
+them. Parameters stay Megatron's, one MLP per expert; a product views the weights of all experts as
+one tensor, which needs them at equal distances in one memory (`stack_experts`, and the buffers of
+the distributed optimizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+GROUPED_BYTES = 16  # rows of the weights of a grouped product begin at multiples of it
+_GROUPED = getattr(F, "grouped_mm", None)  # of newer versions of torch
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Views of all experts' weights.
+
+    widens:      [experts, 2 * width, hidden], gate and up
+    narrows:     [experts, hidden, width]
+    is_reversed: the last expert stands first in both, as in the distributed optimizer's buffers
+    """
+
+    widens: Tensor
+    narrows: Tensor
+    is_reversed: bool
+
+    @classmethod
+    def of(cls, experts: Sequence[Any]) -> ExpertWeights | None:
+        """View the weights of Megatron's MLPs; None where torch or their places do not allow it."""
+        widens = stacked([expert.linear_fc1.weight for expert in experts])
+        narrows = stacked([expert.linear_fc2.weight for expert in experts])
+        if _GROUPED is None or widens is None or narrows is None:
+            return None
+        strides = (*widens.stride()[:2], *narrows.stride()[:2])
+        if any(stride * widens.itemsize % GROUPED_BYTES for stride in strides):
+            return None
+        first, last = (experts[i].linear_fc1.weight.storage_offset() for i in (0, -1))
+        return cls(widens, narrows, last < first)
+
+
+class GroupedExperts:
+    """The experts of a layer without a gradient and without a wait for the device.
+
+    Every tensor-parallel rank has all tokens and its part of each expert.
+    """
+
+    def __init__(self, router: Any, weights: ExpertWeights) -> None:
+        self.router, self.is_reversed = router, weights.is_reversed
+        self.widens, self.narrows = weights.widens.transpose(1, 2), weights.narrows.transpose(1, 2)
+
+    @classmethod
+    def of(cls, layer: Any) -> GroupedExperts | None:
+        """Take apart Megatron's layer of experts; None where its weights cannot be viewed so."""
+        weights = ExpertWeights.of(layer.experts.local_experts)
+        return cls(layer.router, weights) if weights else None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute [tokens, hidden] of [tokens, hidden], this rank's part of the sum."""
+        assert _GROUPED is not None, "checked in `of`"
+        probabilities, _ = self.router(hidden[:, None])  # [tokens, experts], 0 where not chosen
+        if self.is_reversed:
+            probabilities = probabilities.flip(-1)
+        weights, chosen = probabilities.topk(self.router.topk, dim=-1)
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        number = torch.arange(probabilities.size(1), device=hidden.device)
+        ends = torch.searchsorted(flat[order], number, right=True).to(torch.int32)
+        given = hidden[order // self.router.topk]
+        gate, up = _GROUPED(given, self.widens, offs=ends).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up * weights.flatten()[order, None]).to(hidden.dtype)
+        out = torch.empty_like(given)
+        out[order] = _GROUPED(inner, self.narrows, offs=ends)
+        return out.unflatten(0, (-1, self.router.topk)).sum(1)
+
+
+class GroupedMLP(SequentialMLP):  # type: ignore[misc]
+    """Megatron's module of experts, which trains them in grouped products where it can.
+
+    The numbers are those of Megatron's own forward pass.
+    """
+
+    def forward(
+        self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor
+    ) -> tuple[Tensor, None]:
+        """Compute [tokens, hidden] of the tokens of the rank's experts, expert after expert.
+
+        tokens_per_expert: [experts] int, on the host or on the device
+        probabilities:     [tokens] fp32, the weight of each token's result
+        """
+        experts = list(self.local_experts)
+        weights = ExpertWeights.of(experts) if len(experts) > 1 else None
+        if weights is None:
+            return super().forward(hidden, tokens_per_expert, probabilities)  # type: ignore[no-any-return]
+        counts = tokens_per_expert.to(hidden.device)
+        if not weights.is_reversed:
+            return _mlp(hidden, counts, probabilities, weights, experts), None
+        order = _reversed_order(counts, len(hidden))
+        back = order.argsort()
+        rows = (_Permute.apply(each, order, back) for each in (hidden, probabilities))
+        hidden, probabilities = rows
+        out = _mlp(hidden, counts.flip(0), probabilities, weights, experts[::-1])
+        return _Permute.apply(out, back, order), None
+
+
+def _mlp(
+    hidden: Tensor,
+    counts: Tensor,
+    probabilities: Tensor,
+    weights: ExpertWeights,
+    experts: list[Any],
+) -> Tensor:
+    """Compute the gated MLPs; rows and `experts` are in the order of the weights in memory."""
+    ends = counts.cumsum(0).to(torch.int32)
+    fc1, fc2 = (
+        [getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2")
+    )
+    gate, up = _Product.apply(hidden, weights.widens, ends, *fc1).chunk(2, dim=-1)
+    inner = (F.silu(gate) * up * probabilities[:, None]).to(hidden.dtype)
+    return _Product.apply(inner, weights.narrows, ends, *fc2)  # type: ignore[no-any-return]
+
+
+def _reversed_order(counts: Tensor, tokens: int) -> Tensor:
+    """Return the rows of the last expert, then those of the one before it, and so on. [tokens]"""
+    first = (counts.cumsum(0) - counts).flip(0)
+    counts = counts.flip(0)
+    shift = first - (counts.cumsum(0) - counts)
+    place = torch.arange(tokens, device=counts.device)
+    return place + torch.repeat_interleave(shift, counts, output_size=tokens)
+
+
+class _Product(torch.autograd.Function):
+    """rows @ weight.T for each expert; gradients go to the experts' own parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, stack: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        """rows [tokens, in]; stack [experts, out, in] views `weights`; ends [experts] int32"""
+        assert _GROUPED is not None, "checked in `ExpertWeights.of`"
+        ctx.save_for_backward(rows, ends)
+        ctx.stack = stack
+        return _GROUPED(rows, stack.transpose(1, 2), offs=ends)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        assert _GROUPED is not None
+        rows, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        to_rows = _GROUPED(grad, ctx.stack, offs=ends)
+        return to_rows, None, None, *_GROUPED(grad.t(), rows, offs=ends).unbind(0)
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order]; `back` is the inverse, so that the gradient is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return grads[0][back], None, None
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor | None:
+    """View weights at equal distances in one memory as [weights, ...], in their order there.
+
+    None for others.
+    """
+    ordered = sorted((weight.data for weight in weights), key=Tensor.storage_offset)
+    places = [weight.storage_offset() for weight in ordered]
+    steps = {after - before for before, after in pairwise(places)}
+    memories = {weight.untyped_storage().data_ptr() for weight in ordered}
+    in_order = [weight.storage_offset() for weight in weights] in (places, places[::-1])
+    if len(steps) != 1 or len(memories) != 1 or steps == {0} or not in_order:
+        return None
+    first = ordered[0]
+    return first.as_strided((len(ordered), *first.shape), (*steps, *first.stride()))
+
+
+def stack_experts(model: torch.nn.Module) -> None:
+    """Move the weights of each layer's experts into one memory for all; they become 0."""
+    for module in model.modules():
+        experts = getattr(module, "local_experts", None)
+        if experts is None:
+            continue
+        for name in ("linear_fc1", "linear_fc2"):
+            weights = [getattr(expert, name).weight for expert in experts]
+            together = weights[0].data.new_zeros((len(weights), *weights[0].shape))
+            for weight, part in zip(weights, together, strict=True):
+                weight.data = part
