@@ -19,7 +19,7 @@ MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.compat.migrat
 def tables() -> str:
     """Return Markdown tables of keys that are moved, have no effect, or are refused."""
     parts = [
-        "## Keys with another name here",
+        "## Keys that live on under another name",
         table("key | here", ([f"`{key}`", f"`{home}`"] for key, home in sorted(MOVED.items()))),
         "## Keys without effect",
         "Accepted with one line at the start, for these values; other values are errors that say "
