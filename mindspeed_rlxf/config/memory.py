@@ -245,7 +245,7 @@ def paged(length: int) -> int:
 
 
 def kv_cache_bytes(tokens: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of so many tokens, in all layers.
+    """Return the bytes of the keys and values of `tokens`, in all layers.
 
     Ranks that share a key-value group each hold it.
     """

@@ -139,7 +139,7 @@ class RunConfig(Section):
 
     @property
     def warmup_iters(self) -> int:
-        """First iterations, in which the critic alone learns."""
+        """The number of first iterations in which only the critic learns."""
         return self.critic.warmup_iters if self.critic else 0
 
     def learning_iters(self, role: Role) -> int:

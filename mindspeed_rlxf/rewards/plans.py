@@ -60,7 +60,7 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
 def try_sandbox(reward: RewardConfig) -> str | None:
     """Try the sandbox on this host where a rule runs programs.
 
-    Returns the line that says what it does not prevent. Errors: UserError where none works here.
+    Returns a line on what it does not prevent. Errors: UserError if no level works here.
     """
     if not reward.runs_programs:
         return None
@@ -99,7 +99,7 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def _try_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Call a rule of the package once with these arguments; of others check the signature alone.
+    """Call a built-in rule once with these arguments; of other rules check only the signature.
 
     Rules of plugins, and those that run programs or may take any time, are not called.
     """

@@ -20,7 +20,7 @@ from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 
 TRAINER = "trainer"
-DEFAULT_METRIC = "score"  # of checkpoints that do not say
+DEFAULT_METRIC = "score"  # of checkpoints without a name of it
 STATE, CONFIG = "state.json", "config.yaml"
 MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
 

@@ -24,7 +24,7 @@ class Validator:
 
     Sample ids are the same in each validation: response i to prompt p, both counted from 0, is
     sample p * n_samples + i. With the seed they determine sampled tokens, so that two validations
-    differ by their weights alone.
+    differ only by their weights.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ class InertUnpickler:
     def _result(self) -> Any:
         """Return the value left on the stack.
 
-        Raises ValueError when several are left, Refused when the data goes on.
+        Raises ValueError when several are left, Refused when data follows the end.
         """
         if self.marks or len(self.stack) != 1:
             raise ValueError("it ends with parts left over")
@@ -249,7 +249,7 @@ class InertUnpickler:
             self.stack.append(made)
 
     def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the value that stands for a call of `text`: plain data, a tensor, or an Inert.
+        """Return a value in place of a call of `text`: plain data, a tensor, or an Inert.
 
         Raises Refused unless the name is listed and accepts these arguments.
         """

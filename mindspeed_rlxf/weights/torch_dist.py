@@ -257,7 +257,7 @@ def write_metadata(
             places[index] = _StorageInfo(file, entry["start"], entry["length"])
     _add_extra_states(folder, architecture, head, described, places)
     with (folder / METADATA).open("wb") as stream:
-        # Older versions of torch look into planner_data without asking whether it is there.
+        # Older versions of torch read planner_data without checking that it exists.
         pickle.dump(dcp.Metadata(described, planner_data={}, storage_data=places), stream)
     common = {
         "args": checkpoint_arguments(architecture, layout, dtype),

@@ -27,7 +27,7 @@ START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from mindspeed_rlxf.rewards.sandbox.warden import main; sys.exit(main())"
 )
-# A mild program that every level has to run, and what it sees there.
+# A harmless program that every level has to run; it prints what it can reach.
 _PROBE = """
 import json, os, socket
 def refused(attempt, *arguments):
@@ -50,7 +50,7 @@ _SEEN = ("no socket", "no host files", "no writing", "not root")
 
 
 class SandboxError(ScoringBroken):
-    """The sandbox itself failed: this says nothing about the program."""
+    """The sandbox itself failed, not the program."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Sandbox:
     def choose(cls, config: SandboxConfig) -> Sandbox:
         """Return a sandbox of the strongest level that works here, or of the one asked for.
 
-        A level works when a mild program runs in it and sees what the level promises. Errors:
-        UserError where none works; limits alone need `reward.sandbox.weak`.
+        A level works when a harmless program runs in it and finds the promised isolation. Errors:
+        UserError if none works; the level `limits` needs `reward.sandbox.weak`.
         """
         limits = limits_of(config)
         reasons = []
@@ -104,7 +104,7 @@ class Sandbox:
         raise UserError(_no_level(config, reasons))
 
     def probe(self) -> str:
-        """Run a mild program. Returns why the level does not work; empty when it does."""
+        """Run a harmless program. Returns the reason if the level does not work, else ""."""
         try:
             outcome = self._ask(_PROBE, "mild\n")
         except SandboxError as error:

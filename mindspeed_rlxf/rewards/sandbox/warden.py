@@ -50,19 +50,19 @@ SIGNALS: dict[int, str] = {signal.SIGXCPU: "cpu_time", signal.SIGXFSZ: "files"}
 
 
 class ParentGone(Exception):
-    """Standard input has ended: nobody waits for an answer."""
+    """Standard input has ended: the process that asks is gone."""
 
 
 @dataclass
 class Output:
-    """What a program has printed so far; `limit` bytes are kept, `over` says there were more."""
+    """The output of a program so far. limit: bytes that are kept; over: there were more"""
 
     limit: int
     data: bytearray = field(default_factory=bytearray)
     over: bool = False
 
     def take(self, descriptor: int) -> bool:
-        """Read what is there. Returns False at the end, and where nothing is there now."""
+        """Read the available output. Returns False at its end, and if nothing is available now."""
         try:
             read = os.read(descriptor, 1 << 16)
         except BlockingIOError:
