@@ -111,11 +111,11 @@ class Sandbox:
             return str(error)
         if outcome.cause != "ok":
             last = outcome.stderr.strip().rpartition("\n")[2]
-            return f"a mild program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
+            return f"a harmless program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
         try:
             seen = json.loads(outcome.stdout)
         except ValueError:
-            return f"a mild program prints {outcome.stdout!r:.80}"
+            return f"a harmless program prints {outcome.stdout!r:.80}"
         wanted = () if self.level is SandboxLevel.LIMITS else _SEEN
         missing = [name for name in wanted if not seen[name]]
         return f"isolation is not complete: {', '.join(missing)}" if missing else ""
