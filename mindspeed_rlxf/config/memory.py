@@ -226,9 +226,15 @@ def score_head_bytes(tokens: int, hidden_size: int) -> int:
     return FP32 * tokens * hidden_size
 
 
-def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
-    """Return the bytes of the largest parameter's gradient, before it is added to the buffer."""
-    return max(sizes) * itemsize
+def weight_gradient_bytes(
+    shared: Sequence[int], experts: Sequence[int], together: int, itemsize: int
+) -> int:
+    """Return the bytes of the largest gradient that exists before it is added to the buffer.
+
+    shared, experts: numbers of each parameter outside the experts, and of them
+    together:        experts of a layer on a rank, whose gradients are computed in one product
+    """
+    return max(max(shared, default=0), together * max(experts, default=0)) * itemsize
 
 
 def head_gradient_bytes(vocab: int, hidden: int) -> int:

@@ -299,12 +299,13 @@ class _Stage:
         self.ep = self.section.expert_model_parallel_size
         place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
         self.shard = (self.architecture, self.head, self.layout.tp, *place)
-        shared, experts = split_sizes(*self.shard)
-        self.sizes = shared + experts
+        self.shared, self.experts = split_sizes(*self.shard)
+        self.sizes = self.shared + self.experts
         # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
         self.buffers = [(self.sizes, self.layout.dp)]
         if self.ep > 1:
-            self.buffers = [(shared, self.layout.dp), (experts, self.layout.dp // self.ep)]
+            expert_replicas = self.layout.dp // self.ep
+            self.buffers = [(self.shared, self.layout.dp), (self.experts, expert_replicas)]
         actor = config.actor_rollout
         self.response = actor.max_new_tokens
         self.length = actor.max_prompt_length + self.response
@@ -349,7 +350,8 @@ class _Stage:
         micro_batches = memory.micro_batches(self.section, samples, self.length)
         chunks = self.section.model_chunks
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
-        gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
+        together = (self.architecture.num_experts or 0) // self.ep
+        gradient = memory.weight_gradient_bytes(self.shared, self.experts, together, self.itemsize)
         other = gradient + self._sent(tokens) + self._head_gradient(samples)
         # The head's activations are freed before the backward pass reaches a layer.
         activations = count * held + max(self._head(samples), again)

@@ -189,10 +189,9 @@ def micro_batches(config: RunConfig) -> Any:
             config=SimpleNamespace(sequence_parallel=False),
             role=config.role(role),
         )
-        with (
-            patch.object(engine.device, "current_device", lambda: torch.device("cpu")),
-            patch.object(engine, "group_rows", lambda role, rows, *_: [rows]),
-        ):
+        one_group = patch.object(engine, "group_rows", lambda role, rows, *_: [rows])
+        cpu = patch.object(engine.device, "current_device", lambda: torch.device("cpu"))
+        with one_group, cpu:
             made = engine.MegatronEngine.micro_batches(stub, rollouts, [0, 1])
         found.append([batch.token_ids.tolist() for batch in made])
     return found
