@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import driver, npu, npu_count, visible
+from mindspeed_rlxf.device import driver, megatron_imports, npu, npu_count, visible
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def setup(
     if _active is not None:
         assert _active is kind, f"device already set up as {_active.value}, not {kind.value}"
         return current_device()
+    megatron_imports.hide_trackers()
     if kind is DeviceKind.CPU:
         from mindspeed_rlxf.device import cpu_adaptor
 

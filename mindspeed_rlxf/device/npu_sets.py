@@ -113,7 +113,8 @@ NOT_TRIED = (
     ),
     NotTried(
         "MindSpeed `core_r0.18.0` (`4213c913`) with Megatron-LM `core_v0.18.2`; MindSpeed 26.2",
-        "the same; and megatron-core 0.17 and newer ask for Python 3.12, these READMEs for 3.10",
+        "the same; and megatron-core 0.17 and newer ask for Python 3.12, "
+        "MindSpeed's READMEs for 3.10",
         SPLIT,
     ),
     NotTried(

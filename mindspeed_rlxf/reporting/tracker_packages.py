@@ -48,10 +48,18 @@ class WandbTracker(_RunTracker):
     """Weights & Biases; offline, its files wait for `wandb sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of its own errors, and usage
         import wandb
 
         settings = wandb.Settings(
-            console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True
+            console="off",
+            silent=True,
+            disable_code=True,
+            disable_git=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            host="withheld",
         )
         offline = _is_offline(run, "WANDB_API_KEY")
         self._run = wandb.init(
@@ -64,6 +72,13 @@ class WandbTracker(_RunTracker):
             mode=os.environ.get("WANDB_MODE") or ("offline" if offline else "online"),  # type: ignore[arg-type]
             settings=settings,
         )
+
+    def finish(self) -> None:
+        """End wandb's own process too: the end of the run's Ray cluster would kill it."""
+        import wandb
+
+        super().finish()
+        wandb.teardown()
 
 
 @register_tracker("swanlab", module="swanlab")
