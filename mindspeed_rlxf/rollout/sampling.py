@@ -9,6 +9,7 @@ of the probabilities is taken over blocks of the vocabulary, then within the blo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,8 @@ from torch import Tensor
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 BLOCK = 512  # ids of the vocabulary that one sum covers
-BELOW_ONE = (
-    1 - 2**-23
-)  # in fp32 less than 1; its product with a positive number is less than the number
+# In fp32 less than 1; its product with a positive number is less than the number.
+BELOW_ONE = 1 - 2**-23
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class SamplingSettings:
             and len(tokens) >= self.min_new_tokens
             and self.stop.is_completed_by(tokens)
         )
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Call `ends_with` under its older name, for rollout engines of plugins."""
+        warnings.warn("SamplingSettings.end is now ends_with", FutureWarning, stacklevel=2)
+        return self.ends_with(tokens)
 
     @property
     def logit_temperature(self) -> float:
