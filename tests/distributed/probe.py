@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,7 @@ class EngineProbe:
         self.engine.weights.load(folder)
         shard = sum(t.numel() * t.element_size() for t in self.engine.weights.tensors.values())
         return RoleOutput(report=(folder.bytes_read, shard))
+
+    def trackers(self) -> RoleOutput:
+        """Packages of trackers that this process has imported."""
+        return RoleOutput(report=sorted({"tensorboard", "wandb"} & set(sys.modules)))

@@ -142,6 +142,8 @@ def test_a_rank_reads_only_its_own_shard(warm_runtime: Any, tmp_path: Path, layo
     for read, shard in everyone.call(EngineProbe.bytes_of_a_load).result():
         assert read <= shard * 1.05
         assert read >= shard * 0.9  # all of it but the padding of the vocabulary
+    (imported,) = {tuple(names) for names in everyone.call(EngineProbe.trackers).result()}
+    assert imported == (), "Megatron imports trackers where it finds them"
 
 
 @pytest.mark.parametrize(("layout", "architecture"), three_layouts(untied=PLAIN, tied=TIED))

@@ -6,6 +6,7 @@ those that torch's profiler reports, summed up in the order of their times.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -182,6 +183,7 @@ def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
 def make_config(shape: Shape, folder: Path) -> RunConfig:
     scored = shape.role is Role.CRITIC
     make_llama(folder, shape.architecture, scored=scored)
+    gc.collect()  # the model that was saved
     return run_config(
         folder,
         folder,

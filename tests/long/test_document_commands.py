@@ -13,7 +13,7 @@ from tests.unit.documents.commands import ROOT, SHELL, blocks, commands, documen
 
 pytestmark = pytest.mark.long
 TINY = ("ppo_trainer_tiny", "grpo_trainer_tiny", "online_dpo_trainer_tiny")
-ELSEWHERE = ("data/hh", "FOLDER", "logging.trackers")  # what nothing here makes, or installs
+ELSEWHERE = ("data/hh", "FOLDER")  # what nothing here makes
 
 
 def runs() -> list[list[str]]:

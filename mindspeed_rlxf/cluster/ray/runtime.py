@@ -90,7 +90,7 @@ class RayRuntime:
         return pools
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return the error with what its host knows; copies the logs of other hosts here."""
+        """Return the error with the host's findings; copy the logs of other hosts to this one."""
         return self.pools.explain_death(error)
 
     def shutdown(self) -> None:

@@ -20,7 +20,7 @@ from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerEr
 # How long to wait for the first failure after a lost connection was reported.
 FIRST_CAUSE_S = 5.0
 KILLED = "killed, crashed or out of memory"
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between looks at calls that go on
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two polls of running calls
 
 
 def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:

@@ -1,4 +1,4 @@
-"""List what is ill in a run: findings of health rules, failures, numbers that are not finite."""
+"""List the problems of a run: findings of health rules, failures, numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _rules(run: Path, iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield the findings of the run's file; without one, apply the rules to its metrics."""
+    """Yield the findings in health.jsonl; without this file, apply the rules to the metrics."""
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
     else:
@@ -74,7 +74,7 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield metrics whose mean over the last iterations is out of its healthy range."""
+    """Yield metrics whose mean over the last iterations is outside their healthy range."""
     lately = [each for each in iterations if each.number > 0][-LATELY:]
     means = _means(lately)
     whole = means.get("timing/all", 0.0)
@@ -92,7 +92,7 @@ def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _means(iterations: Sequence[Iteration]) -> dict[str, float]:
-    """Return the mean of each metric where it is finite."""
+    """Return the mean of each metric over its finite values."""
     names = {name for each in iterations for name in each.metrics}
     values = {n: [v for i in iterations if (v := i.metrics.get(n)) is not None] for n in names}
     return {name: sum(found) / len(found) for name, found in values.items() if found}

@@ -214,6 +214,8 @@ def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report:
     page = open_page(browser, report, said, color_scheme="dark")
     page.set_viewport_size({"width": 380, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 380
+    lane = "document.querySelector('.gantt text.lane').getBoundingClientRect().height"
+    assert page.evaluate(lane) > 10, "the schedule scrolls, its texts do not shrink"
     dark = "getComputedStyle(document.body).backgroundColor"
     before = page.evaluate(dark)
     page.click("#theme")

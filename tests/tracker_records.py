@@ -1,0 +1,144 @@
+"""Starts of a run that give trackers their metrics, and readers of what each package wrote."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Steps = dict[int, float]
+ROOT = Path(__file__).parents[1]
+SCORE = "critic/score/mean"
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+def read_tensorboard(folder: Path) -> Steps:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {event.step: event.value for event in found.Scalars(SCORE)}
+
+
+def wandb_records(folder: Path) -> Iterator[Any]:
+    """All records of all starts, as `wandb sync` merges them by the id of the run."""
+    from wandb.proto import wandb_internal_pb2 as records
+
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({file.stem for file in files}) == 1, "one run, whatever the number of starts"
+    for file in files:
+        for data in leveldb_records(file.read_bytes()[7:]):  # behind ":W&B", version
+            record = records.Record()
+            record.ParseFromString(data)
+            yield record
+
+
+def read_wandb(folder: Path) -> Steps:
+    found: Steps = {}
+    for record in wandb_records(folder):
+        values = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
+        if SCORE in values:
+            step = int(values.get("_step", record.history.step.num))
+            assert step not in found, "a step that was recorded twice"
+            found[step] = float(values[SCORE])
+    return found
+
+
+def leveldb_records(data: bytes) -> list[bytes]:
+    """Records of LevelDB's log format: blocks of 32 KiB with crc, length and type of each part."""
+    found, part, at = list[bytes](), b"", 0
+    while at + 7 <= len(data):
+        left = 32768 - (at + 7) % 32768  # the header of the file counts
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part = (part if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
+        if kind in (1, 4):
+            found.append(part)
+        at += 7 + length
+    return found
+
+
+def read_swanlab(folder: Path) -> Steps:
+    """All starts together, as `swanlab sync` merges them by the id of the run."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    found: Steps = {}
+    files = sorted(folder.glob("run-*/*.swanlab"))
+    assert len({file.stem for file in files}) == 1, "one run, whatever the number of starts"
+    for file in files:
+        reader = DataStoreReader()
+        reader.open(file)
+        for data in reader:
+            record = Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "scalar" and record.scalar.key == SCORE:
+                assert record.scalar.step not in found, "a step that was recorded twice"
+                found[record.scalar.step] = record.scalar.value.number
+    return found
+
+
+def read_trackio(folder: Path) -> Steps:
+    (database,) = folder.glob("*.db")
+    rows = sqlite3.connect(database).execute("select step, metrics from metrics order by step")
+    return {int(step): json.loads(metrics)[SCORE] for step, metrics in rows}
+
+
+READ: dict[str, Callable[[Path], Steps]] = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "swanlab": read_swanlab,
+    "trackio": read_trackio,
+}
+
+MAIN = """
+import sys
+from pathlib import Path
+import psutil
+from mindspeed_rlxf.reporting.trackers import TrackedRun, Trackers
+folder, first, last, resumed = Path(sys.argv[2]), *map(int, sys.argv[3:])
+run = TrackedRun("mine", "sums", "abc123", folder, {"training": {"seed": 7}}, resumed, True)
+trackers = Trackers(sys.argv[1].split(","), run, lambda text: print("WARNING", text))
+for i in range(first, last):
+    trackers.log(i, {"critic/score/mean": i / 8, "other": 1.0, "wrong": float("nan")})
+trackers.close()
+print(*(f"LEFT {process.cmdline()}" for process in psutil.Process().children(recursive=True)))
+"""
+
+
+def start(names: str, folder: Path, first: int, last: int, resumed: int, home: Path) -> str:
+    """One start of a run, in a process of its own; returns what it printed.
+
+    names: of the trackers, with commas
+    """
+    proxy = "http://127.0.0.1:9"  # nothing answers there
+    environment = {
+        "PATH": "/usr/bin:/bin", "HOME": str(home), "PYTHONPATH": str(ROOT),
+        "http_proxy": proxy, "https_proxy": proxy,
+        "WANDB_API_KEY": SECRET, "SWANLAB_API_KEY": SECRET, "HF_TOKEN": f"hf_{SECRET}",
+    }  # fmt: skip
+    command = [sys.executable, "-c", MAIN, names, str(folder), str(first), str(last), str(resumed)]
+    done = subprocess.run(
+        command, env=environment, cwd=home, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def check_resumed_run(names: str, folder: Path) -> None:
+    """Iterations 1 to 5, then from the checkpoint of iteration 3 on to 7; read them back."""
+    trackers, home = folder / "trackers", folder / "home"
+    trackers.mkdir()
+    home.mkdir()
+    printed = start(names, trackers, 1, 6, 0, home) + start(names, trackers, 4, 8, 3, home)
+    assert not any(word in printed for word in ("WARNING", "LEFT", SECRET)), printed
+    for name in names.split(","):
+        assert READ[name](trackers / name) == {i: i / 8 for i in range(1, 8)}
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert not [file for file in files if SECRET.encode() in file.read_bytes()]

@@ -1,0 +1,41 @@
+"""TensorBoard and wandb, offline: what a run gives them is read back from what they wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.reporting.trackers import find_problems
+from tests.tracker_records import check_resumed_run, wandb_records
+
+NAMES = ["tensorboard", "wandb"]
+
+
+def test_a_resumed_run_continues_its_records_offline(tmp_path: Path) -> None:
+    """Both at once, as a run may name them. wandb's record tells nothing of the machine."""
+    check_resumed_run(",".join(NAMES), tmp_path)
+    records = list(wandb_records(tmp_path / "trackers" / "wandb"))
+    assert {each.run.host for each in records if each.HasField("run")} == {"withheld"}
+    assert not [each for each in records if each.HasField("environment")]
+    assert not [file.path for each in records for file in each.files.files]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tracker_whose_package_is_missing_is_a_problem(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_problems([name]) == []
+    find = importlib.util.find_spec
+
+    def hidden(module: str, package: str | None = None) -> ModuleSpec | None:
+        return None if module == name else find(module, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    (problem,) = find_problems([name])
+    assert str(problem) == (
+        f"logging.trackers={name} needs the package {name}; run `pip install {name}`, or remove it "
+        "from logging.trackers"
+    )
