@@ -34,7 +34,7 @@ def estimate_gae(
     mask:    [batch, slots] bool, True = slot that is learnt from. Value and running advantage are
              carried unchanged across other slots, which are no steps of the policy: the steps of
              a response are moved together, so that a row of BLOCK steps or fewer has the same bits
-             whatever stands between and beside them.
+             whatever values are between and beside them.
     lam:     of all responses, or [batch] fp32
     Returns two [batch, slots] tensors, 0 where masked; advantages are not whitened, returns are
     advantages + values.
@@ -51,7 +51,7 @@ def estimate_gae(
 
 
 def _moved(column: Tensor, places: Tensor, to: Tensor) -> Tensor:
-    """Return a column of the same shape with what stands at flat `places` moved `to` others."""
+    """Return a column of the same shape, its values at flat `places` moved `to` other places."""
     flat = torch.zeros_like(column).flatten()
     return flat.index_copy_(0, to, column.flatten().index_select(0, places)).view(column.shape)
 

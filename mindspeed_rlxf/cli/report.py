@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         runs = [Path(run) for run in arguments.runs]
-        file = _file(arguments.output, runs)
+        file = _report_path(arguments.output, runs)
         try:
             size = write_report(runs, file, arguments.samples, mode=report_mode(runs[0], file))
         except OSError as error:
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _file(output: str | None, runs: Sequence[Path]) -> Path:
-    """Return the file to write."""
+def _report_path(output: str | None, runs: Sequence[Path]) -> Path:
+    """Return the file to write: by default in the folder of a single run, else in this one."""
     if output is not None:
         return Path(output)
     return runs[0] / "report.html" if len(runs) == 1 else Path("report.html")

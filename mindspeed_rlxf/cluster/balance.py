@@ -35,7 +35,7 @@ def call_balanced(
     lengths: Lengths,
     *args: Any,
 ) -> Pending:
-    """Run a method that computes each row alone; its rows come in the order of `rollouts`.
+    """Run a method that computes each row by itself; the result has the row order of `rollouts`.
 
     args: further arguments, the same for all replicas
     """

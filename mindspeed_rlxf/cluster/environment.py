@@ -56,9 +56,9 @@ def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, st
 
 
 def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
-    """Return the contradictions between the variables that workers on `kind` would get.
+    """Return the contradictions between the variables that the workers of a run would get.
 
-    given: `resource_pool.env`
+    given: `resource_pool.env`, which comes after the forwarded variables of this process
     """
     given = reveal(worker_environment(given, inherits=False))
     return [Problem(*found) for found in device.environment_problems(kind, given)]

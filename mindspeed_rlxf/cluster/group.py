@@ -120,8 +120,8 @@ class RoleGroup:
     def call(self, method: Callable[..., Any], *args: Any) -> Pending:
         """Run a method of the role's class on every rank.
 
-        method: the plain function, as `RolloutRole.generate`; from it come as many rows
-            as go in, or none
+        method: the plain function, as `RolloutRole.generate`; it returns
+            as many rows as it gets, or none
         args: `Sharded`, by data-parallel rank; RowsRef, alone or as fields of a dataclass, split
             between replicas in equal contiguous parts; anything else, the same for all
         """

@@ -48,7 +48,7 @@ class Node:
 def make_node(
     facts: Mapping[str, object], resource: str, totals: Mapping[str, float], free: float
 ) -> Node:
-    """Make a Node of what Ray says about it.
+    """Make a Node from Ray's description.
 
     facts: NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`
     totals: its resources by name; free: devices that are not in use
@@ -90,7 +90,7 @@ def find_unplaced_pools(
 ) -> list[str]:
     """Return the pools that could not be placed: those too large for the free devices.
 
-    Where each of them fits alone, all of them are returned.
+    If each pool would fit by itself, all of them are returned.
     """
     free = [node.free for node in nodes]
     return [name for name in late if not fits(shapes[name], free)] or list(late)
@@ -165,6 +165,7 @@ class Place:
     pid: int = 0
     node: str = ""  # its id in Ray
     oom_kills: int = 0  # of the host, for lack of memory, before the process started
+    process: str = ""  # the name under which the other workers find it
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:

@@ -60,7 +60,10 @@ class RewardGroup:
         return both.require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """As `score`, by the rules whatever the configured reward, with answers of responses."""
+        """Score as `score` does, but always by the rules, even when the reward is a model.
+
+        The results hold the answers found in the responses.
+        """
         if self.scorers is not None:
             return self._score_by_functions(rollouts, True)
         return self.group.call(RewardRole.score_by_rule, rollouts, True)

@@ -91,12 +91,12 @@ NO_OP_LIST = (
     NoOp(
         ("distributed_backend",),
         ANY,
-        "device.kind decides which backend its processes talk through",
+        "device.kind decides the backend of process groups",
     ),
     NoOp(
         ("no_load_optim", "no_load_rng"),
         YES,
-        "`load` gives the weights of the start, nothing else",
+        "`load` gives only the initial weights",
         "true; false would resume from the folder of `load`, which only a run directory can",
     ),
     NoOp(
@@ -108,7 +108,8 @@ NO_OP_LIST = (
     NoOp(
         ("no_save_optim", "no_save_rng"),
         YES,
-        "final weights come alone; a checkpoint of the run always has optimizer and random state",
+        "final weights are written without them; a checkpoint of the run always has optimizer "
+        "and random state",
         "true; final weights have no optimizer beside them",
     ),
     NoOp(("is_instruction_dataset",), YES, "prompts are read by the names of their columns"),
@@ -122,7 +123,7 @@ NO_OP_LIST = (
     NoOp(("use_kv_cache",), BOTH, "generation always keeps keys and values"),
     NoOp(("initial_loss_scale",), ANY, "losses are scaled for fp16 only, which is not there"),
     NoOp(
-        ("pad_to_multiple_of",), ANY, "nothing is padded, so that no multiple has to be reached"
+        ("pad_to_multiple_of",), ANY, "nothing is padded"
     ),
     NoOp(
         ("max_tokens_to_oom",),
@@ -132,7 +133,7 @@ NO_OP_LIST = (
     NoOp(
         ("md5_validate",),
         NO,
-        "weights of generation and training are compared by what they compute",
+        "weights of generation and training are compared by their results",
         "false, and algorithm.max_log_prob_gap, which stops where generation and training differ",
     ),
     NoOp(
@@ -194,7 +195,7 @@ REFUSED_LIST = (
         ("recompute_activation_function", "recompute_activation_function_num_layers",
          "recompute_in_advance", "recompute_norm", "recompute_norm_num_layers",
          "enable_recompute_layers_per_pp_rank"),
-        "what is recomputed are MLPs or whole layers",
+        "only MLPs or whole layers can be recomputed",
         "use recompute=selective, or recompute=full with recompute_method and recompute_num_layers",
     ),
     Refusal(
@@ -266,7 +267,8 @@ REFUSED_LIST = (
     ),
     Refusal(("moe_grouped_gemm", "moe_permutation_async_comm", "moe_token_dispatcher_type",
              "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm", "moe_zero_memory"),
-            "how experts are computed and reached is not a choice here"),
+            "the computation of experts and the exchange of their tokens cannot be configured "
+            "here"),
     Refusal(("moe_intermediate_size",), "the name is Megatron's", "use moe_ffn_hidden_size"),
     Refusal(
         ("reward_model", "ref_model", "max_length"),

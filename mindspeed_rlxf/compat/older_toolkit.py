@@ -124,7 +124,7 @@ def _layers(sections: Tree) -> Tree:
 
 
 def _recompute(draft: Draft, sections: Tree) -> None:
-    """Rename `recompute_granularity` in every layer, and drop keys whose null means the default."""
+    """Rename `recompute_granularity` in every layer, and drop recompute keys that are null."""
     for name, values in _layers(sections).items():
         for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
             if values.get(key, "") is None:

@@ -64,7 +64,7 @@ def compose(
 ) -> dict[str, Any]:
     """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
 
-    config_dir: searched before the built-in directory, whose model files stay in reach.
+    config_dir: searched before the built-in directory; a config may name model files of both
     Errors: ConfigError for an unknown name, bad YAML and overrides that cannot be applied.
     """
     directories = _directories(config_dir)

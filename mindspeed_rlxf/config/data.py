@@ -39,9 +39,7 @@ class DataConfig(Section):
     extra_columns: Annotated[tuple[str, ...] | None, Word] = key(
         None, "other columns, for reward functions; null = all, [] = none"
     )
-    system_prompt: str | None = key(
-        None, "message of the system for chats without one", min_length=1
-    )
+    system_prompt: str | None = key(None, "system message for chats without one", min_length=1)
     chat_template_kwargs: dict[str, Any] = key(
         {}, "variables of the chat template, such as enable_thinking"
     )
@@ -49,15 +47,15 @@ class DataConfig(Section):
         (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
     )
     invalid_rows: Annotated[InvalidRows, Word] = key(
-        InvalidRows.ERROR, "what becomes of rows that cannot be read: error, or drop and count them"
+        InvalidRows.ERROR, "treatment of rows that cannot be read: error, or drop and count them"
     )
     overlong_prompts: Annotated[OverlongPrompts, Word] = key(
         OverlongPrompts.ERROR,
-        "what becomes of prompts over max_prompt_length: error, drop, keep_head (or right, where "
+        "treatment of prompts over max_prompt_length: error, drop, keep_head (or right, where "
         "it is cut), keep_tail (left), keep_ends (middle)",
     )
     allow_special_tokens: bool = key(
-        False, "special tokens that a prompt's text spells are tokens, and not text"
+        False, "special tokens written in a prompt's text are read as tokens, not as text"
     )
     shuffle: bool = key(True, "a new order of the prompts in each epoch")
 

@@ -112,7 +112,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     if not needs_reference(draft.payload):
         _leave_out_reference(draft, pools, placement)
     draft.payload |= {"resource_pool": pools, "placement": placement}
-    # An unknown word stands where a rule does, so that its own problem is the only one.
+    # An unknown word is treated as a rule, so that no second problem is reported for it.
     if draft.payload["reward"].get("kind") not in (None, *MODEL_KINDS):
         _place_rule(draft, "reward" in chosen)
 
@@ -131,7 +131,7 @@ def _place_rule(draft: Draft, is_placed: bool) -> None:
     """Put a rule, which needs no devices, on a pool of other roles; note a pool that it wastes."""
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:
-        # Any pool will do, but one that is split holds the actor alone.
+        # Any pool will do, except a split one, which has only the actor.
         split = draft.payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
         others = [role for role in ("ref", "critic") if role in placement]
         placement["reward"] = placement[others[0] if split and others else "actor_rollout"]

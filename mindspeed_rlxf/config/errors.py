@@ -27,7 +27,7 @@ class Problem:
     rule:   the condition, as the clause after `key=value`; other keys in it by `ref`
     value:  the given value; None is not shown; text is shown without quotes
     remedy: how to correct it, other keys in it by `ref`; "" where there is none
-    colon:  the rule is a sentence of its own and stands after a colon
+    colon:  the rule is a sentence of its own, printed after a colon
     reads:  keys that the rule depends on and does not name
     """
 

@@ -15,8 +15,8 @@ class EstimatorTraits:
     compares_group: needs several responses to a prompt, which stay on one rank
     reads_greedy:   needs the score of a greedy response to each prompt
     discounts:      works with the reward of each token; the others with the total of a response
-    whitens:        advantages are whitened over the batch where the YAML does not say
-    defaults:       other keys of `algorithm` -> words that hold where the YAML is silent
+    whitens:        advantages are whitened over the batch unless the YAML sets it
+    defaults:       other keys of `algorithm` -> their defaults for this estimator
     """
 
     needs_critic: bool = False

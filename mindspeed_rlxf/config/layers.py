@@ -90,8 +90,11 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
 
 
 def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
-    """Return every section as a dict, keys underscored and `actor_rollout_ref` unfolded."""
-    sections = _underscored(draft, tree, "")
+    """Return every known section as a dict; report unknown ones.
+
+    Keys are written with underscores, and `actor_rollout_ref` is unfolded.
+    """
+    sections = _underscore_keys(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
         sections["runtime"] = {"kind": sections["runtime"]}
     for name in list(sections):
@@ -102,14 +105,17 @@ def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
         sections[name] = draft.mapping(name, sections.get(name))
     _unfold(draft, sections)
     sections["model"] = {
-        str(name): _underscored(draft, draft.mapping(f"model.{name}", keys), f"model.{name}.")
+        str(name): _underscore_keys(draft, draft.mapping(f"model.{name}", keys), f"model.{name}.")
         for name, keys in sections["model"].items()
     }
     return sections
 
 
-def _underscored(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
-    """Spell `max-prompt-length` as `max_prompt_length`; names that the user chose stay."""
+def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
+    """Replace "-" in keys by "_"; names that the user chose (VERBATIM) stay as they are.
+
+    Reports a key that is given in both spellings.
+    """
     result: Tree = {}
     for spelled, value in tree.items():
         name = str(spelled).replace("-", "_")
@@ -118,7 +124,7 @@ def _underscored(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
                 Problem(f"{prefix}{name}", f"is given twice, as {spelled} too", remedy="keep one")
             )
         is_section = isinstance(value, dict) and name not in VERBATIM
-        result[name] = _underscored(draft, value, f"{prefix}{name}.") if is_section else value
+        result[name] = _underscore_keys(draft, value, f"{prefix}{name}.") if is_section else value
     return result
 
 

@@ -43,7 +43,7 @@ class ParallelLayout:
         return [rank for rank in range(self.world_size) if self.is_leader(rank)]
 
 
-def part_of(processes: Sequence[int], first: int, count: int) -> list[int]:
+def count_per_node(processes: Sequence[int], first: int, count: int) -> list[int]:
     """Count the ranks `first` to `first + count - 1` on each node that has any of them.
 
     processes: number of ranks of each node; ranks fill one node after the other

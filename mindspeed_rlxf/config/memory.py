@@ -74,13 +74,15 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes of activations that one layer keeps for its backward pass.
 
-    Two norms keep their input in fp32, the normed value and the output; attention its projections,
-    rotated queries and keys, cosines and sines, the output twice and the log of the normaliser; the
-    gated MLP its two halves together, the activated half, the other half and their product. Experts
-    keep that for each token sent to them, its hidden state and the product times its weight; the
-    router its probabilities and choices.
-
-    Ranks that share a key-value group gather the projections of all of them.
+    What is kept:
+    - by each of two norms: its input in fp32, the normed value and the output
+    - by attention: its projections, the rotated queries and keys, cosines and sines, the output
+      twice, and the log of the normaliser. Ranks that share a key-value group gather the
+      projections of all ranks
+    - by the gated MLP: its two halves together, the activated half, the other half, their product
+    - by experts: the same for each token sent to them, its hidden state, and the product times
+      its weight
+    - by the router: its probabilities and choices
     """
     norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
     attention = _attention_bytes(a, tokens, tp, itemsize)
@@ -92,8 +94,8 @@ def layer_forward_bytes(
 ) -> int:
     """Return the most bytes of activations that one layer takes at once without gradients.
 
-    The hidden state that enters it, a norm, and attention or the MLP: what attention computes is
-    freed before the MLP begins.
+    These are the layer's input, a norm, and the larger of attention and MLP, because activations of
+    attention are freed before the MLP begins.
     """
     norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
     entry = (tokens // tp if sequence_parallel else tokens) * a.hidden_size * itemsize
@@ -224,9 +226,15 @@ def score_head_bytes(tokens: int, hidden_size: int) -> int:
     return FP32 * tokens * hidden_size
 
 
-def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
-    """Return the bytes of the largest parameter's gradient, before it is added to the buffer."""
-    return max(sizes) * itemsize
+def weight_gradient_bytes(
+    shared: Sequence[int], experts: Sequence[int], together: int, itemsize: int
+) -> int:
+    """Return the bytes of the largest gradient that exists before it is added to the buffer.
+
+    shared, experts: numbers of each parameter outside the experts, and of them
+    together:        experts of a layer on a rank, whose gradients are computed in one product
+    """
+    return max(max(shared, default=0), together * max(experts, default=0)) * itemsize
 
 
 def head_gradient_bytes(vocab: int, hidden: int) -> int:
@@ -243,7 +251,7 @@ def paged(length: int) -> int:
 
 
 def kv_cache_bytes(tokens: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of so many tokens, in all layers.
+    """Return the bytes of the keys and values of `tokens`, in all layers.
 
     Ranks that share a key-value group each hold it.
     """

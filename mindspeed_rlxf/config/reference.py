@@ -91,7 +91,7 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
 
 def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
-    """Return the keys of a role that the tables of all roles and of optimizers do not say."""
+    """Return the keys of a role that are not in the tables of all roles and of optimizers."""
     common = {
         name
         for name, field in RoleConfig.model_fields.items()

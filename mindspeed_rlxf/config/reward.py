@@ -23,11 +23,13 @@ OWN_METRICS = ("failed", "model")
 class FunctionConfig(Section):
     """A part of the reward. In the YAML its `function` alone is enough."""
 
-    name: str = key(..., "of its part in metrics and samples; absent = the function's")
+    name: str = key(..., "name of its part in metrics and samples; absent = the function's name")
     function: str | None = key(
         None, "path/to/file.py:name, a built-in rule, or `rule`: that of the data source"
     )
-    sha256: str | None = key(None, "of the file's text; a run is not resumed with another")
+    sha256: str | None = key(
+        None, "SHA-256 of the file's text; a run is not resumed with another text"
+    )
     url: str | None = key(None, "in place of function: a server that scores batches")
     batch_size: int = key(16, "url: samples per request at most", ge=1)
     weight: float = key(1.0, "factor of its score in the sum")
@@ -58,7 +60,8 @@ class RewardConfig(RoleConfig):
 
     load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
     kind: Annotated[RewardKind, Word] = key(
-        RewardKind.MODEL, "model: of Megatron; huggingface: any sequence classifier; rule"
+        RewardKind.MODEL,
+        "model: a reward model in Megatron; huggingface: any sequence classifier; rule: no model",
     )
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
@@ -71,7 +74,7 @@ class RewardConfig(RoleConfig):
         None, "a function of yours that scores, path/to/file.py:name; see docs/rewards.md"
     )
     functions: Annotated[tuple[FunctionConfig, ...], Word] = key(
-        (), "several, whose weighted scores are added; with a model, to its score"
+        (), "several functions, whose weighted scores are added up, with a model also to its score"
     )
     model_weight: float = key(1.0, "factor of the model's score beside functions")
     allow_changed_function: bool = key(

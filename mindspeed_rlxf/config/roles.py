@@ -66,7 +66,7 @@ class OffloadConfig(Section):
 
     weights: bool = key(False, "weights are on the host outside of the role's phases", "free")
     optimizer: bool = key(
-        False, "its state is on the host outside of updates, and gradients are freed", "free"
+        False, "optimizer state is on the host outside of updates, and gradients are freed", "free"
     )
 
 
@@ -76,12 +76,15 @@ class RoleConfig(Section):
     model: str = key(..., "name of the architecture in the model section")
     architecture: ArchitectureConfig = key(..., "architecture, the role's own keys laid over it")
     load: str | None = key(
-        None, "folder the weights start from, Hugging Face's or Megatron's", "free"
+        None, "folder of the initial weights, Hugging Face's or Megatron's", "free"
     )
     tensor_model_parallel_size: int = key(1, "ranks that share a layer", "reshard", ge=1)
     pipeline_model_parallel_size: int = key(1, "ranks that share the layers", "reshard", ge=1)
     num_layers_per_virtual_pipeline_stage: int | None = key(
-        None, "layers of a chunk; a rank holds several (interleaved); null = one", "reshard", ge=1
+        None,
+        "layers of a chunk, if a rank has several chunks (interleaved); null = one chunk",
+        "reshard",
+        ge=1,
     )
     expert_model_parallel_size: int = key(
         1, "data-parallel ranks that share the experts of a layer", "reshard", ge=1
@@ -117,8 +120,8 @@ class RoleConfig(Section):
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules between model, parallel sizes and micro-batches; none for a rule."""
-        if self.architecture is None:  # that of a rule is
+        """Yield the broken rules between model, parallel sizes and micro-batches."""
+        if self.architecture is None:  # a reward computed by a rule has no model
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
             yield Problem(
@@ -263,20 +266,23 @@ class ActorConfig(LearningConfig):
     )
     num_gpus_for_train: int | None = key(
         None,
-        "first devices of the pool, which train; null = all do both",
+        "number of the pool's first devices, which only train; null = all train and generate",
         "reshard",
         ge=1,
     )
     num_gpus_for_infer: int | None = key(
-        None, "the pool's other devices, which generate; null = all do both", "reshard", ge=1
+        None,
+        "number of the pool's other devices, which only generate; null = all train and generate",
+        "reshard",
+        ge=1,
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
-    stop_strings: Strings = key((), "texts that end a response, which keeps them")
+    stop_strings: Strings = key((), "texts that end a response and stay in it")
     num_samples_per_step: int | None = key(
         None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1
     )
     fixed_responses: str | None = key(
-        None, "jsonl file of responses that are taken in place of generated ones"
+        None, "jsonl file of responses that are used instead of generated ones"
     )
     n_samples_per_prompt: int = key(
         1, "responses per prompt; absent = 1, or 2 in stage ray_online_dpo", ge=1
@@ -356,6 +362,6 @@ class CriticConfig(LearningConfig):
 
     critic_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
-    warmup_iters: int = key(0, "first iterations, in which the critic alone learns", ge=0)
+    warmup_iters: int = key(0, "number of first iterations in which only the critic learns", ge=0)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)

@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.enums import (
     Verifier,
 )
 from mindspeed_rlxf.config.fields import Section, Word, key
-from mindspeed_rlxf.config.layout import ParallelLayout, part_of
+from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.reward import FunctionConfig, RewardConfig
 from mindspeed_rlxf.config.roles import (
     ActorConfig,
@@ -139,7 +139,7 @@ class RunConfig(Section):
 
     @property
     def warmup_iters(self) -> int:
-        """First iterations, in which the critic alone learns."""
+        """The number of first iterations in which only the critic learns."""
         return self.critic.warmup_iters if self.critic else 0
 
     def learning_iters(self, role: Role) -> int:
@@ -225,7 +225,7 @@ class RunConfig(Section):
         """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:
-            return part_of(processes, 0, self.parts[0])
+            return count_per_node(processes, 0, self.parts[0])
         return processes
 
     @property

@@ -77,19 +77,24 @@ class TrainingConfig(Section):
         600.0, "a restart's longest wait for devices in place of lost ones, seconds", "free", gt=0
     )
     allow_shrink: bool = key(
-        False, "a restart that lacks devices goes on with fewer data-parallel ranks", "free"
+        False,
+        "after a restart with too few devices continue with fewer data-parallel ranks",
+        "free",
     )
     stop_grace_s: float = key(
         60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", "free", ge=0
     )
     max_wall_time: float | None = key(
-        None, "save and stop before so long, seconds or [D-]HH:MM:SS; null = no limit", "free", gt=0
+        None,
+        "save and stop before this time has passed, seconds or [D-]HH:MM:SS; null = no limit",
+        "free",
+        gt=0,
     )
     output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
     file_mode: str = key(
         "0600",
-        "mode of what holds configuration, logs, metrics or samples, octal text; not of weights",
+        "mode of files with configuration, logs, metrics or samples, octal text; not of weights",
         "free",
     )
     save_interval: int = key(
@@ -111,19 +116,21 @@ class TrainingConfig(Section):
     )
     keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
     keep_every: int = key(
-        0, "checkpoints of its multiples are kept too, iterations; 0 = none", "free", ge=0
+        0, "also keep checkpoints whose iteration is a multiple of it; 0 = none", "free", ge=0
     )
     resume: Literal["auto", "never"] = key(
-        "auto", "go on in a run directory that is used (auto), or refuse it (never)", "free"
+        "auto", "resume the run of a used run directory (auto), or refuse to (never)", "free"
     )
     nan_policy: Annotated[NanPolicy, Word] = key(
         NanPolicy.RAISE,
-        "raise before weights change, or skip the step: NaN or inf in loss, gradient norm, reward",
+        "on NaN or inf in loss, gradient norm or reward: raise before weights change, or skip "
+        "the step",
         "free",
     )
     deterministic: bool | None = key(
         None,
-        "the same bits each time, at some cost in speed; null = on CPU alone, where it has none",
+        "bitwise equal results each time, at some cost in speed; null = only on CPU, where it "
+        "costs nothing",
         "free",
     )
     max_skipped: int = key(10, "nan_policy skip: optimizer steps left out in a row", "free", ge=0)
@@ -163,8 +170,8 @@ class KlControlConfig(Section):
     """The coefficient of the KL penalty."""
 
     type: Annotated[KlControl, Word] = key(KlControl.FIXED, "fixed or adaptive coefficient")
-    kl_coef: float = key(0.05, "coefficient, or where it starts", ge=0)
-    target_kl: float = key(6.0, "adaptive: KL per token to hold", gt=0)
+    kl_coef: float = key(0.05, "coefficient; adaptive: its initial value", ge=0)
+    target_kl: float = key(6.0, "adaptive: target KL per token", gt=0)
     horizon: int = key(10000, "adaptive: samples over which it corrects", ge=1)
 
 
@@ -192,7 +199,7 @@ class AlgorithmConfig(Section):
     )
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
     reward_scale: float = key(1.0, "scores are multiplied by it")
-    reward_clip: float | None = key(None, "scaled scores are held within +- it", gt=0)
+    reward_clip: float | None = key(None, "scaled scores are clipped to +- this value", gt=0)
     whiten_rewards: bool = key(False, "token rewards of variance 1 over the batch, mean kept")
     verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
         (), "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc"
@@ -201,9 +208,13 @@ class AlgorithmConfig(Section):
         (), "reward.verifier: weight of each function's score in their sum; absent = 1 each"
     )
     missing_eos_penalty: float = key(0.0, "subtracted from the score without EOS; null = 0")
-    overlong_buffer_len: int = key(0, "last tokens in which a response is penalised", ge=0)
+    overlong_buffer_len: int = key(
+        0, "number of tokens before max_new_tokens in which a response is penalised", ge=0
+    )
     overlong_penalty_factor: float = key(1.0, "its penalty at max_new_tokens", ge=0)
-    filter_groups: bool = key(False, "draw again in place of prompts with equal scores only")
+    filter_groups: bool = key(
+        False, "drop prompts whose responses all score the same, and draw others"
+    )
     max_num_gen_batches: int = key(10, "filter_groups: batches generated at most", ge=1)
     score_position: Annotated[ScorePosition, Word] = key(
         ScorePosition.AFTER_EOS, "slot that takes the score of a response that ended"
@@ -223,8 +234,8 @@ class AlgorithmConfig(Section):
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
         OldLogProbs.AUTO,
-        "log-probs of the behaviour policy: auto = of the update itself where an iteration is one "
-        "optimizer step and nothing else reads them, else recompute",
+        "log-probs of the behaviour policy: auto = those of the update itself if an iteration is "
+        "one optimizer step and nothing else reads them, else recompute",
         "free",
     )
     rollout_is_threshold: float | None = key(
@@ -280,7 +291,7 @@ class AlgorithmConfig(Section):
 class RolloutConfig(Section):
     """The rollout engine, and its layout on `actor_rollout.num_gpus_for_infer` devices."""
 
-    engine: str = key("native", "what generates: native, or the name that a plugin gave its engine")
+    engine: str = key("native", "rollout engine: native, or the name of a plugin's engine")
     tensor_model_parallel_size: int | None = key(
         None, "ranks that share a layer in generation; null = as in training", "reshard", ge=1
     )
@@ -315,7 +326,8 @@ class LoggingConfig(Section):
     )
     trackers: Strings = key(
         ("jsonl",),
-        "where metrics go: jsonl (always), tensorboard, wandb, swanlab, trackio, or of a plugin",
+        "trackers that get the metrics: jsonl (always), tensorboard, wandb, swanlab, trackio, or "
+        "a plugin's",
         "free",
     )
     tracker_project: str = key("mindspeed-rlxf", "project of the run at trackers", "free")
@@ -352,7 +364,7 @@ class PoolSettings(Section):
     )
     env: dict[str, Variable] = key({}, "environment variables of every worker", "free")
     bad_nodes: Literal["refuse", "leave_out"] = key(
-        "refuse", "what becomes of nodes that do not answer or have sick devices", "free"
+        "refuse", "treatment of nodes that do not answer or have sick devices", "free"
     )
     tensor_parallel_spans_nodes: bool = key(
         False, "allow a tensor-parallel group on several nodes, which is slow", "reshard"
@@ -364,13 +376,21 @@ class RuntimeConfig(Section):
 
     kind: Annotated[RuntimeKind, Word] = key(RuntimeKind.RAY, "ray or local", "free")
     address: str | None = key(
-        None, "Ray cluster to join, local = own; null = RAY_ADDRESS, this user's, own", "free"
+        None,
+        "Ray cluster to join, local = start one; null = RAY_ADDRESS, else this user's, else "
+        "start one",
+        "free",
     )
     allow_unauthenticated: bool = key(
-        False, "join a Ray cluster that needs no token and others reach, or of another user", "free"
+        False,
+        "join a Ray cluster without tokens that others can reach, or one of another user",
+        "free",
     )
     timeout_s: float = key(
-        1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
+        1800.0,
+        "longest wait for one call, seconds; the shortest deadline of a call is a tenth of it",
+        "free",
+        gt=0,
     )
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)
 
@@ -383,7 +403,7 @@ class PlanConfig(Section):
         None, "device whose public figures predict times; null = by device.kind", "free"
     )
     calibration: str | None = key(
-        None, "file of `doctor --calibrate`; null = that of this user, where there is one", "free"
+        None, "file of `doctor --calibrate`; null = this user's, if there is one", "free"
     )
     prompt_tokens: int | None = key(
         None, "mean prompt of a prediction, tokens; null = max_prompt_length", "free", ge=1

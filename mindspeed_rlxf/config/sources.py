@@ -1,4 +1,4 @@
-"""Python files of the user, of which a process needs the text alone.
+"""Python files of the user; a process needs only their text.
 
 The driver reads a file once, when the configuration is made. Other processes get the text with the
 role that is built in them, so no other host needs the file.

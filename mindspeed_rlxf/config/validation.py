@@ -19,7 +19,9 @@ class ValidationConfig(Section):
     before: bool = key(True, "validate before the first iteration", "free")
     after: bool = key(True, "validate after the last iteration", "free")
     only: bool = key(
-        False, "validate the run's newest checkpoint, or `load` where it has none, and end", "free"
+        False,
+        "validate the run's newest checkpoint, or the weights of `load` if there is none, and end",
+        "free",
     )
     max_samples: int | None = key(None, "prompts used; null = all", "free", ge=1)
     n_samples: int = key(1, "responses per prompt", "free", ge=1)
@@ -32,7 +34,7 @@ class ValidationConfig(Section):
     )
     pass_score: float | None = key(
         None,
-        "score from which on a response is right; null = accuracy (without one: score) above 0",
+        "lowest score of a right response; null = accuracy (without one: score) above 0",
         "free",
     )
     best_metric: str = key(

@@ -48,9 +48,10 @@ def rank_steps(
 ) -> list[RankSteps]:
     """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
-    mini_batch_size must divide the number of samples, and num_ranks x together must divide it.
-    costs:    of each sample, for parts of nearly equal cost; None = consecutive parts
-    together: size of groups of consecutive samples of a mini-batch that stay on one rank
+    mini_batch_size must divide the number of samples, and be a multiple of num_ranks * together.
+
+    costs:    cost of each sample, for parts of nearly equal cost; None = consecutive parts
+    together: size of the groups of consecutive samples that stay on one rank
     """
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
     assert whole and mini_batch_size % (num_ranks * together) == 0, "checked beforehand"

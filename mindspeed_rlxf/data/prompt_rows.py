@@ -78,7 +78,7 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:
-    """Put the system message first, unless the chat has its own."""
+    """Return the chat with the system message in front, unless it has its own."""
     if system is None or prompt[0]["role"] == SYSTEM:
         return prompt
     return [{"role": SYSTEM, "content": system}, *prompt]

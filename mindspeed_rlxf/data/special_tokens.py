@@ -52,9 +52,10 @@ class SpecialTokens:
         return self._words.sub(lambda found: self._names[int(found[1])], text)
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokenize a filled-in template: special tokens are tokens, their words are text.
+        """Tokenize a filled-in template.
 
-        The text between two tokens is tokenized separately.
+        Special tokens become their ids. The text between two of them is tokenized by itself;
+        words that `hide` put there become the text of their special token.
         """
         ids, start = [], 0
         for found in self._pattern.finditer(text):

@@ -1,4 +1,4 @@
-"""One facade over npu, cuda and cpu: the only package that names them.
+"""A facade over npu, cuda and cpu; the only package that names them.
 
 `setup` runs once per worker process, before anything imports Megatron; it selects the device and
 applies its adaptor (MindSpeed on NPU, nothing on CUDA, our own on CPU).

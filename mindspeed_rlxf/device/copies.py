@@ -1,6 +1,6 @@
-"""Copies between the host's memory and the device, beside the work of the current stream.
+"""Copy between host and device memory in a stream of its own, beside the current stream.
 
-On a CPU both are the same memory, and a copy is made when it is asked for.
+On a CPU both are the same memory, and a copy is made at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspeed_rlxf.device import facade
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Allocate bytes of the host's memory that the device copies from and to directly.
+    """Allocate pinned host memory, which the device copies from and to directly.
 
     torch rounds such memory up to a power of two. Returns [num_bytes] uint8, not initialised.
     """
@@ -25,7 +25,7 @@ def host_buffer(num_bytes: int) -> Tensor:
 
 
 class CopyStream:
-    """A stream for copies, in their order."""
+    """A stream that makes copies in the order of their launch."""
 
     def __init__(self) -> None:
         self._library = facade.active_library()
@@ -33,7 +33,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Launch the copies of the block behind all work launched so far; they do not block."""
+        """Launch the copies of the block after all work launched so far, without waiting."""
         if self._library is None:
             yield
             return
@@ -42,7 +42,7 @@ class CopyStream:
             yield
 
     def mark(self) -> Any:
-        """Return an event behind the copies launched so far; None on a CPU."""
+        """Return an event after the copies launched so far; None on a CPU."""
         return None if self._library is None else self._stream.record_event()
 
     def join(self, event: Any) -> None:

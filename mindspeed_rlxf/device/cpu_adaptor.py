@@ -1,8 +1,8 @@
-"""Lets unmodified megatron-core run on CPU under gloo.
+"""Let unmodified megatron-core run on a CPU under gloo.
 
 Megatron names `torch.cuda` and `device="cuda"` throughout. On NPU torch_npu rewrites these names;
-here the same names are pointed at the CPU. Applied once per worker process, before the first
-Megatron import, and never in the driver.
+here they are redirected to the CPU. `apply` runs once per worker process, before Megatron is
+imported, and never in the driver.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Point the names that Megatron takes from CUDA at the CPU, and extend gloo's collectives."""
-    _device_constructors()  # torch keeps the list: `with torch.device(...)` acts on the originals
+    """Redirect Megatron's names of CUDA to the CPU, and extend gloo's collectives."""
+    _device_constructors()  # make torch cache the originals, on which `with torch.device(...)` acts
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in TENSOR_TYPES:
@@ -75,13 +75,13 @@ def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream(torch.cpu.Stream):
-    """Stream that records events: the token dispatcher of experts waits for one."""
+    """A stream that records events, as the token dispatcher of experts waits for one."""
 
     def record_event(self, event: Any = None) -> Any:
         return torch.cpu.Event()
 
     def synchronize(self) -> None:
-        """Called by megatron-core 0.12 in place of waiting for the event."""
+        """Do nothing; megatron-core 0.12 calls it instead of waiting for the event."""
 
 
 def _patch_runtime() -> None:
@@ -99,10 +99,10 @@ def _patch_runtime() -> None:
 
 
 def _patch_random_state() -> None:
-    """Let Megatron's random tracker save and restore the CPU's generator as the device's."""
+    """Make Megatron's random tracker use the CPU's generator in place of the device's."""
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        # not torch.manual_seed, which seeds every device and would come back here
+        # not torch.manual_seed, which seeds every device and would call this function again
         module.manual_seed = module.manual_seed_all = torch.default_generator.manual_seed
         module.initial_seed = lambda: torch.initial_seed()

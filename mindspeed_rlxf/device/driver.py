@@ -1,4 +1,4 @@
-"""Devices of this host as the driver's own tool reports them, without claiming one."""
+"""List the devices of this host with the driver's own tool, without claiming one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 @dataclass(frozen=True)
 class DriverDevice:
-    """One device, in NPU terms a chip.
+    """One device; for an NPU, a chip.
 
-    health: as the tool reports it; OK where it does not
-    card:   that holds it; an A3 card holds two
+    health: as the tool reports it; OK if the tool has no such column
+    card:   number of its card; an A3 card has two chips
     """
 
     index: int
@@ -44,7 +44,7 @@ Parsed: TypeAlias = tuple[str, list[DriverDevice]]
 
 @dataclass(frozen=True)
 class DriverView:
-    """Answer of the tool `tool`. problem: why there is none, else empty."""
+    """The answer of the driver's tool. problem: why there is no answer, else empty"""
 
     tool: str
     version: str
@@ -105,8 +105,8 @@ def parse_ascend(text: str) -> Parsed:
 
     A chip has two rows; the processes below them are not read.
 
-    Chips are numbered across cards: the number is the second of the second row where there is one
-    (`Phy-ID`), else that of the card.
+    Chips are numbered across cards. The number is the second one in the chip's second row
+    (`Phy-ID`); if there is none, the number of the card.
     """
     found = re.search(r"Version:\s*(\S+)", text)
     table, devices = text.partition("Process id")[0], []

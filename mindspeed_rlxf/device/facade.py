@@ -1,4 +1,4 @@
-"""Select the device, and state the few facts that differ between npu, cuda and cpu."""
+"""Select the device, and answer the questions whose answers differ between npu, cuda and cpu."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeviceFacts:
     allocator: str | None  # variable with settings of torch's allocator, read when it starts
 
 
-# Rules of thumb; the communicators of NPU are asked from `npu.communicator_mib`.
+# Rules of thumb; for NPU, `npu.communicator_mib` gives the size of a communicator.
 FACTS = {
     DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None, 0, 0, None),
     DeviceKind.CUDA: DeviceFacts(
@@ -44,7 +44,7 @@ _active: DeviceKind | None = None
 
 
 def resolve_kind(kind: DeviceKind) -> DeviceKind:
-    """Resolve `auto`: NPU where torch_npu is installed, else CUDA where a GPU answers, else CPU."""
+    """Resolve `auto`: NPU if torch_npu is installed, else CUDA if a GPU answers, else CPU."""
     if kind is not DeviceKind.AUTO:
         return kind
     if importlib.util.find_spec("torch_npu") is not None:
@@ -55,7 +55,7 @@ def resolve_kind(kind: DeviceKind) -> DeviceKind:
 def device_count(kind: DeviceKind) -> int | None:
     """Count the devices of this host that a process may use; None = no limit (CPU).
 
-    Imports no library of a device. Raises ValueError where NPUs cannot be counted.
+    Imports no device library. Raises ValueError when NPUs cannot be counted.
     """
     kind = resolve_kind(kind)
     return npu_count.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
@@ -85,10 +85,10 @@ def visible_devices_variable(kind: DeviceKind) -> str | None:
 
 
 def shared_memory_environment(kind: DeviceKind) -> dict[str, str]:
-    """Return variables that let memory which one model frees serve blocks of other sizes.
+    """Return variables of torch's allocator that let freed memory serve blocks of other sizes.
 
-    Physical pages are mapped behind one another into growing segments (torch's notes on CUDA, those
-    of torch_npu on `PYTORCH_NPU_ALLOC_CONF`). None on a CPU.
+    They make it map physical pages one after the other into segments that grow. Sources: torch's
+    notes on CUDA, torch_npu's on `PYTORCH_NPU_ALLOC_CONF`. No variables on a CPU.
     """
     name = FACTS[resolve_kind(kind)].allocator
     return {} if name is None else {name: "expandable_segments:True"}
@@ -103,12 +103,13 @@ def setup(
 ) -> torch.device:
     """Select the device of this process and apply its adaptor. Call before importing Megatron.
 
-    local_rank: among the devices that this process sees, where none is assigned
-    assigned:   number that Ray gave this process, as the host counts devices
+    local_rank: index among the devices that this process sees, used if none is assigned
+    assigned:   the device's number on the host, as Ray gave it to this process
     deadline_s: longest time that ranks may wait for each other in a collective
-    A second call with the same kind does nothing but set the thread count; another kind is a
-    programming error, because adaptors cannot be taken back. Raises ValueError where something of
-    the installation is missing.
+
+    A second call with the same kind only sets the thread count. Another kind is a programming
+    error, because adaptors cannot be removed. Raises ValueError when a part of the installation is
+    missing.
     """
     global _active
     kind = resolve_kind(kind)
@@ -133,7 +134,7 @@ def setup(
 
 
 def load_library(kind: DeviceKind) -> None:
-    """Import the device's library; claims no device. Raises ValueError where it is missing."""
+    """Import the device's library; claims no device. Raises ValueError when it is missing."""
     if resolve_kind(kind) is DeviceKind.NPU:
         npu.library()  # registers torch.npu
 
@@ -159,15 +160,15 @@ def current_device() -> torch.device:
 
 
 def fuses_layers() -> bool:
-    """Whether models have to be built of Megatron's own attention, norm and activation.
+    """Whether models must use Megatron's own attention, norm and activation.
 
-    On NPU the adaptor puts the device's fused operators into these.
+    So on NPU: there the adaptor replaces these by the device's fused operators.
     """
     return _active is DeviceKind.NPU
 
 
 def tries_kernels() -> bool:
-    """Whether fused operators may be there to be tried (`kernels.find`): on CUDA."""
+    """Whether `kernels.find` should look for fused operators: only on CUDA."""
     return _active is DeviceKind.CUDA
 
 
@@ -179,11 +180,12 @@ def seed_all(seed: int) -> None:
 
 
 def set_deterministic(wanted: bool | None) -> None:
-    """Make kernels and collectives of this process give the same bits for the same numbers.
+    """Make kernels and collectives of this process give bitwise equal results for equal inputs.
 
     wanted: None = on CPU only
-    Call it before anything is computed: the libraries read their variables when they start.
-    Variables that are set stay as they are. Sources: torch's notes on reproducibility, NCCL's and
+
+    Call it before anything is computed, as the libraries read their variables when they start.
+    Variables that the user has set stay. Sources: torch's notes on reproducibility, NCCL's and
     HCCL's documentation of their variables, MindSpeed's own mode.
     """
     if wanted is None:
@@ -198,19 +200,19 @@ def set_deterministic(wanted: bool | None) -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
-    # Slow, and only of use to find reads of memory that was never written.
+    # Slow, and only useful to find reads of memory that was never written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def active_library() -> Any:
-    """Return torch's module of this process's device, as `torch.npu`; None on CPU."""
+    """Return torch's module for this process's device, for example `torch.npu`; None on CPU."""
     if _active in (None, DeviceKind.CPU):
         return None
     return getattr(torch, FACTS[_active].torch_type)
 
 
 def synchronize() -> None:
-    """Wait for the device, so that measured times are those of the work and not of its launch."""
+    """Wait for the device, so that a time measured afterwards includes the launched work."""
     library = active_library()
     if library is not None:
         library.synchronize()
@@ -223,15 +225,17 @@ def device_name() -> str:
 
 
 def reset_peak_memory() -> None:
-    """Begin a new peak of this process's device memory. Does nothing on CPU."""
+    """Reset the peak of this process's device memory. Does nothing on CPU."""
     library = active_library()
     if library is not None:
         library.reset_peak_memory_stats()
 
 
 def peak_memory() -> int:
-    """Return the most bytes that tensors took since `reset_peak_memory`; on CPU the process's
-    resident memory now, which includes its libraries."""
+    """Return the peak bytes of tensors since `reset_peak_memory`.
+
+    On CPU it is the present resident memory of the process, libraries included.
+    """
     library = active_library()
     if library is not None:
         return int(library.max_memory_allocated())
@@ -246,9 +250,9 @@ def memory_total() -> int:
 
 
 def memory_unclaimed(kind: DeviceKind) -> int | None:
-    """Return the bytes of this host's smallest device; None = unknown, as on CPU.
+    """Return the bytes of this host's smallest device without claiming it; None = unknown, or CPU.
 
-    Asks the driver's tool, which claims no device.
+    The driver's tool reports them.
     """
     view = driver.driver_view(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
@@ -256,10 +260,10 @@ def memory_unclaimed(kind: DeviceKind) -> int | None:
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
-    """Return variables that keep collectives on the interface with the address `ip`; may be empty.
+    """Return variables that make collectives use the interface with the address `ip`; may be empty.
 
-    By default gloo takes the address of the host's name, which is often a loopback one that other
-    hosts cannot reach, and HCCL its first interface. NCCL finds other hosts by itself.
+    By default gloo uses the address of the host's name, often a loopback address that other hosts
+    cannot reach. HCCL uses the first interface. NCCL finds other hosts by itself.
     """
     import psutil
 
@@ -279,9 +283,9 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 def environment_problems(
     kind: DeviceKind, environment: Mapping[str, str]
 ) -> list[npu.Contradiction]:
-    """Find variables of the device's libraries that contradict each other.
+    """Find variables of the device's libraries that contradict each other; only NPU has a rule.
 
-    environment: of the workers
+    environment: the workers' variables
     """
     if resolve_kind(kind) is not DeviceKind.NPU:
         return []
@@ -302,7 +306,7 @@ def communicator_bytes(kind: DeviceKind) -> int:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory of this host, or of the container where that is less."""
+    """Return the bytes of memory of this host, or the limit of the container if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:

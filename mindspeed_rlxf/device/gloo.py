@@ -1,11 +1,10 @@
 """Adapt gloo to Megatron: parts of different sizes, and one device for all groups of a process.
 
-NCCL and HCCL gather and scatter parts of different sizes, as the token dispatcher of experts needs;
-gloo wants equal ones. Calls that gloo can do go to gloo unchanged.
+The token dispatcher of experts gathers and scatters parts of different sizes. NCCL and HCCL can do
+that; gloo needs equal sizes. Calls that gloo supports go to gloo unchanged.
 
-torch gives each group a gloo device of its own, whose thread looks after its sockets and wakes a
-hundred times a second. Megatron makes a hundred groups for a role, so that even waiting ranks keep
-a host busy.
+torch gives each group its own gloo device, with a thread that polls its sockets a hundred times a
+second. Megatron makes a hundred groups for a role, so that even waiting ranks keep a host busy.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ def wrap_collectives() -> None:
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective so that it takes split sizes as tensors too.
+    """Wrap a collective so that it also takes split sizes as tensors.
 
-    The dispatcher makes lists of sizes that are on the device, and leaves those on the CPU tensors.
+    The dispatcher converts sizes on the device to lists, but leaves sizes on the CPU as tensors.
     """
 
     @functools.wraps(exchange)
@@ -89,7 +88,7 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_device() -> None:
-    """Replace gloo's constructor, so that later groups share the process's gloo devices."""
+    """Replace gloo's constructor, so that groups made later share the process's gloo devices."""
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
     if getattr(make, "shares_devices", False):

@@ -1,10 +1,10 @@
-"""Choose fused operators by what works on this device, never by a version.
+"""Choose fused operators by trying them on this device, never by a version.
 
-Each row of TABLE names an operator and where it may come from. `find` tries the rows in order: it
-imports the operator, runs it forward and backward on a small input, and compares with plain torch.
-Attention is tried with the heads of the model, as kernels refuse some widths.
-What fails is left out with one line in the log. On NPU MindSpeed's operators take the place of
-Megatron's own (`facade.fuses_layers`), and nothing here is asked for; on CPU there are none.
+Each row of TABLE names an operator and a package that has it. `find` tries the rows in order: it
+imports the operator, runs it forward and backward on a small input, and compares the result with
+plain torch. Attention is tried with the heads of the model, as kernels refuse some sizes. An
+operator that fails is left out, with one line in the log. This module is not used on NPU, where
+MindSpeed's operators replace Megatron's own (`facade.fuses_layers`), nor on a CPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mindspeed_rlxf.device import facade
 logger = logging.getLogger(__name__)
 
 HALF = torch.bfloat16
-TOLERANCE = 0.05  # of bf16 results, whose numbers are about 1
+TOLERANCE = 0.05  # for bf16 results with elements of about 1
 
 
 class Operator(str, Enum):
-    """What may be fused; the value is its name in the log."""
+    """An operation that may be fused; the value is its name in the log."""
 
     ATTENTION = "attention of packed sequences"
     NORM = "root-mean-square norm"
@@ -42,10 +42,10 @@ class Operator(str, Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operator comes from.
+    """A source of an operator.
 
-    load: returns it, as its users call it; raises where it is not installed
-    probe: runs it on the device; raises where it does not work, or computes something else
+    load:  returns the operator in the form that its users call; raises if it is not installed
+    probe: runs it on the device; raises if it does not work, or computes something else
     """
 
     operator: Operator
@@ -58,9 +58,9 @@ class Source:
 def find(operator: Operator, *shape: int) -> Any:
     """Return the first operator of TABLE that works on this process's device; None = plain torch.
 
-    shape: sizes of the model that the operator may refuse, as its probe takes them; without them
-    the probe has sizes of its own
-    In deterministic mode none is used: backward passes of fused attention add in any order.
+    shape: sizes of the model that an operator may refuse, as arguments of its probe; without them
+           the probe uses its own
+    In deterministic mode it returns None, as backward passes of fused attention add in any order.
     """
     if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
         return None
@@ -111,7 +111,7 @@ def _engine_norm() -> Any:
 
 
 def _engine_rotary() -> Any:
-    """Megatron's switch for it stands for Transformer Engine's operator."""
+    """Return Transformer Engine's operator, under the name that Megatron imports it by."""
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
     return module.fused_apply_rotary_pos_emb
 
@@ -130,7 +130,7 @@ def _noise(device: torch.device, *shape: int) -> Tensor:
 
 
 def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise AssertionError unless both results and their gradients are alike."""
+    """Raise AssertionError unless both results and their gradients agree within TOLERANCE."""
     mine, theirs = (torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected))
     for one, other in zip((found, *mine), (expected, *theirs), strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE)
@@ -139,7 +139,11 @@ def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
 def _probe_attention(
     attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
 ) -> None:
-    """Two sequences; the heads, groups and width of a head that a rank has in the model."""
+    """Compare causal attention over two packed sequences, and its gradients, with torch's.
+
+    heads, groups, width: attention heads, key-value groups and head size on one rank of the model
+    Raises AssertionError where they differ.
+    """
     query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
     found = attend(query, key, value, (5, 19))
     outs = []
@@ -162,7 +166,9 @@ def _probe_norm(norm: Any, device: torch.device) -> None:
 
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
-    """Padded rows, and packed tokens whose angles come token by token."""
+    """Compare rotary embeddings with torch's: of padded rows, and of packed tokens, which have
+    an angle each.
+    """
     angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
     for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):
         query, each = _noise(device, *shape), angles.view(of)

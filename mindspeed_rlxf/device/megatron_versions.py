@@ -1,7 +1,7 @@
 """Handle the differences between supported versions of megatron-core.
 
-This is the only module that reads the version. The rest of the code uses what all versions from
-0.12.1 on share.
+This is the only module that reads the version. The rest of the code uses only functions that all
+versions from 0.12.1 on have.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def chunk_argument(chunk: int | None) -> dict[str, int | None]:
 
 
 def gathers_ahead_argument(value: bool) -> dict[str, bool]:
-    """Return the keyword that tells Megatron's optimizer of weights that are gathered late.
+    """Return the keyword that tells Megatron's optimizer that forward passes gather the weights.
 
-    None in 0.12, whose optimizer asks the configuration of the data-parallel wrapper.
+    No keyword in 0.12, whose optimizer reads the configuration of the data-parallel wrapper.
     """
     return {} if is_before_0_13() else {"overlap_param_gather": value}
 
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """Set Megatron's current chunk inside the block; 0.12 has a global where later ones pass it."""
+    """Set Megatron's current chunk inside the block: a global in 0.12, an argument later."""
     if chunk is None or not is_before_0_13():
         yield
         return
@@ -62,8 +62,8 @@ def mend() -> None:
     for module, name, wrap in mends():
         setattr(module, name, wrap(getattr(module, name)))
     if Version(megatron.core.__version__) >= Version("0.15"):
-        # Writers put their results here, in this process. Megatron's own queue is one between
-        # processes, with a server process for each rank.
+        # Writers run in this process and put their results here. Megatron's own queue is one
+        # between processes, with a server process for each rank.
         filesystem_async._results_queue = queue.Queue()
     filesystem_async.mp = InProcess()
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -82,10 +82,11 @@ def mends() -> tuple[Mend, ...]:
 
 
 class InProcess:
-    """Replaces `multiprocessing` where Megatron writes the files of a checkpoint.
+    """Replaces `multiprocessing` in Megatron's writer of checkpoint files.
 
-    Megatron forks a process for each file from one with a device, collectives and Ray's threads. It
-    waits for ever when the fork is killed, and the fork outlives a killed rank.
+    Megatron forks a writer process for each file. Our process has a device, collectives and Ray's
+    threads, which a fork can break. It would wait for ever for a killed fork, and a fork outlives a
+    killed rank.
     """
 
     Queue = JoinableQueue = SimpleQueue = queue.Queue
@@ -112,9 +113,9 @@ class InProcess:
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """Call Megatron's cast to fp8 only where there are fp8 parameters.
+    """Wrap Megatron's cast to fp8 so that it is called only if there are fp8 parameters.
 
-    Without Transformer Engine the cast of the distributed optimizer raises even then.
+    Without Transformer Engine it raises even when there are none.
     """
 
     @functools.wraps(quantize)
@@ -125,7 +126,7 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """Give torch's writer of checkpoint items the file format, which newer versions require."""
+    """Wrap torch's writer of checkpoint items to pass the file format, which newer torch needs."""
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

@@ -1,14 +1,14 @@
 """Set up the Ascend NPU of one worker process, from CANN's environment to a patched Megatron.
 
-The order matters, and `start` shows it:
+`start` takes these steps, whose order matters:
 
     environment of CANN -> torch_npu -> this process's device -> MindSpeed's adaptor (once)
     -> repatch (once) -> Megatron, which the roles import later
 
-One set of patches serves all roles of a process. MindSpeed keeps its arguments in one namespace,
-whose values become the defaults of every `TransformerConfig` that is built afterwards. Removing
-patches would replace functions of models that exist already. So `ARGUMENTS` holds the values that
-all roles share; each role sets the others (layouts, sizes) in its own config.
+All roles of a process use one set of patches, as removing patches would replace functions of models
+that exist already. MindSpeed keeps its arguments in one namespace, whose values become the defaults
+of every `TransformerConfig` that is built afterwards. So `ARGUMENTS` has only values that all roles
+share; each role sets the others (layouts, sizes) in its own config.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIBRARY = "libascendcl.so"
 SOURCE_IT = "run `source <CANN>/set_env.sh` on every node before `ray start` (or this command)"
 ARGUMENTS: Mapping[str, Any] = {
     "use_flash_attn": True,
-    "transformer_impl": "local",  # the layers that we build on; the other needs its own engine
+    "transformer_impl": "local",  # our models' layers; the other choice needs Transformer Engine
     "context_parallel_size": 1,
 }
 BUFFER_MIB = 200  # HCCL's default of HCCL_BUFFSIZE; a communicator has one to send, one to receive
@@ -47,8 +47,8 @@ NOT_INSTALLED = (
     "device.kind=cpu"
 )
 CONNECT, EXECUTE, EVENT = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"
-CONNECT_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be; the first is its default
-EVENT_S, EVENT_MARGIN_S = 1868, 32  # default of HCCL_EVENT_TIMEOUT, which is 32 s over the other's
+CONNECT_S = (120, 7200)  # range of HCCL_CONNECT_TIMEOUT; the first is its default
+EVENT_S, EVENT_MARGIN_S = 1868, 32  # default of HCCL_EVENT_TIMEOUT, and its lead over EXECUTE
 DETERMINISTIC: Mapping[str, str] = {
     "HCCL_DETERMINISTIC": "true",
     "CLOSE_MATMUL_K_SHIFT": "1",  # the order of sums over the inner axis of a matrix product
@@ -58,12 +58,12 @@ DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
-    """Set up the NPU of this process. No module of Megatron may be imported before.
+    """Set up the NPU of this process, before any module of Megatron is imported.
 
-    index:      among the devices that the process sees, where none is assigned (torchrun)
-    assigned:   number that Ray assigned, as the host counts devices
+    index:      index among the devices that the process sees, used if none is assigned (torchrun)
+    assigned:   the device's number on the host, as Ray assigned it
     deadline_s: longest time that ranks may wait for each other
-    Raises ValueError with a remedy where something of the installation is missing.
+    Raises ValueError with a remedy when a part of the installation is missing.
     """
     # Looking up a version imports the namespace `megatron`, which holds nothing.
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
@@ -99,7 +99,7 @@ def check_cann(environment: Mapping[str, str]) -> None:
 
 
 def library() -> Any:
-    """Import and return torch_npu. Raises ValueError where that fails."""
+    """Import and return torch_npu. Raises ValueError when that fails."""
     check_cann(os.environ)
     try:
         return importlib.import_module("torch_npu")
@@ -108,11 +108,11 @@ def library() -> Any:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Set HCCL's timeouts so that the run, which names the missing ranks, gives up first.
+    """Set HCCL's timeouts longer than the run's, because the run's error names the missing ranks.
 
-    HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. Variables of the
-    user stay, with a warning where they are too short for the run. An HCCL_EVENT_TIMEOUT of the
-    user limits the other.
+    HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. A variable that the
+    user has set stays, with a warning if it is too short for the run. The user's HCCL_EVENT_TIMEOUT
+    also limits the HCCL_EXEC_TIMEOUT that is chosen here.
     """
     deadline = math.ceil(deadline_s)
     wanted = {
@@ -139,7 +139,7 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
 
 
 class Contradiction(NamedTuple):
-    """Two variables that contradict each other, in the parts of a `config.errors.Problem`."""
+    """Two variables that contradict each other, with the fields of a `config.errors.Problem`."""
 
     key: str
     rule: str
@@ -148,9 +148,9 @@ class Contradiction(NamedTuple):
 
 
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
-    """Find a contradiction between the two timeouts of HCCL; None where there is none.
+    """Find a contradiction between HCCL's two timeouts; None = there is none.
 
-    An absent one contradicts nothing: `set_timeouts` chooses it to match the other.
+    There is none if one is absent: `set_timeouts` chooses it to match the other.
     """
     execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
@@ -164,7 +164,7 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
 
 
 def _seconds(environment: Mapping[str, str], name: str) -> float | None:
-    """Parse a variable as seconds; None where it is absent, or bad, which HCCL reports itself."""
+    """Parse a variable as seconds; None if it is absent or bad. HCCL itself reports a bad one."""
     try:
         found = float(environment.get(name, ""))
     except ValueError:
@@ -173,14 +173,14 @@ def _seconds(environment: Mapping[str, str], name: str) -> float | None:
 
 
 def _event_after(execute: float | None) -> int:
-    """Choose HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT; at least its default, 0 = no limit."""
+    """Return HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, at least its default; 0 = no limit."""
     if execute == 0:
         return 0
     return max(EVENT_S, math.ceil(execute or 0) + EVENT_MARGIN_S)
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make sums repeatable, LCCL's too where HCCL uses the vector cores."""
+    """Return variables that make sums repeatable, with LCCL's if HCCL uses the vector cores."""
     on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
     return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
@@ -192,7 +192,7 @@ def communicator_mib(environment: Mapping[str, str]) -> int:
 
 
 def _patch_megatron() -> None:
-    """Import MindSpeed's adaptor, apply it with our arguments, and mend its all-reduce for fp64."""
+    """Import MindSpeed's adaptor, apply it with our arguments, and fix its all-reduce of fp64."""
     all_reduce = dist.all_reduce
     with _without_arguments(), _own_logging():
         adaptor = importlib.import_module("mindspeed.megatron_adaptor")
@@ -202,7 +202,7 @@ def _patch_megatron() -> None:
 
 @contextmanager
 def _without_arguments() -> Iterator[None]:
-    """Hide sys.argv, which the adaptor parses when it is imported; in a Ray worker it is Ray's."""
+    """Hide sys.argv inside the block: the adaptor parses it on import, but a worker's is Ray's."""
     before = sys.argv
     sys.argv = [before[0] if before else "mindspeed_rlxf"]
     try:
@@ -213,7 +213,7 @@ def _without_arguments() -> Iterator[None]:
 
 @contextmanager
 def _own_logging() -> Iterator[None]:
-    """Restore the handlers and the level that the adaptor gives the root logger."""
+    """Restore the root logger's handlers and level, which the adaptor changes, after the block."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -226,8 +226,9 @@ def _own_logging() -> Iterator[None]:
 def _all_sums_in_place(patched: Callable[..., Any], plain: Callable[..., Any]) -> Any:
     """Wrap an all-reduce so that fp64 tensors are reduced in place.
 
-    MindSpeed reduces a copy of an fp64 tensor and drops it, because HCCL has no fp64. gloo has it,
-    and our sums on the host need it. On the device the values of the copy are copied back.
+    MindSpeed reduces a copy of an fp64 tensor, because HCCL has no fp64, and loses the result. Here
+    gloo reduces fp64 on the host, as our sums need; on the device an fp32 copy is reduced and
+    copied back.
     """
 
     @wraps(plain)

@@ -1,7 +1,7 @@
-"""Count the NPUs that a process of this host may use, without importing torch_npu here.
+"""Count the NPUs that a process of this host may use, without importing torch_npu in this process.
 
-Only workers import it (`device/npu.py`): it registers a device with torch for good, takes seconds,
-and may claim device memory that the driver would hold until the end.
+Only workers import torch_npu (`device/npu.py`): the import registers a device with torch for good,
+takes seconds, and may claim device memory, which the driver would hold until the end of the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_rlxf.device import driver, npu, visible
 
 logger = logging.getLogger(__name__)
 
-IMPORT_S = 40.0  # torch and torch_npu, from a file system of the network
+IMPORT_S = 40.0  # time to import torch and torch_npu from a network file system
 ANSWER = "devices: "
 ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"
 
@@ -25,8 +25,8 @@ ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_cou
 def count_npus() -> int:
     """Count the NPUs that the driver's tool lists and ASCEND_RT_VISIBLE_DEVICES does not hide.
 
-    Where the tool is missing, fails or lists none, torch_npu counts in a separate process.
-    Raises ValueError where CANN or torch_npu is missing, or neither of the two answers.
+    If the tool is missing, fails or lists none, torch_npu counts them in a separate process.
+    Raises ValueError when CANN or torch_npu is missing, or neither the tool nor torch_npu answers.
     """
     check_installed()
     view = driver.driver_view(DeviceKind.NPU)
@@ -69,7 +69,7 @@ def count_by_torch(reason: str = "") -> int:
 
 
 def _describe_failure(reason: str, result: str) -> str:
-    """Word the error for NPUs that could not be counted, with both reasons."""
+    """Return the text of the error for NPUs that could not be counted, with both reasons."""
     tool = f"{reason}, and " if reason else ""
     return (
         f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "

@@ -1,6 +1,6 @@
-"""Check what an NPU host needs below Python: driver, firmware, device files, CANN, ATB, links.
+"""Check the software of an NPU host below Python: driver, firmware, device files, CANN, ATB, links.
 
-Paths, packages and commands stand in docs/npu.md with their sources. Nothing of CANN is loaded.
+docs/npu.md has the paths, packages and commands with their sources. No library of CANN is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DRIVER = "/usr/local/Ascend/driver"
 DRIVER_VERSION = f"{DRIVER}/version.info"
 DRIVER_LIBRARIES = f"{DRIVER}/lib64"
 DEVICE_FILES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-# The first from CANN 8.5 on.
+# The first path is that of CANN 8.5 and later.
 SET_ENV = ("/usr/local/Ascend/cann/set_env.sh", "/usr/local/Ascend/ascend-toolkit/set_env.sh")
 SET_ENV_ATB = "/usr/local/Ascend/nnal/atb/set_env.sh"
 KERNELS = "built-in/op_impl/ai_core/tbe/kernel"
@@ -31,7 +31,7 @@ IN_CONTAINER = f"in a container: --device /dev/davinci0 (one for each) {MOUNTS}"
 
 
 class Checked(NamedTuple):
-    """Result of one line of the installation. fatal: an error where it is not fine"""
+    """The result of one check. fatal: a failure is an error, not a warning"""
 
     name: str
     fine: bool
@@ -41,7 +41,7 @@ class Checked(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What is inspected. root: where absolute paths start; run: output of a command"""
+    """The host to inspect. root: where absolute paths start; run: returns a command's output"""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = os.environ
@@ -52,7 +52,7 @@ class Host(NamedTuple):
 
 
 def check_driver(host: Host) -> Iterator[Checked]:
-    """Driver, its libraries, the firmware that it goes with, and the device files."""
+    """Check the driver, its libraries, the matching firmware, and the device files."""
     version = host.path(DRIVER_VERSION)
     found = re.search(r"^Version=(\S+)", _read(version), re.M)
     yield Checked(
@@ -91,7 +91,7 @@ def _device_files(host: Host) -> Checked:
 
 
 def _firmware(host: Host) -> Checked:
-    """Whether the driver says that it works with the firmware, of the first card."""
+    """Check that the driver of the first card reports a compatible firmware."""
     name, remedy = "npu.firmware", "install the firmware that the driver's release names"
     try:
         text = host.run((*BOARD, "0"))
@@ -104,7 +104,7 @@ def _firmware(host: Host) -> Checked:
 
 
 def check_cann(host: Host) -> Iterator[Checked]:
-    """CANN's environment, its operators for this chip, and the library ATB."""
+    """Check CANN's environment, its operators for this chip, and the library ATB."""
     homes = {name: host.environment[name] for name in npu.HOME if host.environment.get(name)}
     script = _find_script(host)
     real = {Path(home).resolve() for home in homes.values()}
@@ -133,7 +133,7 @@ def check_cann(host: Host) -> Iterator[Checked]:
 
 
 def _find_script(host: Host) -> str:
-    """The set_env.sh that is there, of root or of this user; else where CANN would put it."""
+    """Return the set_env.sh of root or of this user; if there is none, where CANN would put it."""
     home = f"{host.environment.get('HOME', '~')}/Ascend"
     own = [name.replace("/usr/local/Ascend", home) for name in SET_ENV]
     return next((name for name in (*SET_ENV, *own) if host.path(name).is_file()), SET_ENV[0])
@@ -166,9 +166,9 @@ def _atb(host: Host) -> Checked:
 
 
 def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iterator[Checked]:
-    """The network port of each device. One host does not need it; several do.
+    """Check the network port of each device; several hosts need them, a single one does not.
 
-    devices: numbers that the driver's tool lists
+    devices: the numbers that the driver's tool lists
     """
     tool = shutil.which("hccn_tool") or HCCN_TOOL
     if host.root == Path("/") and not Path(tool).is_file():
@@ -209,7 +209,7 @@ def _first(pattern: str, text: str) -> str:
 
 
 def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:
-    """Cards and dies. On A3 a card is two devices, and each is a rank."""
+    """Report the cards and their dies. On A3 a card has two devices, and each is a rank."""
     cards = {each.card for each in devices}
     dies = len(devices) // max(len(cards), 1)
     value = f"{len(cards)} cards, {dies} device{'s' if dies > 1 else ''} on each"

@@ -1,6 +1,6 @@
-"""Check what an NPU host needs in Python, beyond the pairs of `npu_versions`.
+"""Check the Python packages of an NPU host, beyond the pairs of versions in `npu_versions`.
 
-Nothing of torch_npu, MindSpeed or Megatron is imported.
+torch_npu, MindSpeed and Megatron are not imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EDITABLE = ("megatron-core", "mindspeed")
 
 
 def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
-    """Python itself, the packages around torch_npu, and the commands on PATH."""
+    """Check Python itself, the packages around torch_npu, and the commands on PATH."""
     chosen = npu_versions.set_for(versions.megatron_core) if versions.megatron_core else None
     chosen = chosen or npu_sets.DEFAULT
     here = "{}.{}".format(*sys.version_info[:2])
@@ -48,7 +48,7 @@ def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
 
 
 def _check_torch_build(torch: str | None, machine: str) -> Checked:
-    """On x86 torch_npu requires the CPU build, which is on torch's own index alone."""
+    """Check that torch is the CPU build on x86, as torch_npu needs; only torch's index has it."""
     local = (torch or "").partition("+")[2]
     fine = torch is not None and local == ("cpu" if machine == "x86_64" else local)
     number = Version(torch).base_version if torch else npu_sets.DEFAULT.torch[0]
@@ -62,7 +62,7 @@ def _check_torch_build(torch: str | None, machine: str) -> Checked:
 
 
 def _check_cann_packages(cann: str | None) -> Iterator[Checked]:
-    """Packages that CANN itself imports: without one the first operator fails."""
+    """Check the packages that CANN itself imports; without them the first operator fails."""
     short = ".".join((cann or npu_sets.DEFAULT.cann).split(".")[:2])
     asked = (*npu_sets.CANN_PYTHON, *npu_sets.CANN_PYTHON_OF.get(short, ()))
     wanted = [Requirement(text) for text in asked]
@@ -105,7 +105,7 @@ def _check_tested() -> Checked:
 
 
 def checkouts(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
-    """Megatron and MindSpeed on the path or installed editable: module, folder, version."""
+    """List Megatron and MindSpeed on the path or installed editable: module, folder, version."""
     roots = [Path(entry or ".") for entry in path]
     for name in EDITABLE:
         try:
@@ -126,9 +126,9 @@ def checkouts(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
 
 
 def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
-    """Two Megatrons or MindSpeeds of different versions: which one is imported hangs on the order.
+    """Report copies of Megatron or MindSpeed with different versions: the import order decides.
 
-    The wheel of a set stands beside the checkout of the same version: that is fine.
+    A wheel beside a checkout of the same version is fine.
     """
     both = [
         f"{module.replace('/', '.')} {version} in {folder.parents[module.count('/')]}"
@@ -145,7 +145,7 @@ def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
 
 
 def _check_triton(ascend: str | None, stock: str | None) -> Checked:
-    """triton-ascend, which MindSpeed for core 0.16 imports when it starts."""
+    """Check triton-ascend, which MindSpeed for megatron-core 0.16 imports when it starts."""
     install = (
         f"pip install triton-ascend=={npu_sets.TRITON} --extra-index-url={npu_sets.TRITON_INDEX}"
     )
@@ -160,7 +160,7 @@ def _check_triton(ascend: str | None, stock: str | None) -> Checked:
 
 
 def _check_commands(folder: Path) -> Checked:
-    """`ray` and `mindspeed-rlxf` of this environment come first on PATH."""
+    """Check that `ray` and `mindspeed-rlxf` of this environment come first on PATH."""
     others = []
     for name in COMMANDS:
         found = shutil.which(name)

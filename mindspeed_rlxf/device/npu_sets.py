@@ -1,4 +1,4 @@
-"""Sets of versions for NPU, releases of torch_npu, and what was not tried; each with its source."""
+"""Sets of versions for NPU, releases of torch_npu, and untried versions, each with its source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """Where a fact stands, and the date of what was read."""
+    """The source of a fact, and the date of the text that was read."""
 
     text: str
     date: str
@@ -25,17 +25,17 @@ INDEX = Source("pypi.org/project/torch-npu", "2026-10-15")
 class VersionSet:
     """One set of `constraints/`.
 
-    torch:     releases that its parts are published for
-    torch_npu: package that its source names, for the CANN beside it
+    torch:     releases of torch that all parts are published for
+    torch_npu: the package that the source names for this CANN
     """
 
     name: str
     megatron_core: str
     megatron_tag: str  # of github.com/NVIDIA/Megatron-LM
-    megatron_commit: str  # of the tag, which can be moved
+    megatron_commit: str  # commit of the tag, because a tag can be moved
     mindspeed: str
     mindspeed_branch: str
-    mindspeed_commit: str  # of the branch, which goes on
+    mindspeed_commit: str  # commit of the branch, because a branch changes
     torch: tuple[str, ...]
     torch_npu: str
     cann: str
@@ -88,7 +88,7 @@ TORCH_NPU_OF_CANN: Mapping[str, tuple[str, ...]] = {
     cann: tuple(name for each in RELEASES if each.cann == cann for name in each.packages)
     for cann in dict.fromkeys(each.cann for each in RELEASES)
 }
-# On the index, in no table that was read: which CANN they are made for is not known here.
+# On the package index, but in no table that was read: their CANN is unknown.
 UNPAIRED = (
     "2.7.1.post11", "2.8.0.post5", "2.9.0.post9", "2.10.0.post7", "2.11.0.post3", "2.12.0.post3",
     "2.13.0", "2.14.0",
@@ -96,7 +96,7 @@ UNPAIRED = (
 
 
 class NotTried(NamedTuple):
-    """Versions that exist and were not run here. obstacle: what kept them from it"""
+    """Versions that exist and were not tried. obstacle: the reason"""
 
     what: str
     obstacle: str
@@ -113,7 +113,8 @@ NOT_TRIED = (
     ),
     NotTried(
         "MindSpeed `core_r0.18.0` (`4213c913`) with Megatron-LM `core_v0.18.2`; MindSpeed 26.2",
-        "the same; and megatron-core 0.17 and newer ask for Python 3.12, these READMEs for 3.10",
+        "the same; and megatron-core 0.17 and newer ask for Python 3.12, "
+        "MindSpeed's READMEs for 3.10",
         SPLIT,
     ),
     NotTried(
@@ -124,7 +125,7 @@ NOT_TRIED = (
     ),
 )
 
-# Python packages that CANN's operators and compilers import, and what a release asks for beyond.
+# Python packages that CANN's operators and compilers import, and further ones of single releases.
 CANN_PYTHON = (
     "numpy>=1.19.2", "decorator>=4.4.0", "sympy>=1.5.1", "cffi>=1.12.3", "attrs", "cython",
     "pyyaml", "pathlib2", "protobuf", "scipy", "requests", "psutil", "absl-py",
@@ -137,12 +138,12 @@ CANN_PYTHON_OF: Mapping[str, tuple[str, ...]] = {
 }
 CANN_PYTHON_SOURCE = Source("hiascend.com, CANN software installation: instg_0045", "2026-11-23")
 
-# Versions with which the tests or the rehearsal passed, of packages that MindSpeed's requirements
-# bring in versions of their own (numpy 1.26.0, transformers 5.23.0).
+# Versions with which the tests or the rehearsal passed. MindSpeed's requirements name others of
+# these packages (numpy 1.26.0, transformers 5.23.0).
 TESTED: Mapping[str, tuple[str, ...]] = {
     "numpy": ("2.4.6", "2.2.6", "1.26.0"),
     "transformers": ("4.51.3", "5.20.2", "5.23.0"),
 }
 TRITON_INDEX = "https://triton-ascend.osinfra.cn/pypi/simple"
-TRITON = "3.2.1"  # the first that may stand beside triton
+TRITON = "3.2.1"  # the first version that can be installed beside triton
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -1,7 +1,7 @@
-"""Versions of Megatron-LM, MindSpeed, torch and CANN that go together on NPU.
+"""Check that the versions of Megatron-LM, MindSpeed, torch and CANN go together on NPU.
 
-Nothing of Megatron or MindSpeed is imported here: their versions are read from files, because the
-order in which they are imported matters (`device/npu.py`).
+Megatron and MindSpeed are not imported here, because the order of their imports matters
+(`device/npu.py`). Their versions are read from files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGES = (
 class Installed:
     """Versions that this process would import; None = not found, or without a version.
 
-    missing: modules of Megatron and MindSpeed that are not on the path; their pairs are not judged
+    missing: modules of Megatron and MindSpeed that are not on the path; their pairs are not checked
     """
 
     torch: str | None
@@ -59,7 +59,7 @@ def read_versions() -> Installed:
 
 @dataclass(frozen=True)
 class Problem:
-    """A version that does not fit. fatal: it cannot work; else it was never tried"""
+    """A version that does not fit. fatal: it cannot work; otherwise it was never tried"""
 
     rule: str
     remedy: str
@@ -70,7 +70,7 @@ class Problem:
 
 
 def check() -> list[str]:
-    """Return warnings about this process's installation. Raises ValueError where it cannot work."""
+    """Return warnings about this process's installation. Raises ValueError if it cannot work."""
     problems = list(source_problems()) or list(pair_problems(read_versions()))
     fatal = [str(problem) for problem in problems if problem.fatal]
     if fatal:
@@ -79,8 +79,8 @@ def check() -> list[str]:
 
 
 def source_problems() -> Iterator[Problem]:
-    """Report MindSpeed that is missing or cannot work, and Megatron-LM that is incomplete or of two
-    checkouts."""
+    """Report a MindSpeed that is missing or cannot work, and a Megatron-LM that is incomplete or
+    comes from two checkouts."""
     core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
     if training is None:
         yield Problem(
@@ -106,9 +106,10 @@ def source_problems() -> Iterator[Problem]:
 
 
 def _adaptor_problems(mindspeed: Path) -> Iterator[Problem]:
-    """MindSpeed without `repatch`, and one that needs MegatronAdaptor, whatever its version says.
+    """Report a MindSpeed without `repatch`, and one that needs the package MegatronAdaptor.
 
-    From core_r0.17.0 on MindSpeed is one of three packages; its setup.py still says 0.12.1.
+    Files are read instead of the version: from core_r0.17.0 on MindSpeed is one of three packages,
+    and its setup.py still says 0.12.1.
     """
     remedy = f"check out its branch {BRANCHES}"
     if "import megatron_adaptor" in _read(mindspeed / "__init__.py"):
@@ -120,7 +121,7 @@ def _adaptor_problems(mindspeed: Path) -> Iterator[Problem]:
 
 
 def _read(file: Path) -> str:
-    """Text of a file; empty where there is none."""
+    """Return the text of a file; empty if there is none."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
@@ -131,9 +132,9 @@ def set_for(megatron_core: str) -> VersionSet | None:
 
 
 def pair_problems(versions: Installed) -> Iterator[Problem]:
-    """Report versions that do not go together, or are not known to."""
+    """Report versions that do not go together, or are not known to go together."""
     yield from _torch_problems(versions)
-    if CORE not in versions.missing:  # else that is its own problem
+    if CORE not in versions.missing:  # a missing one is reported by itself
         yield from _megatron_problems(versions)
     yield from _cann_problems(versions)
 
@@ -150,7 +151,7 @@ def _torch_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _megatron_problems(versions: Installed) -> Iterator[Problem]:
-    """Report Megatron-LM and torch of no known set, and MindSpeed of another minor version."""
+    """Report a Megatron-LM or torch of no known set, and a MindSpeed of another minor version."""
     core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
     chosen = set_for(core) if core else None
     use_tag = f"use Megatron-LM {TAGS}"
@@ -184,7 +185,10 @@ def _cann_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def cann_version() -> str | None:
-    """Find the version of CANN: of the one whose set_env.sh was sourced, or in the usual folder."""
+    """Read the version of CANN whose set_env.sh was sourced, else of the one in a usual folder.
+
+    None when no file has it.
+    """
     named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     for root in (*filter(None, named), *CANN_ROOTS):
         for pattern in CANN_FILES:

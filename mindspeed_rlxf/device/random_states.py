@@ -1,7 +1,7 @@
-"""Random streams of a process as text: no file of them has to be unpickled.
+"""Save and load the random streams of a process as text, so that nothing has to be unpickled.
 
-Generators believe the state that they are given. numpy and torch go on reading behind it where its
-position lies outside, so everything is checked before a generator gets it.
+Generators do not check a state that they are given. If its position lies outside, numpy and torch
+read beyond its end. So everything is checked before a generator gets it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def to_text(state: Tensor) -> str:
 
 
 def from_text(text: str) -> Tensor:
-    """Read the state that `to_text` wrote. Raises ValueError for other text."""
+    """Read a state that `to_text` wrote. Raises ValueError for any other text."""
     if type(text) is not str or not text:
         raise ValueError("the state of a stream must be text")
     try:
@@ -52,7 +52,7 @@ def process_state() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProcessStreams:
-    """What `process_state` gave, checked. device: None where the process had no device's stream"""
+    """A checked result of `process_state`. device: None if the process had no device stream"""
 
     torch: Tensor
     device: Tensor | None
@@ -91,10 +91,10 @@ class ProcessStreams:
 
 
 def check_host_state(state: Tensor) -> None:
-    """Raise ValueError where the bytes are no state of torch's generator on the host.
+    """Raise ValueError unless the bytes are a state of torch's generator on the host.
 
-    torch compares the size. It does not compare the next word with the number of words that are
-    left before it makes new ones.
+    torch itself checks only the size. It does not check that the position of the next word agrees
+    with the number of words left.
     """
     try:
         torch.Generator().set_state(state)

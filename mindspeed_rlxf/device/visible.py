@@ -6,7 +6,7 @@ import os
 
 
 def list_visible(variable: str | None) -> list[str]:
-    """List the devices that a variable shows to this process; empty = it hides none."""
+    """List the devices that a visibility variable names; empty = all are visible."""
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]
 
@@ -14,10 +14,10 @@ def list_visible(variable: str | None) -> list[str]:
 def index_within(assigned: str, variable: str | None, seen: int) -> int:
     """Return the number within this process of the device that Ray assigned.
 
-    assigned: as the host counts (on CUDA it may be a UUID)
-    variable: hides devices. Ray sets it to the one device that it assigned, or, where its
-              RAY_EXPERIMENTAL_NOSET_... variable is set, leaves it as the node has it
-    seen:     devices that the process sees
+    assigned: the device's number on the host (on CUDA it may be a UUID)
+    variable: name of the variable that hides devices. Ray sets it to the one device that it
+              assigned; with RAY_EXPERIMENTAL_NOSET_... Ray leaves it as the node has it
+    seen:     number of devices that the process sees
     """
     numbers = list_visible(variable)
     if numbers and assigned not in numbers:
@@ -29,7 +29,7 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
 
 
 def check_index(index: int, variable: str | None, seen: int) -> int:
-    """Return the index. Raises ValueError where this process sees no such device."""
+    """Return the index as it is. Raises ValueError when this process sees no such device."""
     if index < seen:
         return index
     value = os.environ.get(variable, "not set") if variable else "not set"

@@ -1,8 +1,8 @@
-"""The torch.distributed worlds of a process: its own, and a group around it in a split pool.
+"""The torch.distributed world of a process, and in a split pool a group over all its worlds.
 
 The processes of a split pool form one world for each part. Its ranks count from 0, and Megatron
-sees only them. One more group spans all parts, for transfers between them. torch makes groups
-inside a world only, so this one is made by the function that `init_process_group` itself calls.
+sees only these. One more group spans all parts, for transfers between them. torch makes groups only
+inside a world, so this group is made by the function that `init_process_group` itself calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _whole_pool: dist.ProcessGroup | None = None
-_timeout = timedelta(minutes=30)  # torch's own, until a world is joined
+_timeout = timedelta(minutes=30)  # torch's default, until a world is joined
 
 
 def open_store(
@@ -65,9 +65,9 @@ def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
 def join(
     backend: str, store: dist.Store, rank: int, parts: Sequence[int], timeout: timedelta
 ) -> None:
-    """Join the world of this rank's part of the pool, and the group of the pool where it is split.
+    """Join the world of this rank's part of the pool, and in a split pool the group over all parts.
 
-    parts: their sizes; one = the pool is a world
+    parts: sizes of the parts; a single one = the pool is one world
     Returns when every rank of the pool has called it.
     """
     global _whole_pool, _timeout
@@ -89,8 +89,9 @@ def _group_across(
 ) -> dist.ProcessGroup:
     """Make a group over several worlds. `src` and `dst` of its collectives are its own ranks."""
     make: Any = distributed_c10d._new_process_group_helper
-    # Without a list HCCL treats the group as the default one. torch looks up the rank in the part
-    # in this list, which holds it: it is below the size of the part, and so below that of the pool.
+    # Without a list of ranks HCCL treats the group as the default one. torch looks up the rank of
+    # this process within its part in the list, which has it: the list has all numbers below the
+    # size of the pool.
     ranks = list(range(size))
     pool = dist.PrefixStore("pool", store)
     group, _ = make(size, rank, ranks, backend, pool, group_name="pool", timeout=timeout)
@@ -107,9 +108,10 @@ def timeout_minutes() -> int:
 def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
     """Set the timeout of this process's world, in whole minutes, for groups made without one.
 
-    Megatron passes none for the gradients of experts, and torch's default is half an hour. HCCL's
-    groups follow its variables (`npu.set_timeouts`). A gloo group is set by its backend of the
-    host: torch would also ask for that of CUDA, which torch_npu makes NPU, where gloo has none.
+    Megatron passes no timeout for the gradients of experts, and torch's default is half an hour.
+    HCCL's groups use its variables instead (`npu.set_timeouts`). For a gloo group the timeout is
+    set on its CPU backend: torch's own function would also look up the CUDA backend, for which
+    torch_npu substitutes NPU, and gloo has none.
     """
     timeout = timedelta(minutes=timeout_minutes())
     for group in groups:

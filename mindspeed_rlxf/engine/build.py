@@ -76,11 +76,11 @@ def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedData
     return model
 
 
-def gather_ahead(models: Sequence[Any], begins: bool) -> None:
-    """Let forward passes gather the weights that the step before them changed, or gather all now.
+def set_gather_in_forward(models: Sequence[Any], begins: bool) -> None:
+    """Switch on or off that forward passes gather the weights which the last step changed.
 
-    Only between the steps of an iteration: what reads weights without a forward pass (generation,
-    checkpoints, exports) comes after its end.
+    Switching off gathers them at once. It must be off before generation, checkpoints and exports,
+    which read weights without a forward pass; so it is on only between the steps of an iteration.
     """
     for model in models:
         hooked = _gathers_in_forward(model)
@@ -91,10 +91,10 @@ def gather_ahead(models: Sequence[Any], begins: bool) -> None:
 
 
 def await_gathers(model: Any) -> None:
-    """Wait for the weights of this chunk whose gather a forward pass began and did not end.
+    """Wait for gathers of this chunk's weights that a forward pass began and did not wait for.
 
-    Megatron waits when the module of a weight is called. The weight of the language-model head is
-    read without such a call, after the forward pass.
+    Megatron waits when the module of a weight is called. The head's weight is read after the
+    forward pass, without calling its module.
     """
     if _gathers_in_forward(model):
         # Buckets are numbered from the last weight to the first.
@@ -103,12 +103,12 @@ def await_gathers(model: Any) -> None:
 
 
 def _gathers_in_forward(model: Any) -> bool:
-    """Whether the hooks of `gather_ahead` are on; a chunk of a frozen role has none."""
+    """Whether the hooks of `set_gather_in_forward` are on; a chunk of a frozen role has none."""
     return bool(getattr(model, "remove_forward_pre_hook_handles", None))
 
 
 def connect(config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer) -> None:
-    """Set the hooks of Megatron's schedule, without which gradients are silently not reduced."""
+    """Set the hooks of Megatron's schedule; without them it skips the reduction of gradients."""
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     pauses = [model.no_sync for model in models]

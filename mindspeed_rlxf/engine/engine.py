@@ -25,7 +25,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine import residency
-from mindspeed_rlxf.engine.build import build_chunks, connect, gather_ahead, wrap
+from mindspeed_rlxf.engine.build import build_chunks, connect, set_gather_in_forward, wrap
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.grouping import group_rows
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
@@ -81,7 +81,7 @@ class MegatronEngine:
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
         device.set_deterministic(deterministic)
-        device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
+        device.seed_all(seed + dist.get_rank())  # else Python and numpy draw seeds from the system
         self.role, self.head = role, head
         self.source = find_description(role.load, tokenizer) if tokenizer else Path(role.load)
         self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
@@ -130,7 +130,7 @@ class MegatronEngine:
         self._offload = self._make_offload()
 
     def _make_offload(self) -> Offload:
-        """Let the parts leave that the configuration names; they leave now."""
+        """Make the parts that the configuration names (`offload`) movable, and move them away."""
         optimizer, keys = self.optimizer, self.role.offload
         adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
         movable = [Part.WEIGHTS] if keys.weights else []
@@ -141,7 +141,7 @@ class MegatronEngine:
         return made
 
     def offload(self) -> None:
-        """Move what the configuration lets leave the device to the host's memory."""
+        """Move the parts that the configuration names (`offload`) to host memory."""
         self._offload.offload(self._offload.movable)
 
     def onload(self) -> None:
@@ -152,7 +152,7 @@ class MegatronEngine:
     def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
         """Keep parts on the device inside the block (see `residency.holding`).
 
-        later: a part that is waited for when it is used
+        later: a part whose copy to the device is waited for only when it is used
         """
         return residency.holding((self._offload, parts), later=[later] if later else [])
 
@@ -182,7 +182,7 @@ class MegatronEngine:
         """Make micro-batches of the given rows, packed or padded as this role computes.
 
         A collective over the data-parallel ranks, which bring the same number of rows.
-        in_order: micro-batches follow each other as the rows do
+        in_order: keep the order of the rows across micro-batches
         """
         lengths = rollouts.prompt_lengths + rollouts.response_lengths
         groups = group_rows(self.role, rows, lengths.tolist(), in_order, self.groups.dp_host)
@@ -217,8 +217,8 @@ class MegatronEngine:
     def _compare(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
-        """Compute as `log_probs_with_kl`; the weights of both are on the device."""
-        # Row after row, whatever the micro-batches of the two.
+        """Compute `log_probs_with_kl` once the weights of both engines are on the device."""
+        # Row after row, as the two engines may make different micro-batches.
         parts = policy._read_all(rollouts, read_states)
         states = torch.cat(parts) if parts else torch.empty(0)
         counts = rollouts.trained_mask.sum(1)
@@ -279,7 +279,7 @@ class MegatronEngine:
         """
         self._mini_batch += 1
         with self.holding(*Part, later=Part.OPTIMIZER), self.groups.active():
-            gather_ahead(self.models, True)
+            set_gather_in_forward(self.models, True)
             for model in self.models:
                 model.train()
                 model.zero_grad_buffer()
@@ -303,14 +303,14 @@ class MegatronEngine:
         Mini-batches are counted from 1 again.
         """
         assert self.optimizer is not None and self.scheduler is not None
-        gather_ahead(self.models, False)
+        set_gather_in_forward(self.models, False)
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
         self._mini_batch = 0
         return rate
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a small CPU tensor over the data-parallel ranks; it is not changed."""
+        """Return the sum of a small CPU tensor over the data-parallel ranks, as a new tensor."""
         total = tensor.clone()
         dist.all_reduce(total, group=self.groups.dp_host)
         return total
@@ -325,7 +325,7 @@ class MegatronEngine:
 
         A collective over the role's ranks; both are complete when all have finished.
         """
-        # With `runtime: local` the first rank removes what an earlier export left, right before.
+        # With `runtime: local` the first rank has just removed the files of an earlier export.
         dist.barrier()
         first_experts = self.groups.dp.rank() < self.groups.ep.size()  # all experts, each once
         with self.holding(Part.WEIGHTS), self.groups.active():

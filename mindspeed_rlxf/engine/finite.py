@@ -1,8 +1,8 @@
 """Guard optimizer steps against NaN and inf.
 
-A loss or a gradient norm that is not finite is found before any weight changes. All ranks of the
-role agree on it once per step, so that replicas, pipeline stages and shards of the optimizer either
-all take a step or all skip it.
+The loss and the gradient norm are checked before any weight changes. All ranks of the role agree on
+the result once per step, so that replicas, pipeline stages and shards of the optimizer either all
+take the step or all skip it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Step:
 
 
 class _Stopped(Exception):
-    """Leaves Megatron's step between the norm of the gradients and the change of the weights."""
+    """Raised to leave Megatron's step after the gradient norm and before weights change."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
 
 
 class GuardedOptimizer:
-    """Megatron's optimizer, whose step ends early where a number is not finite.
+    """Megatron's optimizer; its step ends before weights change if a number is not finite.
 
     Megatron computes the norm after gradients have been summed over the replicas, and before it
     clips them and changes weights; gradients are set to zero before the next step anyway.

@@ -1,4 +1,4 @@
-"""Group rows into micro-batches: consecutive ones where results keep their order, or packed."""
+"""Group rows into micro-batches: consecutive rows, or rows packed by their lengths."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def group_rows(
     in_order: bool,
     group: dist.ProcessGroup,
 ) -> list[Rows]:
-    """Divide this rank's rows into groups for micro-batches, as many on every data-parallel rank.
+    """Divide this rank's rows into micro-batches, the same number on every data-parallel rank.
 
-    A collective over `group`, the data-parallel ranks on the CPU.
+    A collective over `group`, a group of the data-parallel ranks for tensors on the CPU.
 
     lengths:  tokens of every row of the batch, looked up by row
     in_order: the groups are consecutive
@@ -64,9 +64,10 @@ def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]
 
     lengths: tokens of every row of the batch, looked up by row; a longer row stands alone.
 
-    The longest rows first, each to the shortest group; with one group more until all fit, but no
-    more groups than consecutive ones. Returns the rows of each group in the given order, groups in
-    the order of their first rows.
+    The longest rows are placed first, each in the group with the fewest tokens. Where a group
+    exceeds the limit, that is repeated with one group more, up to the number of groups that
+    consecutive rows need. Rows of a group keep the given order; groups are in the order of their
+    first rows.
     """
     tokens, consecutive = [lengths[row] for row in rows], group_by_tokens(rows, lengths, limit)
     least = -(-sum(min(n, limit) for n in tokens) // limit)

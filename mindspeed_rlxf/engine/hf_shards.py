@@ -1,8 +1,8 @@
-"""Where the numbers of this rank's parameters lie in Hugging Face tensors, and who writes them.
+"""Map this rank's parameters to Hugging Face tensors, and divide their writing among replicas.
 
 A shard of a parameter is made of boxes of Hugging Face tensors; rows that pad the vocabulary belong
 to none. Replicas hold the same shards and share the work of writing them: each writes a flat range
-of all numbers in the order of the parameters, as long as those of the others.
+of equal length of all elements, in the order of the parameters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from mindspeed_rlxf.weights.stage import StageWeights
 class Shard:
     """A parameter of this rank.
 
-    is_written: by this rank and its replicas; False where other ranks write the same numbers
-    written:    the flat range that this one of the replicas writes; empty where not `is_written`
+    is_written: this rank or a replica of it writes the shard; False = other ranks, which hold
+                the same elements, do
+    written:    the flat range that this rank writes; empty if not `is_written`
     """
 
     parameter: Tensor
@@ -33,7 +34,7 @@ class Shard:
     def held_boxes(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldBox]:
         """Yield a view of each box of a Hugging Face tensor that the shard's flat range covers.
 
-        tensor: contiguous, the numbers of the range
+        tensor: contiguous, the elements of the range
         """
         shape = tuple(self.parameter.shape)
         for rows in flat_boxes(flat, shape):
@@ -45,14 +46,14 @@ class Shard:
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
-    """Yield every parameter of this rank, with the range of its numbers that this replica writes.
+    """Yield every parameter of this rank, with the range of its elements that this replica writes.
 
-    In the order of the map; the replicas share the numbers equally.
-
-    Experts are on dp / ep replicas, all else on dp.
+    The elements of all parameters, laid end to end in the order of the parameter map, are divided
+    into equal ranges, one per replica: a replica writes few parameters and a part of two. Experts
+    have dp / ep replicas and are divided apart from the others, which have dp.
     """
     dp, rank, ep = groups.dp.size(), groups.dp.rank(), groups.ep.size()
-    counts = {False: 0, True: 0}  # numbers so far: of experts, of all else
+    counts = {False: 0, True: 0}  # is an expert -> elements so far
     totals = dict(counts)
     for parameter in weights.table:
         totals[parameter.expert is not None] += weights.tensors[parameter.name].numel()

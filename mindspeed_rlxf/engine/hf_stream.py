@@ -40,7 +40,7 @@ def hf_tensors(
 def _whole(
     weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return a parameter's whole tensors by name, uninitialised where this rank has no shard."""
+    """Return a parameter's whole tensors by name; uninitialised if this rank has no shard."""
     where = device.current_device()
     if held:
         return {name: t.to(where) for name, t in weights.hf_tensors(parameter).items()}
@@ -53,7 +53,7 @@ def _whole(
 def _share(
     tensor: Tensor, parameter: StageParameter, groups: ParallelGroups, stage: int, ep_rank: int
 ) -> None:
-    """Broadcast along the pipeline from the stage that holds it, an expert to all expert ranks."""
+    """Broadcast a tensor from its stage along the pipeline, and an expert's to all expert ranks."""
     if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
         dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)
     if groups.ep.size() > 1 and parameter.expert is not None:

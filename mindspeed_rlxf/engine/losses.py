@@ -22,13 +22,13 @@ def normalised_loss(
 
     loss:           [tokens] with gradient, response after response
     lengths:        [responses] tokens of each
-    max_new_tokens: what `sequence_sums` divides the sum of a response by, whatever its length
+    max_new_tokens: divisor of a response's sum under `sequence_sums`, whatever its length
     parts:          name -> [tokens], reported as the loss is averaged
     per_token:      name -> [tokens], reported as means over tokens
     coefficient:    weight of the loss; metrics are reported without it
 
-    A mean of micro-batch means is TRL's way and reports everything so. The constant divisor is that
-    of Dr. GRPO (arXiv:2503.20783, section 3.2), where it is the largest length of a response.
+    `micro_batch_mean` is TRL's way: loss and metrics are means of micro-batch means. The constant
+    divisor is that of Dr. GRPO (arXiv:2503.20783, section 3.2), the largest length of a response.
     """
     tokens, rows = loss.numel(), len(lengths)
     scale, weight, token_scale, token_weight = 1.0, tokens, 1.0, tokens

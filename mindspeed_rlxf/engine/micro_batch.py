@@ -33,7 +33,8 @@ class MicroBatch:
     def prediction_places(self, slots: Tensor) -> Tensor:
         """Return the flat places of the hidden states that predict the tokens marked in `slots`.
 
-        slots: [rows, slots] bool; token t is predicted one place before it. Row after row.
+        slots: [rows, slots] bool; the state that predicts token t is one place before it
+        The places are in the order of the rows.
         """
         row, slot = slots.nonzero(as_tuple=True)
         return self._flat(row, self.prompt_lengths[row] - 1 + slot)
@@ -56,7 +57,7 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Make one micro-batch for each group of rows.
 
-    multiple_of: the token axis is filled up to a multiple of it (sequence parallel splits it).
+    multiple_of: the token axis is padded to a multiple of it, as sequence parallel splits this axis
     """
     build = _pack if packed else _pad
     return [build(rollouts, list(rows), multiple_of, device) for rows in groups]
@@ -89,11 +90,11 @@ def _lengths_and_targets(
 def _pack(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
-    """Join the rows to one packed sequence; filling makes one more sequence, which is not read."""
+    """Join the rows to one packed sequence; padding is one more sequence, which is never read."""
     sequences = _sequences(rollouts, rows)
     lengths = torch.tensor([len(s) for s in sequences])
     fill = -int(lengths.sum()) % multiple_of
-    if fill:  # one more sequence, which is not read
+    if fill:  # one more sequence, which is never read
         sequences.append(torch.zeros(fill, dtype=torch.long))
     parts = tuple(len(s) for s in sequences)
     return MicroBatch(

@@ -1,8 +1,8 @@
-"""Move parts of an engine between the device and the host's memory.
+"""Move parts of an engine between device and host memory.
 
-Only storages move. A storage is freed by setting its size to 0 and allocated again at its old size,
-so every tensor that views it stays valid: parameters, views of Megatron's buffers, gradients, the
-weights that a rollout shares.
+Storages are moved, not tensors. A storage is freed by setting its size to 0 and allocated again at
+its old size, so all tensors that view it stay valid: parameters, views of Megatron's buffers,
+gradients, the weights that a rollout shares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 @dataclass
 class _Storage:
-    """A storage of the device, with its place in the host's memory.
+    """A storage of the device, with its place in host memory.
 
     tensor: one that views it
     pieces: [bytes] uint8 of the host, in order; none where nothing is copied
@@ -40,22 +40,22 @@ class _Storage:
         self.tensor.untyped_storage().resize_(num_bytes)
 
     def on_device(self) -> Tensor:
-        """Return the whole storage as a tensor. [numbers]"""
+        """Return the whole storage as a tensor [elements]."""
         return self.tensor.as_strided((self.num_bytes // self.tensor.itemsize,), (1,), 0)
 
     @property
     def on_host(self) -> list[Tensor]:
-        """The pieces as numbers of the storage's dtype."""
+        """The pieces on the host, viewed in the storage's dtype."""
         return [piece.view(self.tensor.dtype) for piece in self.pieces]
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each piece on the device with that on the host."""
+        """Yield (piece on the device, the same piece on the host)."""
         hosts = self.on_host
         devices = self.on_device().split([host.numel() for host in hosts])
         yield from zip(devices, hosts, strict=True)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Copy numbers `start` to `stop` of the storage from the host. [stop - start]"""
+        """Return a copy of elements `start` to `stop` from the host, [stop - start]."""
         copied, at = torch.empty(stop - start, dtype=self.tensor.dtype), 0
         for piece in self.on_host:
             first, last = max(start, at), min(stop, at + piece.numel())
@@ -66,14 +66,14 @@ class _Storage:
 
 
 class _HostMemory:
-    """Chunks of the host's memory that storages get their places in; they are never given back."""
+    """Chunks of host memory in which storages get their places; they are never freed."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self._free = 0  # bytes of the last chunk
 
     def place(self, storages: list[_Storage]) -> None:
-        """Give storages their pieces; allocates what they need together."""
+        """Give storages their pieces; allocate host memory for all of them together."""
         wanted = sum(_aligned(each.num_bytes) for each in storages) - self._free
         for each in storages:
             missing = each.num_bytes
@@ -96,8 +96,8 @@ def _aligned(size: int) -> int:
 class _MovedPart:
     """The storages of one part.
 
-    tensors:   those of the part that there are now; the optimizer makes some in its first step
-    is_copied: False = it is freed, and filled with zeros when it is back
+    tensors:   returns the part's present tensors; the optimizer makes some in its first step
+    is_copied: False = the part is freed without a copy, and is zeros when it returns
     """
 
     def __init__(self, tensors: Tensors, copies: CopyStream, is_copied: bool) -> None:
@@ -108,7 +108,7 @@ class _MovedPart:
         self.is_away, self.is_changed = False, True
 
     def offload(self) -> None:
-        """Free the storages, after the copies of what has changed have ended on the host."""
+        """Copy what has changed to the host, wait for the copies, and free the storages."""
         if self.is_away:
             return
         self._find()
@@ -129,7 +129,7 @@ class _MovedPart:
         try:
             for each in self._storages.values():
                 each.resize(each.num_bytes)
-        except RuntimeError:  # out of memory: the copies on the host stay what counts
+        except RuntimeError:  # out of memory: the copies on the host stay valid
             self._free()
             raise
         if self._is_copied:
@@ -144,17 +144,17 @@ class _MovedPart:
         self.is_away = False
 
     def arrive(self) -> None:
-        """Let work launched from now on come behind the copies to the device."""
+        """Let work launched from now on wait for the copies to the device."""
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             self._copies.join(arrived)
 
     def find(self, tensor: Tensor) -> _Storage | None:
-        """Return the storage of a tensor of this part that is away; None where it is not."""
+        """Return the storage of a tensor if it is of this part and on the host, else None."""
         return self._storages.get(_key(tensor)) if self.is_away else None
 
     def _find(self) -> None:
-        """Add the storages that are new, with places on the host."""
+        """Add new storages, with places on the host."""
         new: dict[int, _Storage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -171,14 +171,14 @@ class _MovedPart:
 
 
 def _key(tensor: Tensor) -> int:
-    """Identify a tensor's storage, whatever memory it has."""
+    """Identify a tensor's storage, also while it has no memory."""
     return tensor.untyped_storage()._cdata
 
 
 class Offload:
     """The parts of one engine that may leave the device.
 
-    movable: those that leave when another engine of the process needs the device
+    movable: parts that move to the host when another engine of the process needs the device
     """
 
     def __init__(self, tensors: Mapping[Part, Tensors], movable: Collection[Part]) -> None:
@@ -190,7 +190,7 @@ class Offload:
         }
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Free the storages of these parts; what has changed is copied to the host before."""
+        """Copy what has changed of these parts to the host, and free their storages."""
         for part in self._named(parts):
             self._parts[part].offload()
 
@@ -200,17 +200,17 @@ class Offload:
             self._parts[part].onload()
 
     def arrive(self, *parts: Part) -> None:
-        """Let work launched from now on use these parts."""
+        """Let work launched from now on wait for the copies of these parts."""
         for part in self._named(parts):
             self._parts[part].arrive()
 
     def change(self, *parts: Part) -> None:
-        """Note that copies of these parts on the host will no longer be what is on the device."""
+        """Mark the host copies of these parts as out of date."""
         for part in self._named(parts):
             self._parts[part].is_changed = True
 
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Copy numbers `start` to `stop` of a contiguous tensor to the host, from where it is."""
+        """Return elements `start` to `stop` of a contiguous tensor on the host, wherever it is."""
         for part in self._parts.values():
             if (storage := part.find(tensor)) is not None:
                 offset = int(tensor.storage_offset())
@@ -223,23 +223,23 @@ class Offload:
         return frozenset(part for part, moved in self._parts.items() if moved.is_away)
 
     def _named(self, parts: Collection[Part]) -> list[Part]:
-        """List those of the parts that this engine has, in the order of `Part`."""
+        """List the given parts that this engine has, in the order of `Part`."""
         return [part for part in Part if part in parts and part in self._parts]
 
 
 def tensors_of(
     module: torch.nn.Module, models: Iterable[Any], adams: list[Any]
 ) -> dict[Part, Tensors]:
-    """Name the tensors of each part of a Megatron engine.
+    """Return, for each part of a Megatron engine, a function that lists its tensors.
 
-    models: chunks wrapped for data parallelism, which hold buffers of gradients
-    adams:  torch's optimizers; none where nothing is trained
+    models: chunks wrapped for data parallelism, which hold the gradient buffers
+    adams:  torch's optimizers; empty if nothing is trained
     """
     if not adams:
         return {Part.WEIGHTS: module.parameters}
 
     def optimizer() -> Iterator[Tensor]:
-        """Yield moments and main weights, but those that are the weights themselves."""
+        """Yield moments and main weights, except main weights that are the model's own."""
         own = {_key(parameter) for parameter in module.parameters()}
         for adam in adams:
             mains = (main for group in adam.param_groups for main in group["params"])

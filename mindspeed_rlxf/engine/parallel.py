@@ -55,18 +55,18 @@ def _restored() -> Iterator[None]:
 class ParallelGroups:
     """Tensor, pipeline, data and expert parallel groups of one role over the process world.
 
-    random_states: of the role's Megatron streams, by name, while it is not active
+    random_states: states of the role's Megatron random streams, by name, while it is not active
 
-    Experts are split over tp as a dense MLP is, and each layer's over `ep` neighbouring
-    data-parallel ranks: expert rank = data-parallel rank % ep. The gradients of an expert are
-    summed over the dp / ep ranks that hold it.
+    Each expert is split over tp as a dense MLP is. The experts of a layer are distributed over
+    `ep` neighbouring data-parallel ranks: expert rank = data-parallel rank % ep. The gradients of
+    an expert are summed over the dp / ep ranks that hold it.
     """
 
     def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
-        """A collective: every process of the world has to take part.
+        """Make or reuse the groups of a layout; a collective of all processes of the world.
 
-        seed:   of Megatron's tensor-parallel random streams
-        chunks: of the model on a pipeline rank
+        seed:   seed of Megatron's tensor-parallel random streams
+        chunks: chunks of the model on a pipeline rank
         """
         assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
         with _restored():
@@ -88,10 +88,7 @@ class ParallelGroups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give Megatron these groups and random streams inside the block.
-
-        Keep their state after it.
-        """
+        """Give Megatron these groups and random streams in the block; keep their state after."""
         with _restored():
             _set(self._state, self.random_states)
             try:

@@ -52,9 +52,9 @@ class Mean:
 class LossOutput:
     """Loss of one micro-batch, as a sum: the engine divides by the global weight.
 
-    loss:    scalar with gradient, sum over what is averaged
-    weight:  tokens or responses of the micro-batch, or 1 for a mean of means
-    metrics: by name; each reported as the sum over all replicas divided by the sum of its weights
+    loss:    scalar with gradient, the sum over tokens or responses
+    weight:  number of tokens or responses in the micro-batch, or 1 for a mean of means
+    metrics: by name; reported is the sum over all replicas divided by the sum of the weights
     """
 
     loss: Tensor
@@ -136,16 +136,16 @@ class TrainEngine(Protocol):
         """Write the weights in each format that has a folder."""
 
     def offload(self) -> None:
-        """Move what the configuration lets leave the device to the host's memory.
+        """Move the parts that the configuration names (`offload`) to host memory.
 
-        Every method brings back what it needs.
+        Every method brings back the parts that it needs.
         """
 
     def onload(self) -> None:
         """Bring everything back to the device."""
 
     def holding(self, *parts: Part) -> AbstractContextManager[None]:
-        """Keep parts on the device inside the block, for what reads them from outside."""
+        """Keep parts on the device inside the block, for code that reads them from outside."""
 
     def begin_save(self, folder: Path) -> None:
         """Copy the training state to the host and start writing it."""
@@ -154,4 +154,4 @@ class TrainEngine(Protocol):
         """Wait for the files of all ranks."""
 
     def load_state(self, folder: Path) -> Loaded:
-        """Load a training state; all ranks report the problem where one cannot."""
+        """Load a training state; if one rank cannot, all ranks report the problem."""

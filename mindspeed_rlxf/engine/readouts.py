@@ -21,7 +21,7 @@ Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 
 
 def log_prob_reader(temperature: float) -> Read:
-    """Make the function that computes the trained tokens' log-probs from hidden states."""
+    """Return a function that computes the trained tokens' log-probs from hidden states."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         return read_log_probs(model, batch, hidden, temperature).log_probs
@@ -32,7 +32,7 @@ def log_prob_reader(temperature: float) -> Read:
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Make the function that computes the loss of a step from a micro-batch's hidden states."""
+    """Return a function that computes the loss of a step from a micro-batch's hidden states."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
         if isinstance(step, PolicyStep):
@@ -107,7 +107,7 @@ def read_log_probs_and_kl(
 
 
 def by_row(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Sort flat values of consecutive micro-batches into [rows, width] fp32, 0 where masked.
+    """Write flat values of consecutive micro-batches into [rows, width] fp32, 0 where masked.
 
     flat[m]: values of micro-batch m, row after row; mask: [all rows, width] bool, their places
     """

@@ -1,8 +1,8 @@
-"""Which parts of the engines of a process are on its device.
+"""Decide which parts of the engines of a process are on its device.
 
-Engines of one process compute one after the other. Before one computes it holds the parts that it
-needs; all others that may leave do so first. What is held stays after the block, until another
-engine needs the device: the next phase of the same role finds it there.
+Engines of one process compute one after the other. An engine holds the parts that it needs while it
+computes; all other movable parts are moved to the host first. Parts stay on the device after the
+block until another engine needs it, so that the next phase of the same role need not copy them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _holds: list[_Hold] = []
 
 
 def register(offload: Offload) -> None:
-    """Let an engine's parts leave when others need the device; it is forgotten with the engine."""
+    """Add an engine whose parts may be moved; the entry ends with the life of the engine."""
     _known.add(offload)
 
 
@@ -35,10 +35,12 @@ def register(offload: Offload) -> None:
 def holding(
     *needs: tuple[Offload, Collection[Part]], later: Collection[Part] = ()
 ) -> Iterator[None]:
-    """Keep parts on the device inside the block, beside those that blocks around it hold.
+    """Keep parts on the device inside the block, beside the parts of enclosing blocks.
 
-    All other parts that may leave are moved to the host before. No need = room for something else.
-    later: parts whose copies to the device may go on; `Offload.arrive` comes before their use
+    All other movable parts are moved to the host first, also with no `needs`: that makes room for
+    something else.
+
+    later: parts whose copies may still run; call `Offload.arrive` before their use
     """
     holds = [_Hold(offload, frozenset(parts)) for offload, parts in needs]
     _holds.extend(holds)
@@ -56,13 +58,13 @@ def holding(
 
 
 def forget() -> None:
-    """Drop all engines and what they hold, before their process serves another pool."""
+    """Remove all engines and holds, before the process serves another pool."""
     _known.clear()
     _holds.clear()
 
 
 def _make_room() -> None:
-    """Move away all parts that may leave and that nobody holds."""
+    """Move all movable parts that no block holds to the host."""
     for offload in list(_known):
         held = frozenset[Part]().union(*(h.parts for h in _holds if h.offload is offload))
         offload.offload(offload.movable - held)

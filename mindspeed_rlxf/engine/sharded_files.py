@@ -1,7 +1,7 @@
 """A Megatron checkpoint of a model's weights, written by megatron-core.
 
-Its synchronous save forks in megatron-core 0.12, so the steps of an asynchronous one are called
-here.
+In megatron-core 0.12 a synchronous save forks processes. So this module runs the steps of an
+asynchronous save, one after the other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def name_with_free_space(error: BaseException, folder: Path) -> str:
 
 @contextlib.contextmanager
 def os_errors(folder: Path) -> Iterator[None]:
-    """Raise torch's error of a checkpoint, which is no Exception, as an OSError.
+    """Raise torch's checkpoint error, which is no subclass of Exception, as an OSError.
 
-    It has the cause of the first rank that failed and the space that is left.
+    Its text has the cause on the first failed rank and the free space.
     """
     try:
         yield
@@ -46,7 +46,9 @@ def save_sharded(state: dict[str, Any], folder: Path) -> None:
     with os_errors(folder):
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         arguments = list(request.async_fn_args)
-        if request.async_fn is not None:  # else another rank writes all that this one holds
+        if (
+            request.async_fn is not None
+        ):  # None = another rank writes everything that this one holds
             if request.preload_fn is not None:
                 arguments[1] = request.preload_fn()
             request.async_fn(*arguments, **request.async_fn_kwargs)

@@ -1,4 +1,4 @@
-"""Process groups that the roles of one layout share, for as long as the process is in its world.
+"""Share process groups between roles of one layout until the process leaves its world.
 
 If groups ended with a role, ranks that drop a role at different times would disagree on the groups
 that exist, and the next collective that makes groups would hang. This module imports no Megatron.
@@ -22,5 +22,5 @@ def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict
 
 
 def forget() -> None:
-    """Drop all groups, before the world ends that they belong to."""
+    """Drop all groups, before their world ends."""
     _made.clear()

@@ -1,4 +1,4 @@
-"""Adam's tensors of each parameter, in any of Megatron's optimizers.
+"""Read and make Adam's tensors (slots) of each parameter, in any of Megatron's optimizers.
 
 Under the distributed optimizer a data-parallel rank holds a flat slice of the slots of some
 parameters.
@@ -23,11 +23,11 @@ Slots = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """What this rank holds of a parameter's slots: the moments, and `fp32_param` where the
-    parameter itself is not fp32.
+    """This rank's part of a parameter's slots: the moments, and `fp32_param` unless the parameter
+    itself is fp32.
 
-    start: where a flat slice begins in the flattened parameter, which no other replica holds;
-           None = all of the parameter, as on every replica
+    start: offset of this rank's slice in the flattened parameter; no other replica has the slice.
+           None = every replica has the slots of the whole parameter
     """
 
     parameter: Tensor
@@ -36,13 +36,13 @@ class HeldSlots:
 
     @property
     def flat(self) -> range:
-        """The range of numbers of the flattened parameter that the slots belong to."""
+        """The range of the flattened parameter that the slots belong to."""
         start = self.start or 0
         return range(start, start + next(iter(self.slots.values())).numel())
 
 
 def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """List Megatron's optimizers of a model: one, and with experts one more for these."""
+    """List Megatron's optimizers of a model: one, and a second one for experts."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -69,7 +69,7 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """Number of optimizer steps taken, the same for all parameters; for Adam's bias correction."""
+    """Return the number of optimizer steps taken, which Adam's bias correction uses."""
     steps = {step for each in single_optimizers(optimizer) for step in _steps(each.optimizer)}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
@@ -82,7 +82,7 @@ def _steps(adam: torch.optim.Optimizer) -> Iterator[int]:
 
 
 def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """Set the number of steps taken, where this Adam keeps it (see `_steps`)."""
+    """Set the number of steps taken, per parameter or per group (see `_steps`)."""
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
@@ -92,7 +92,7 @@ def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
 
 
 def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter with what the optimizer changes: an fp32 copy, or itself."""
+    """Yield each parameter with the tensor that the optimizer updates: an fp32 copy, or itself."""
     if not optimizer.config.bf16:
         for group in optimizer.optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])
@@ -105,9 +105,9 @@ def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _held(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
-    """Yield each parameter, its main weights on this rank, and where in it these start.
+    """Yield each parameter, its main weights on this rank, and their offset in the parameter.
 
-    None = the rank has the main weights of the whole parameter.
+    An offset of None = the rank has the main weights of the whole parameter.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         yield from ((parameter, main, None) for parameter, main in _mains(optimizer))

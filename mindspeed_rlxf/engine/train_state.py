@@ -5,8 +5,8 @@
     state.json                  steps taken, layout
     config.json, ...            side files of the model, for conversion
 
-Tensors can be read in any layout, random streams only in that which wrote them. Learning rates and
-other settings of the optimizer are not here: the configuration has them.
+Tensors can be read in any layout, random streams only in the layout that wrote them. Learning rates
+and other settings of the optimizer are not stored: the configuration has them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainState:
-    """What training changes on this rank.
+    """The state that training changes on this rank.
 
     model_chunks: of a virtual pipeline; 1 without one
     describe:     writes config.json and the tokenizer of the model into a folder; returns the files
@@ -78,7 +78,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy on the host of what a rank writes. texts: path within the folder -> content"""
+    """A rank's part of the state, copied to the host. texts: path within the folder -> content"""
 
     rank: int
     boxes: list[HeldBox]
@@ -93,13 +93,13 @@ class StateSaver:
     """
 
     def __init__(self, state: TrainState, read: Read) -> None:
-        """read: copies numbers of a contiguous tensor of the state to the host"""
+        """read: copies a range of a contiguous tensor of the state to the host"""
         self._state, self._read = state, read
         self._folder: Path | None = None
         self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path) -> None:
-        """Copy what this rank writes to the host, and start writing it to `folder` in a thread."""
+        """Copy this rank's part to the host, and start writing it to `folder` in a thread."""
         assert self._writing is None, "the save before this one has not been ended"
         state, rank = self._state, dist.get_rank()
         texts = {_random_file(rank): json.dumps(_random_state(state.groups))}
@@ -155,8 +155,8 @@ def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[P
 def load_state(state: TrainState, folder: Path) -> Loaded:
     """Load what each rank holds from `folder`; a collective over the role's ranks.
 
-    Where the layout or the kind of device is another one, random streams start from the seed. All
-    ranks report the problem where the folder of one holds another model or no state.
+    If the layout or the kind of device has changed, random streams start from the seed. If the
+    folder holds another model or no state, all ranks report the problem.
     """
     same, problem = False, []
     try:
@@ -169,7 +169,7 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:
-    """Load what this rank holds, without collectives; return whether the layout is the same.
+    """Load this rank's part, without collectives; return whether the layout is the same.
 
     Raises ValueError where the folder holds another model or no state.
     """
@@ -229,7 +229,7 @@ def _copied_boxes(state: TrainState, read: Read) -> Iterator[HeldBox]:
     for held in held_slots(state.optimizer):
         shard = by_parameter[id(held.parameter)]
         flat, start = shard.written, held.start or 0
-        if held.start is not None:  # no replica has this slice
+        if held.start is not None:  # only this rank has the slice
             flat = held.flat if shard.is_written else range(0)
         for name, tensor in held.slots.items():
             yield from _copied(read, name, shard, tensor, start, flat)
@@ -240,7 +240,7 @@ def _copied(
 ) -> Iterator[HeldBox]:
     """Copy a range of a shard to the host.
 
-    tensor: the numbers of the shard from number `start` on
+    tensor: the elements of the shard from `start` on
     """
     if flat:
         copied = read(tensor, flat.start - start, flat.stop - start)
@@ -248,7 +248,7 @@ def _copied(
 
 
 def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
-    """Read into the tensors of this rank, through a bounded buffer on the host."""
+    """Read the tensors of this rank from files, through a bounded buffer on the host."""
     make_slots(state.optimizer, step)
     reader = open_state(folder, state.weights.architecture, state.weights.head)
     by_parameter = {}
@@ -266,9 +266,9 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
 
 
 def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
-    """Read a range of a shard into `tensor`; numbers that pad a vocabulary become 0.
+    """Read a range of a shard into `tensor`; elements that pad the vocabulary become 0.
 
-    Errors: ValueError when the folder lacks some of it, or has another dtype.
+    Errors: ValueError when the folder lacks a part of it, or has another dtype.
     """
     filled, stored = 0, reader.slot(slot)
     for held in shard.held_boxes(slot, tensor, flat):
@@ -294,7 +294,7 @@ def saved_numbers(state: TrainState) -> dict[str, Any]:
 
 
 def _layout(state: TrainState) -> dict[str, int]:
-    """Return the sizes that describe how the role is distributed."""
+    """Return the parallel sizes of the role."""
     groups = state.groups
     return {
         "world_size": dist.get_world_size(),
@@ -319,7 +319,7 @@ def _random_state(groups: ParallelGroups) -> dict[str, Any]:
 
 
 def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
-    """Set the random streams; False, and no change, where another kind of device wrote them.
+    """Set the random streams; change nothing and return False if another kind of device wrote them.
 
     Errors: ValueError where it is not what `_random_state` gave.
     """
@@ -337,7 +337,7 @@ def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
             raise ValueError(
                 f"the stream {name} must have {here[name].numel()} bytes, not {stream.numel()}"
             )
-        if process.device is None:  # its streams are those of the host
+        if process.device is None:  # a CPU has no stream of its own beside the host's
             random_states.check_host_state(stream)
     process.load()
     groups.random_states = streams

@@ -98,7 +98,7 @@ def new_file(path: Path, mode: int | None = None, **text: Any) -> IO[Any]:
 
 
 def hidden_name(path: Path) -> Path:
-    """Return a name beside the path that nobody can predict."""
+    """Return an unpredictable name in the path's folder."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 

@@ -80,7 +80,7 @@ class TransformerModel(LanguageModule):
     ) -> None:
         super().__init__(config=config)
         self.vp_stage = vp_stage
-        # Megatron-core 0.16 sets these to the same, 0.12 knows no such attributes.
+        # Megatron-core 0.16 sets these to the same values, 0.12 has no such attributes.
         self.vp_size = config.virtual_pipeline_model_parallel_size
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()

@@ -44,7 +44,7 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
         read_architecture,
     )
 
-    source, target, config = _folders(arguments)
+    source, target, config = _check_folders(arguments)
     to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
     architecture, hf_config = read_architecture(config)
     _check_model(arguments, architecture, str(hf_config.get("model_type")))
@@ -65,8 +65,11 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     )
 
 
-def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Return the source, the target, and the folder of config.json. Errors: UserError."""
+def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
+    """Check the given folders; return the source, the target, and the folder of config.json.
+
+    Errors: UserError, also for a target that is the source or holds it.
+    """
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
         if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):

@@ -1,1 +1,1 @@
-"""The run directory, its metric and sample files, and progress on the console."""
+"""Report on a run: console, metric and sample files, trackers, health rules, timeline, page."""

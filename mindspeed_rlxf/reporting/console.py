@@ -1,6 +1,6 @@
-"""Show a run on the console: an iteration a line, aligned short ones, a live view, or nothing.
+"""Show a run on the console: full lines, short aligned lines, a live view, or warnings alone.
 
-The command opens one console (`open_console`), the recorder of the run feeds it.
+The command opens one console (`open_console`); the recorder of the run writes to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_rlxf.reporting.phases import PHASES
 
 WARNING = "warning:"
 HEADER_EVERY = 20  # short lines
-# Column of a short line -> metrics, of which the first that is there is shown.
+# Column of a short line -> metrics; the first one that the iteration has is shown.
 SHORT = {
     "score": ("critic/score/mean",),
     "KL": ("critic/kl",),
@@ -54,7 +54,7 @@ class Console:
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
         """Begin a run of `total` iterations, `done` of which were done before.
 
-        names: metrics to show, in this order; those an iteration does not have are left out
+        names: metrics to show, in this order; a metric that an iteration lacks is left out
         """
         self._total, self._names = total, tuple(names)
         self._start_s, self._before = self._clock(), done
@@ -69,17 +69,17 @@ class Console:
         self.note(" | ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print a line with the time in front."""
+        """Print a line that begins with the time."""
         self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
 
     def warn_once(self, what: str, text: str) -> None:
-        """Print a warning the first time that `what` is warned of."""
+        """Print a warning, but only the first one about `what`."""
         if what not in self._warned:
             self._warned.add(what)
             self.note(f"{WARNING} {text}")
 
     def close(self) -> None:
-        """End the view; later lines are plain."""
+        """End the live view; later lines are printed as they are."""
 
     def time_left(self, iteration: int) -> timedelta:
         """Estimate the time left, in whole seconds, from the mean of this process's iterations."""
@@ -113,7 +113,7 @@ class ShortConsole(Console):
 
 
 class QuietConsole(Console):
-    """Shows warnings alone."""
+    """Shows only warnings."""
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show nothing."""
@@ -133,7 +133,7 @@ def current() -> Console:
 
 @contextmanager
 def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Console]:
-    """Open the console of this process for a block."""
+    """Open the console of this process for the block."""
     global _open
     stream = sys.stdout if stream is None else stream
     before = PHASES.write
@@ -149,7 +149,10 @@ def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Co
 
 
 def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
-    """Make a console. A live view needs a terminal that moves its cursor, and has it alone."""
+    """Make a console. A live view needs a terminal that can move its cursor, and no other rank.
+
+    Otherwise lines are printed instead.
+    """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
     if mode is ConsoleMode.QUIET:

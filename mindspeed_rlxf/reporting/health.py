@@ -1,12 +1,12 @@
-"""Find illnesses of a run in its metrics, and say each once with its value and a remedy.
+"""Find illnesses of a run in its metrics, and report each once with its value and a remedy.
 
     health = Health()
     for finding in health.check(iteration, metrics):   # illnesses that begin or end here
         print(finding.line)
 
 An illness begins in one iteration and ends after `CLEAR` iterations without it. `health.jsonl` has
-one object for each beginning and each end: the fields of `Finding`. What is found follows from the
-metrics alone, so that a resumed run takes up its illnesses from metrics.jsonl (`replay`).
+one object for each beginning and each end: the fields of `Finding`. Findings depend only on the
+metrics, so that a resumed run gets its present illnesses from metrics.jsonl (`replay`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Finding:
 
     rule:   a word of `HealthRule`
     event:  `began` or `ended`
-    metric: name of what was measured; value: of it, over the iterations that the rule looks at
-    text:   a sentence with the value; remedy: what to do, empty where it ended
-    stops:  whether it ends the run (`logging.stop_on`)
+    metric: the measured metric; value: its value over the iterations that the rule reads
+    text:   a sentence with the value; remedy: what to do, empty at an end
+    stops:  whether the finding ends the run (`logging.stop_on`)
     """
 
     iteration: int
@@ -69,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rule measured. ill: whether that is an illness"""
+    """The measurement of a rule. ill: whether it shows an illness"""
 
     ill: bool
     metric: str
@@ -96,11 +96,11 @@ class History:
         self._follow_ranks(metrics)
 
     def first(self, name: str) -> float:
-        """Return the mean of the first values."""
+        """Return the mean of the first BASELINE values."""
         return statistics.fmean(self._values[name][:BASELINE])
 
     def last(self, name: str, count: int) -> array[float]:
-        """Return the last `count` values, oldest first; empty where there are fewer."""
+        """Return the last `count` values, oldest first; empty if there are fewer."""
         values = self._values[name]
         return values[-count:] if len(values) >= count else array("d")
 
@@ -130,7 +130,7 @@ def _is_validation_score(name: str) -> bool:
 
 
 Rule = Callable[[History], Reading | None]
-"""Reads the history; None = not enough values."""
+"""Measures one illness; `Reading.ill` says whether it is there. None = not enough values."""
 
 ENTROPY, KL, SCORE = "actor/entropy", "critic/kl", "critic/score/mean"
 CUT, FIT = "response_length/cut_fraction", "critic/explained_variance"
@@ -139,8 +139,8 @@ WATCHED = (ENTROPY, KL, SCORE, CUT, FIT, EQUAL, GAP)
 VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at validations"
 
 
-def find_entropy_collapse(history: History) -> Reading | None:
-    """The entropy of the last 5 iterations is near 0, and a small part of what it was."""
+def measure_entropy_collapse(history: History) -> Reading | None:
+    """Ill when the entropy of the last 5 iterations is near 0 and far below its first values."""
     recent = history.last(ENTROPY, 5)
     if not recent:
         return None
@@ -150,8 +150,8 @@ def find_entropy_collapse(history: History) -> Reading | None:
     return Reading(ill, ENTROPY, value, text)
 
 
-def find_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
-    """The KL to the reference is over the limit in each of the last 3 iterations."""
+def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
+    """Ill when the KL to the reference is over the limit in each of the last 3 iterations."""
     recent = history.last(KL, 3)
     if not recent:
         return None
@@ -160,10 +160,10 @@ def find_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None
     return Reading(min(recent) > limit, KL, value, text)
 
 
-def find_falling_validation(history: History) -> Reading | None:
-    """Each of the last 3 validations is worse than the one before, while training scores rose.
+def measure_falling_validation(history: History) -> Reading | None:
+    """Ill when the last 3 validations each got worse, while training scores rose.
 
-    The fall from the best validation has to be a tenth of the range of all, or more.
+    The fall from the best validation must be at least a tenth of the range of all validations.
     """
     validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
     if not validated or not trained:
@@ -179,8 +179,8 @@ def find_falling_validation(history: History) -> Reading | None:
     return Reading(falls and large and trained[-1] > trained[0], VALIDATION, now, text)
 
 
-def find_cut_responses(history: History) -> Reading | None:
-    """Nearly all responses of the last 5 iterations reach the limit without EOS."""
+def measure_cut_responses(history: History) -> Reading | None:
+    """Ill when nearly all responses of the last 5 iterations reach the limit without EOS."""
     recent = history.last(CUT, 5)
     if not recent:
         return None
@@ -189,8 +189,8 @@ def find_cut_responses(history: History) -> Reading | None:
     return Reading(value >= CUT_SHARE, CUT, value, text)
 
 
-def find_idle_critic(history: History) -> Reading | None:
-    """The values of the last 30 iterations predict returns worse than a constant would."""
+def measure_idle_critic(history: History) -> Reading | None:
+    """Ill when the values of the last 30 iterations predict returns worse than a constant."""
     recent = history.last(FIT, CRITIC_ITERATIONS)
     if not recent:
         return None
@@ -199,18 +199,24 @@ def find_idle_critic(history: History) -> Reading | None:
     return Reading(value < 0.0, FIT, value, text)
 
 
-def find_equal_scores(history: History) -> Reading | None:
-    """Nearly all prompts of the last 5 iterations have responses that score the same."""
+def measure_equal_scores(history: History) -> Reading | None:
+    """Ill when nearly all prompts of the last 5 iterations have responses of equal score."""
     recent = history.last(EQUAL, 5)
     if not recent:
         return None
     value = statistics.fmean(recent)
-    text = f"all responses score the same for {value:.0%} of the prompts, which teach nothing"
+    text = (
+        f"for {value:.0%} of the prompts all responses score the same: estimators that compare "
+        "responses learn nothing from them"
+    )
     return Reading(value >= EQUAL_SHARE, EQUAL, value, text)
 
 
-def find_growing_gap(history: History) -> Reading | None:
-    """Generation and training disagree by more than rounding, or ten times as much as at first."""
+def measure_growing_gap(history: History) -> Reading | None:
+    """Ill when log-probs of generation and training differ by more than rounding explains.
+
+    Also when the difference is above a floor and ten times the first one.
+    """
     recent = history.last(GAP, 3)
     if not recent:
         return None
@@ -223,8 +229,8 @@ def find_growing_gap(history: History) -> Reading | None:
     return Reading(ill, GAP, value, text)
 
 
-def find_lagging_rank(history: History) -> Reading | None:
-    """The same rank is the slowest of a phase, by far, for 10 iterations."""
+def measure_lagging_rank(history: History) -> Reading | None:
+    """Ill when the same rank was by far the slowest of a phase for 10 iterations in a row."""
     if not history.lagging:
         return None
     phase = max(history.lagging, key=lambda name: len(history.lagging[name][1]))
@@ -243,39 +249,39 @@ def find_lagging_rank(history: History) -> Reading | None:
 
 RULES: dict[HealthRule, tuple[Rule, str]] = {
     HealthRule.ENTROPY_COLLAPSE: (
-        find_entropy_collapse,
+        measure_entropy_collapse,
         "raise actor_rollout.entropy_coeff or algorithm.kl_ctrl.kl_coef, lower actor_rollout.lr",
     ),
     HealthRule.KL_RUNAWAY: (
-        find_kl_runaway,
+        measure_kl_runaway,
         "raise algorithm.kl_ctrl.kl_coef, lower actor_rollout.lr",
     ),
     HealthRule.VALIDATION_FALLS: (
-        find_falling_validation,
+        measure_falling_validation,
         "the policy may exploit the reward: read samples.jsonl, raise algorithm.kl_ctrl.kl_coef, "
         "or take the best checkpoint",
     ),
     HealthRule.ALL_CUT: (
-        find_cut_responses,
+        measure_cut_responses,
         "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
         "algorithm.overlong_buffer_len",
     ),
     HealthRule.CRITIC_EXPLAINS_NOTHING: (
-        find_idle_critic,
+        measure_idle_critic,
         "train the critic first (critic.warmup_iters), or change critic.lr",
     ),
     HealthRule.EQUAL_SCORES: (
-        find_equal_scores,
+        measure_equal_scores,
         "use easier or harder prompts, algorithm.filter_groups=true, or more "
         "actor_rollout.n_samples_per_prompt",
     ),
     HealthRule.LOG_PROB_GAP: (
-        find_growing_gap,
+        measure_growing_gap,
         "compare precision and layout of generation and training; "
         "algorithm.max_log_prob_gap stops the run at the token with the largest gap",
     ),
     HealthRule.LAGGING_RANK: (
-        find_lagging_rank,
+        measure_lagging_rank,
         "look at its host with `mindspeed-rlxf doctor`",
     ),
 }
@@ -307,7 +313,7 @@ def runaway_limit(adapts: bool, target: float) -> float:
 
 
 class Health:
-    """Checks iterations by all rules; keeps which illnesses have begun."""
+    """Checks iterations by all rules, and remembers the illnesses that have begun."""
 
     def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
         """stop_on: rules whose finding ends the run; kl_limit: nats per token"""
@@ -318,7 +324,7 @@ class Health:
         self._rules = dict(RULES)
         remedy = RULES[HealthRule.KL_RUNAWAY][1]
         self._rules[HealthRule.KL_RUNAWAY] = (
-            lambda history: find_kl_runaway(history, kl_limit),
+            lambda history: measure_kl_runaway(history, kl_limit),
             remedy,
         )
 
@@ -336,13 +342,13 @@ class Health:
         return found
 
     def replay(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
-        """Add an iteration of before a resume, or a validation of its own, and report nothing."""
+        """Add metrics of an iteration before the resume, or of a separate validation, silently."""
         self.check(iteration, metrics)
 
     def _follow(
         self, iteration: int, rule: HealthRule, reading: Reading, remedy: str
     ) -> Finding | None:
-        """Return the beginning or the end of an illness, None where nothing changes."""
+        """Return the beginning or the end of an illness; None if nothing changes."""
         name = rule.value
         if reading.ill:
             self._clear[name] = 0

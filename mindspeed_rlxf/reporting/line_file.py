@@ -4,8 +4,8 @@
     samples.jsonl.1.gz   the oldest part, then .2.gz, ...
 
 A full file is renamed to `samples.jsonl.N`, compressed beside it, and removed when
-`samples.jsonl.N.gz` is whole. After a kill every line is there once; the next process that opens
-the file finishes a compression that was interrupted.
+`samples.jsonl.N.gz` is complete. After a kill no line is lost or doubled; the next process that
+opens the file finishes an interrupted compression.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BLOCK = 1 << 20
 class LineFile:
     """All parts of one file, as one sequence of bytes.
 
-    limit: bytes from which on `rotate` makes a part of it; 0 = never
+    limit: size in bytes at which `rotate` turns the file into a part; 0 = never
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
         self.path, self.limit = path, limit
 
     def position(self) -> int:
-        """Bytes of all parts together, uncompressed: where the next line begins."""
+        """The uncompressed bytes of all parts, which is the position of the next line."""
         parts = sum(_length(part) for part in self._parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
@@ -57,18 +57,18 @@ class LineFile:
         return self.path.exists() or bool(self._parts())
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with their ends, the oldest first; a kill may have cut the last one."""
+        """Yield all lines with their line ends, oldest first; a kill may have cut the last one."""
         files = [*self._parts().values(), *([self.path] if self.path.exists() else [])]
         for file in files:
             with _open(file) as stream:
                 yield from stream
 
     def cut(self, position: int) -> None:
-        """Drop the bytes behind `position`, whichever part it is in.
+        """Drop the bytes after `position`, which may be in any part.
 
-        A process killed in here leaves at least the bytes to keep, so the next one can cut again.
+        If this is killed, at least the bytes to keep are left, so that it can be repeated.
         The file keeps its inode, so open streams still append to it.
-        Errors: ValueError when there are fewer bytes than that; UserError for a damaged part.
+        Errors: ValueError when there are fewer bytes than `position`; UserError for a damaged part.
         """
         self._finish()
         if (found := self.position()) < position:
@@ -90,7 +90,7 @@ class LineFile:
     def rotate(self) -> bool:
         """Turn a full file into a part; return whether it was full.
 
-        After that, streams that append to the file have to be opened again.
+        If so, streams that append to the file must be opened again.
         """
         if not self.limit or not self.path.exists() or self.path.stat().st_size < self.limit:
             return False
@@ -102,10 +102,7 @@ class LineFile:
         return True
 
     def _parts(self) -> dict[int, Path]:
-        """Map number to part, the oldest first.
-
-        Where a part exists twice, to the compressed file.
-        """
+        """Map part numbers to files, oldest first; to the compressed file if both exist."""
         pattern = re.compile(re.escape(self.path.name) + r"\.(\d+)(\.gz)?")
         found = {}
         for file in sorted(self.path.parent.glob(self.path.name + ".*")):  # .N before .N.gz
@@ -125,7 +122,7 @@ class LineFile:
             plain.unlink(missing_ok=True)
 
     def _restore(self, part: Path, kept: int) -> None:
-        """Make the first bytes of a part the file again. Errors: UserError where it is damaged."""
+        """Make the first `kept` bytes of a part the file again. Errors: UserError if damaged."""
         with _open(part) as source, open_file(self.path, "ab", _mode(part)) as target:
             try:
                 while kept and (block := source.read(min(BLOCK, kept))):
@@ -140,7 +137,7 @@ class LineFile:
 
 
 def _compress(plain: Path) -> None:
-    """Compress a part into a file beside it, which has a hidden name until it is whole."""
+    """Compress a part into a file beside it, which has a hidden name until it is complete."""
     final = plain.with_name(f"{plain.name}.gz")
     for left in find_hidden_files(final):
         left.unlink()
@@ -155,7 +152,7 @@ def _compress(plain: Path) -> None:
 
 
 def _mode(file: Path) -> int:
-    """Return the permission bits of a file, for others that hold the same lines."""
+    """Return the permission bits of a file, for other files with the same lines."""
     return stat.S_IMODE(file.stat().st_mode)
 
 
@@ -165,7 +162,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _length(part: Path) -> int:
-    """Return the bytes of a part, uncompressed."""
+    """Return the uncompressed bytes of a part."""
     if part.suffix != ".gz":
         return part.stat().st_size
     with open_file(part, "rb") as stream:

@@ -1,7 +1,7 @@
-"""A view of a run that changes in its place on a terminal, drawn with rich.
+"""A view of a run that is redrawn in place on a terminal, with rich.
 
-Everything else that this process prints meanwhile comes as lines above the view. Control characters
-in it are shown, not sent (`files.printable`).
+Everything else that this process prints appears as lines above the view. Control characters in it
+are shown as text, not sent to the terminal (`files.printable`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindspeed_rlxf.reporting.phases import PHASES
 
 REFRESHES_PER_S = 2
 LABEL = 9  # width of the first column
-MOST_WIDTH = 120  # of the view: wider lines are hard to follow
+MOST_WIDTH = 120  # of the view: wider lines are hard to read
 CURVE_POINTS = 400
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "white", "bright_black")
@@ -80,7 +80,7 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _print(self, line: str) -> None:
-        """Print a line above the view, or where it was."""
+        """Print a line above the view, or plainly after its end."""
         text = Text(printable(line).expandtabs(4))
         if line.split("] ", 1)[-1].startswith(WARNING):
             text.stylize("yellow")
@@ -90,7 +90,7 @@ class LiveConsole(Console):
 
 
 class View:
-    """What is drawn: the newest metrics, short curves, and what the driver waits for."""
+    """The content of the view: the newest metrics, short curves, and what the driver waits for."""
 
     def __init__(self, owner: Console) -> None:
         self._owner = owner
@@ -104,7 +104,7 @@ class View:
         }
 
     def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Take over the metrics of an iteration that has ended."""
+        """Add the metrics of an iteration that has ended."""
         self.iteration, self.metrics = iteration, dict(metrics)
         self._left = str(self._owner.time_left(iteration))
         for name, curve in self._curves.items():
@@ -145,7 +145,7 @@ class View:
         return [*lines, self._now(width)]
 
     def _headline(self, width: int) -> Text:
-        """Return title, and on the right the iteration."""
+        """Return the title, with the iteration on the right."""
         right = f"iteration {self.iteration} / {self.total}"
         title = self.title[-max(width - len(right) - 2, 0) :]
         return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
@@ -157,7 +157,7 @@ class View:
         return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
 
     def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
-        """Return a number, its curve in the space that is left, and facts."""
+        """Return a line: the last value of `name`, its curve in the free space, and facts."""
         curve = self._curves[name]
         if not curve:
             return _line(label, "-")
@@ -175,7 +175,7 @@ class View:
         return f"validation {format_short(score)} (iteration {iteration})"
 
     def _facts(self, *named: tuple[str, str]) -> str:
-        """Return `name number` of the metrics that there are."""
+        """Return `name number` for those of the metrics that exist."""
         return "  ".join(
             f"{label} {_show(name, self.metrics[name])}"
             for label, name in named
@@ -210,7 +210,7 @@ class View:
         return text + (f"  idle {', '.join(idle)}" if idle else "")
 
     def _now(self, width: int) -> Text:
-        """Return what the driver waits for, with a bar where it is known how far that is."""
+        """Return what the driver waits for, with a bar if its progress is known."""
         phase = PHASES.current
         warned = f"  {self.warnings} warnings above" if self.warnings else ""
         if phase is None:
@@ -224,7 +224,7 @@ class View:
 
 
 class _Lines(io.TextIOBase):
-    """Stands in for stdout or stderr: prints whole lines above the view."""
+    """Replaces stdout or stderr: prints whole lines above the view."""
 
     encoding = "utf-8"
 
@@ -238,7 +238,7 @@ class _Lines(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Print what has no end of line yet."""
+        """Print an unfinished line."""
         if self._rest:
             self.write("\n")
 
@@ -253,9 +253,9 @@ class _Lines(io.TextIOBase):
 
 
 def draw_curve(values: Sequence[float], width: int) -> str:
-    """Draw values, oldest first, as blocks from their smallest to their largest.
+    """Draw values, oldest first, as blocks scaled between the smallest and the largest value.
 
-    Where there are more than `width`, a block is the mean of several.
+    If there are more than `width` values, each block is the mean of several.
     """
     size = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for part in _split(values, size)]
@@ -277,7 +277,7 @@ def _line(label: str, text: str) -> Text:
 
 
 def _bar(share: float, width: int) -> Text:
-    """Draw a bar of this width, a part of it filled."""
+    """Draw a bar of this width, of which `share` is filled."""
     filled = round(min(max(share, 0.0), 1.0) * max(width, 0))
     return Text.assemble(("━" * filled, "cyan"), ("━" * (max(width, 0) - filled), "bright_black"))
 

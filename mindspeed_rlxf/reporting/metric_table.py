@@ -1,4 +1,4 @@
-"""Every metric of a run: what it is, its unit, its healthy range, and what to do outside of it.
+"""The table of all metrics: meaning, unit, healthy range, and what to do outside of it.
 
 `python -m mindspeed_rlxf.reporting.metric_table docs/metrics.md` writes the table into the
 document.
@@ -21,10 +21,10 @@ Range = tuple[float | None, float | None]
 class Metric:
     """One metric, or a family of them.
 
-    name:    in metrics.jsonl; `<word>` stands for any text
+    name:    name in metrics.jsonl; `<word>` stands for any text
     unit:    empty = none
     healthy: None = depends on the task
-    remedy:  what to do outside of the healthy range, or where the curve looks wrong
+    remedy:  what to do outside of the healthy range, or when the curve looks wrong
     """
 
     name: str
@@ -39,7 +39,7 @@ class Metric:
         return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
 
     def is_healthy(self, value: float) -> bool:
-        """Whether a value is in the healthy range; True where there is none. NaN is not in it."""
+        """Whether a value is in the healthy range; NaN is not. True if there is no range."""
         if self.healthy is None:
             return True
         low, high = self.healthy
@@ -55,7 +55,8 @@ def _spread(name: str, unit: str, meaning: str) -> tuple[Metric, ...]:
 POLICY = (
     Metric("actor/pg_loss", "", "loss of the policy, mean over optimizer steps; near 0 with "
            "whitened advantages"),
-    Metric("actor/pg_loss_abs", "", "mean over optimizer steps of the size of the policy's loss"),
+    Metric("actor/pg_loss_abs", "", "absolute value of the policy's loss, mean over optimizer "
+                                    "steps"),
     Metric("actor/pg_clipfrac", "share", "tokens whose probability ratio was clipped", (0.0, 0.3),
            "lower actor_rollout.lr or ppo_epochs"),
     Metric("actor/ppo_kl", "nats", "mean of old minus new log-prob over tokens of the updates",
@@ -72,7 +73,7 @@ POLICY = (
            (0.0, 0.0), "look for the first sample that logs/driver.log names"),
     Metric("actor/dpo_loss", "", "preference loss, mean over pairs that differ"),
     Metric("actor/dpo_accuracy", "share", "pairs whose better response is the likelier one"),
-    Metric("actor/dpo_margin", "", "implicit reward of the better response less the other's"),
+    Metric("actor/dpo_margin", "", "implicit reward of the better response minus the other's"),
     Metric("actor/dpo_decided", "share", "pairs whose scores differ", (0.1, None),
            "use prompts of another difficulty"),
 )  # fmt: skip
@@ -105,18 +106,20 @@ SAMPLES = (
     Metric("reward/<part>", "", "mean of a part of the score over all responses"),
     Metric("reward/failed", "responses", "responses that could not be scored", (0.0, 0.0),
            "see the cause in reward/failed_<cause>"),
-    Metric("reward/failed_<cause>", "responses", "those that failed for this cause", (0.0, 0.0),
+    Metric("reward/failed_<cause>", "responses", "responses that could not be scored for this "
+                                                 "cause", (0.0, 0.0),
            "timeout: raise the function's time; else correct the function"),
     *_spread("prompt_length", "tokens", "length of a prompt"),
     *_spread("response_length", "tokens", "length of a response"),
     Metric("response_length/p50", "tokens", "median length of a response"),
     Metric("response_length/p90", "tokens", "length that 90% of the responses do not exceed"),
-    Metric("response_length/eos_fraction", "share", "responses that ended by themselves"),
+    Metric("response_length/eos_fraction", "share", "responses ended by EOS or a stop string"),
     Metric("response_length/cut_fraction", "share", "responses cut at the limit", (0.0, 0.5),
            "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
            "overlong_buffer_len"),
-    Metric("rollout/equal_score_groups", "share", "prompts whose responses all score the same, "
-           "which teach nothing to estimators that compare responses", (0.0, 0.8),
+    Metric("rollout/equal_score_groups", "share", "prompts whose responses all score the same: "
+                                                  "estimators that compare responses learn "
+                                                  "nothing from them", (0.0, 0.8),
            "use prompts of another difficulty, algorithm.filter_groups=true, or more samples"),
     Metric("rollout/gen_batches", "batches", "batches generated for the iteration "
            "(algorithm.filter_groups)"),
@@ -135,16 +138,16 @@ SAMPLES = (
 )  # fmt: skip
 SPEED = (
     Metric("timing/gen", "s", "generation, all batches"),
-    Metric("timing/reward", "s", "scoring, what runs beside generation left out"),
+    Metric("timing/reward", "s", "scoring, without the part that overlaps with generation"),
     Metric("timing/old_log_prob", "s", "log-probs of the policy before its updates"),
     Metric("timing/ref", "s", "log-probs of the reference"),
     Metric("timing/values", "s", "values of the critic"),
     Metric("timing/adv", "s", "rewards and advantages"),
     Metric("timing/update_critic", "s", "all optimizer steps of the critic"),
     Metric("timing/update_actor", "s", "all optimizer steps of the policy"),
-    Metric("timing/sync", "s", "generation waits for weights"),
+    Metric("timing/sync", "s", "time that generation waits for weights"),
     Metric("timing/all", "s", "the iteration, without validation and saving"),
-    Metric("timing/save", "s", "the iteration waits for its checkpoint"),
+    Metric("timing/save", "s", "time that the iteration waits for its checkpoint"),
     Metric("timing/val", "s", "validation"),
     Metric("throughput/tokens_per_s", "tokens/s", "prompt and response tokens per second of "
            "the iteration"),
@@ -158,12 +161,12 @@ SPEED = (
     Metric("memory/<phase>", "GiB", "largest peak of device memory among the ranks of a phase of "
            "timing/; on CPU resident memory of the process", None,
            "memory.md says what each part takes"),
-    Metric("idle/<pool>", "share", "of the iteration in which ranks of the pool ran nothing",
+    Metric("idle/<pool>", "share", "part of the iteration in which ranks of the pool ran nothing",
            (0.0, 0.6), "give the pool fewer devices, or put more roles on it"),
-    Metric("skew/<phase>", "share", "time of the slowest rank over the mean of ranks, less 1; "
+    Metric("skew/<phase>", "share", "time of the slowest rank over the mean of ranks, minus 1; "
            "ranks that wait for each other in collectives are equal", (0.0, 0.5),
-           "where it is the same rank each time: mindspeed-rlxf doctor"),
-    Metric("slowest_rank/<phase>", "rank", "rank with the longest time, as its pool counts"),
+           "if it is always the same rank, check its host with mindspeed-rlxf doctor"),
+    Metric("slowest_rank/<phase>", "rank", "number of the slowest rank within its pool"),
 )  # fmt: skip
 SECTIONS = {
     "The policy": POLICY,
@@ -178,7 +181,7 @@ MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.reporting.met
 
 @functools.cache
 def find_metric(name: str) -> Metric | None:
-    """Return the row of a metric, the one with the most literal text; None = not in the table."""
+    """Return the row of a metric; of several matches the one with the longest literal text."""
     found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
     return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
 
@@ -196,7 +199,7 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """Replace the part of the document behind `MARK` with the tables."""
+    """Return the document with the part after `MARK` replaced by the tables."""
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
     return f"{head}{MARK}\n\n{tables()}"
@@ -207,7 +210,7 @@ def _row(*cells: str) -> str:
 
 
 def _named(cells: tuple[str, ...]) -> Iterator[str]:
-    """Yield cells with the keys of the configuration between backticks."""
+    """Yield the cells, with keys of the configuration put between backticks."""
     for cell in cells:
         yield (
             cell

@@ -32,8 +32,8 @@ class Sample:
 
     Of a validation sample alone; None is left out of the file:
     ground_truth:    expected answer
-    prompt_id:       place of the prompt among the validation prompts, from 0, the same each time
-    answer:          by which the response votes (maj@K)
+    prompt_id:       index of the prompt among the validation prompts, from 0, always the same
+    answer:          the answer for which the response votes (maj@K)
     """
 
     sample_id: int
@@ -51,10 +51,10 @@ class Sample:
 
 
 class _JsonLines:
-    """A UTF-8 file of JSON objects that every reader accepts: no NaN, no half characters."""
+    """A UTF-8 file of JSON objects that every reader accepts: no NaN, no lone surrogates."""
 
     def __init__(self, file: Path, mode: int = PRIVATE, limit: int = 0) -> None:
-        """limit: bytes from which on the file is compressed and begun anew; 0 = never"""
+        """limit: size in bytes at which the file is compressed and a new one begun; 0 = never"""
         self._file, self._mode = LineFile(file, limit), mode
         self._stream = self._open()
 
@@ -72,7 +72,7 @@ class _JsonLines:
         self._stream.flush()
 
     def _rotate(self) -> None:
-        """Begin a new part of the file where it is full."""
+        """Begin a new file if this one is full."""
         if self._file.rotate():
             self._stream.close()
             self._stream = self._open()
@@ -87,7 +87,7 @@ class MetricsWriter(_JsonLines):
     def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
         """Append {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
 
-        iteration: from 1; time_s: seconds, as the caller counts them
+        iteration: from 1; time_s: seconds, by the caller's clock
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         self._append({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})
@@ -106,7 +106,7 @@ def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
 
 
 class HealthWriter(_JsonLines):
-    """Appends to health.jsonl which illnesses began and ended."""
+    """Appends the beginnings and ends of illnesses to health.jsonl."""
 
     def write(self, finding: Finding) -> None:
         """Append one line with the fields of `Finding`."""
@@ -114,14 +114,14 @@ class HealthWriter(_JsonLines):
 
 
 class LedgerWriter(_JsonLines):
-    """Appends to consumed.jsonl which prompts an iteration used."""
+    """Appends the prompts that an iteration used to consumed.jsonl."""
 
     def write(
         self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
     ) -> None:
         """Append one line: the iteration and the prompts that it used.
 
-        prompts: indices in the data set; their samples are numbered from `first_sample_id`
+        prompts: indices in the data set; the ids of their samples count from `first_sample_id`
         """
         self._append(
             {
@@ -139,12 +139,12 @@ class SampleWriter(_JsonLines):
     def __init__(
         self, file: Path, samples: int | Literal["all"], file_bytes: int = 0, mode: int = PRIVATE
     ) -> None:
-        """file_bytes: size from which on the file is compressed and begun anew; 0 = never"""
+        """file_bytes: size at which the file is compressed and a new one begun; 0 = never"""
         super().__init__(file, mode, file_bytes)
         self._samples = samples
 
     def num_kept(self, num_samples: int) -> int:
-        """Count the samples of an iteration that are written; others need not be decoded."""
+        """Return how many samples of an iteration are written; others need not be decoded."""
         return num_samples if self._samples == "all" else min(self._samples, num_samples)
 
     def write(self, iteration: int, samples: Sequence[Sample]) -> None:
@@ -156,7 +156,7 @@ class SampleWriter(_JsonLines):
 
 
 def _null_non_finite(value: Any) -> Any:
-    """Return the tree with null in place of numbers that JSON does not have."""
+    """Return the tree with null instead of NaN and infinite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

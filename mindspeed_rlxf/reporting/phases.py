@@ -1,7 +1,7 @@
-"""Name what the driver waits for: `with phase("loading the weights", total=4) as done: ...`.
+"""Show what the driver waits for: `with phase("loading the weights", total=4) as done: ...`.
 
-A phase that takes longer than `first_s` is shown with its time and how far it is: by a live view,
-or by lines at growing intervals. One of a run's phases is shown at a time, the outermost.
+A phase that takes longer than `first_s` is shown with its time and progress: in the live view, or
+by lines at growing intervals. Of nested phases only the outermost is shown.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 FIRST_S = 2.0
-WAIT_S = 30.0  # for what happens in every iteration
-LIVE_S = 1.0  # of any phase, in a live view
+WAIT_S = 30.0  # first_s of phases that every iteration has
+LIVE_S = 1.0  # first_s of any phase in a live view
 LONGEST_S = 60.0  # between two lines
 TICK_S = 0.5
 
 
 @dataclass
 class Phase:
-    """Work under way. total: steps of it, None = unknown; usual_s: seconds of the last time"""
+    """Work in progress. total: its steps, None = unknown; usual_s: seconds of the last time"""
 
     what: str
     total: int | None = None
@@ -40,7 +40,7 @@ class Phase:
 
     @property
     def share(self) -> float | None:
-        """The part that is done, by steps, else by the time of the last one; None = unknown."""
+        """The share that is done, from its steps, else from its usual time; None = unknown."""
         if self.total:
             return min(self.done / self.total, 1.0)
         return min(self.seconds / self.usual_s, 0.99) if self.usual_s else None
@@ -53,7 +53,7 @@ class Phase:
 
 
 class Phases:
-    """The phases under way in this process, and the lines about them."""
+    """The current phases of this process, and the thread that prints lines about them."""
 
     def __init__(self) -> None:
         self.write: Callable[[str], None] | None = _print_line
@@ -64,7 +64,7 @@ class Phases:
 
     @property
     def current(self) -> Phase | None:
-        """The outermost phase, when it has taken long enough to be shown; None = there is none."""
+        """The outermost phase, if it has taken long enough to be shown, else None."""
         first = next(iter(self._stack), None)
         if first is None:
             return None
@@ -73,7 +73,7 @@ class Phases:
 
     @contextmanager
     def phase(self, what: str, total: int | None, first_s: float) -> Iterator[Phase]:
-        """Hold a phase for the block. Only the main thread's phases are shown."""
+        """Enter a phase for the block. Only phases of the main thread are shown."""
         each = Phase(what, total, first_s, self._usual.get(what))
         if threading.current_thread() is not threading.main_thread():
             yield each
@@ -123,10 +123,10 @@ PHASES = Phases()
 
 
 def phase(what: str, total: int | None = None) -> AbstractContextManager[Phase]:
-    """Hold a phase of the start or the end of a run, or of a command, for a block."""
+    """Enter a phase of a command, or of the start or end of a run, for the block."""
     return PHASES.phase(what, total, FIRST_S)
 
 
 def waiting(what: str) -> AbstractContextManager[Phase]:
-    """Hold a phase that every iteration has, which is shown by lines only where it is long."""
+    """Enter a phase that every iteration has, for the block; lines show it only after WAIT_S."""
     return PHASES.phase(what, None, WAIT_S)

@@ -1,10 +1,10 @@
-"""Numbers of each response token of logged samples, written by the ranks that compute them.
+"""Write numbers of each response token of logged samples, on the ranks that compute them.
 
     samples_tokens/rank_00003.jsonl[.N.gz]
     {"iteration": 7, "sample_id": 41, "advantage": [...], "kl": [...], "value": [...]}
 
-One number per token of `response_ids` in samples.jsonl, four digits; null where it is not finite.
-A name is absent where the run has no such number.
+Each list has one number per token of `response_ids` in samples.jsonl, with four digits; null if it
+is not finite. A name is absent if the run has no such number.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ class TokenWriter:
     """Appends to the file of one rank, which no other process writes."""
 
     def __init__(self, folder: Path, rank: int, limit: int = 0, mode: int = PRIVATE) -> None:
-        """limit: bytes from which on the file is compressed and begun anew; 0 = never"""
+        """limit: size in bytes at which the file is compressed and a new one begun; 0 = never"""
         self._folder, self._mode = folder, mode
         self._file = LineFile(folder / f"rank_{rank:05d}.jsonl", limit)
 
     def write(self, iteration: int, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
-        """Append a line for each sample: sample id -> name -> one number per token."""
+        """Append a line for each sample; begin a new file when this one is full.
+
+        samples: sample id -> name -> one number per token
+        """
         if not samples:
             return
         if not self._folder.is_dir():
@@ -49,9 +52,9 @@ class TokenWriter:
 
 
 def cut_token_files(folder: Path, iteration: int) -> None:
-    """Drop what ranks logged after an iteration, from which the run resumes.
+    """Drop the lines after the iteration from which the run resumes.
 
-    A damaged file is left as it is: no run depends on it, and readers take the last line of a
+    A damaged file stays as it is: the run does not need it, and readers use the last line of each
     sample.
     """
     for file in token_files(folder):

@@ -1,4 +1,4 @@
-"""Aligned text tables for people."""
+"""Format aligned text tables."""
 
 from __future__ import annotations
 

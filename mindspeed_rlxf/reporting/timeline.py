@@ -1,11 +1,11 @@
-"""Write when each rank did what, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Write the work of each rank over time, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     timeline/iterations_0000001.json      iterations 1 to 100, timeline/iterations_0000101.json, ...
 
-Google's Trace Event Format: an array of events, times in microseconds since the epoch. A pool of
-devices is shown as a process, each role on each rank as a thread of it. The category is the role,
-or `wait`. Each rank uses the clock of its host, so hosts whose clocks differ are shifted against
-each other.
+The format is Google's Trace Event Format: an array of events, with times in microseconds since the
+epoch. A pool of devices is shown as a process, each role on each rank as a thread of it. The
+category is the role, or `wait`. Each rank uses the clock of its host: if clocks of hosts differ,
+their events are shifted against each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
 
 ITERATIONS = 100  # of a file
 KEPT = 5  # files
-MOST_RANKS = 64  # of a pool are drawn: those that come first
+MOST_RANKS = 64  # of a pool that are drawn, the first ones
 LONGER_THAN_AN_EVENT = 4096  # bytes
 DRIVER = "driver"  # the pool of the driver's own work
 HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
@@ -46,19 +46,21 @@ class Span:
 
     @property
     def role(self) -> str:
-        """The part of the name before the dot; the driver's own work has no role."""
+        """The part of the name before the dot; empty for the driver's own work."""
         return "" if self.pool == DRIVER else self.name.partition(".")[0]
 
 
 class Timeline:
-    """Appends iterations to the files of a folder, which are valid JSON after each."""
+    """Appends iterations to the files of a folder, which are valid JSON after each write."""
 
     def __init__(self, folder: Path, mode: int = PRIVATE) -> None:
         self._folder, self._mode = folder, mode
         self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
         self._roles: dict[str, int] = {}  # of roles, likewise
         self._file = folder  # the last one that was written to
-        self._named: set[tuple[str, str, int]] = set()  # what this process has named in it
+        self._named: set[tuple[str, str, int]] = (
+            set()
+        )  # pools and ranks that this process has named in the file
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
         """Append an iteration's spans to its file, and remove the oldest files. Raises OSError.
@@ -95,7 +97,7 @@ class Timeline:
         }
 
     def _names(self, span: Span) -> Iterable[dict[str, Any]]:
-        """Yield events that name the pool and the rank, where the file has none yet."""
+        """Yield events that name the pool and the rank, unless the file has them."""
         pid = self._numbers.setdefault(span.pool, len(self._numbers))
         place = {"pid": pid, "tid": self._lane(span)}
         named = {
@@ -108,12 +110,12 @@ class Timeline:
                 yield {"name": kind, "ph": "M", **place, "args": {"name": text}}
 
     def _lane(self, span: Span) -> int:
-        """Return the number of a role's lane on a rank; lanes of a role stand together."""
+        """Return the number of a role's lane on a rank, so that lanes of a role are adjacent."""
         return self._roles.setdefault(span.role, len(self._roles)) * MOST_RANKS + span.rank
 
 
 def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
-    """Append events to a JSON list in a file, which stays valid JSON."""
+    """Append events to the JSON list in a file, so that the file stays valid JSON."""
     new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
     if not new:
         return
@@ -127,10 +129,7 @@ def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
 
 
 def _end(stream: IO[bytes]) -> int:
-    """Return the offset behind the last whole event.
-
-    A killed process may have left a part of one.
-    """
+    """Return the offset after the last complete event; a kill may have left a part of one."""
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)
     data = stream.read()

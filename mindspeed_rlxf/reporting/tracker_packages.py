@@ -1,7 +1,7 @@
-"""The trackers of other packages: TensorBoard, wandb, swanlab and trackio.
+"""Trackers of other packages: TensorBoard, wandb, swanlab and trackio.
 
-Each is imported by its thread, when a run begins that names it. Nothing of the console, the source
-code or the environment is sent, metrics and the configuration are.
+A package is imported when a run that names it begins, by the tracker's thread. Metrics and the
+configuration are sent; the console, the source code and the environment are not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mindspeed_rlxf.reporting.tracker_registry import TrackedRun, Tracker, regis
 
 @register_tracker("tensorboard", module="tensorboard", rewinds=True)
 class TensorBoardTracker(Tracker):
-    """Writes event files. A resumed run hides what came after its checkpoint (`purge_step`)."""
+    """Writes event files. A resumed run hides events after its checkpoint (`purge_step`)."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -32,7 +32,7 @@ class TensorBoardTracker(Tracker):
 
 
 class _RunTracker(Tracker):
-    """Logs to the run object that the package's `init` returned. All three have these methods."""
+    """Logs to the run object that the package's `init` returned (wandb, swanlab, trackio)."""
 
     _run: Any
 
@@ -108,7 +108,7 @@ class SwanLabTracker(_RunTracker):
 
 @register_tracker("trackio", module="trackio")
 class TrackioTracker(_RunTracker):
-    """trackio, in a database of the run directory, or where TRACKIO_DIR says."""
+    """trackio, with its database in the run directory, or in the folder TRACKIO_DIR."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder))
@@ -126,5 +126,5 @@ class TrackioTracker(_RunTracker):
 
 
 def _is_offline(run: TrackedRun, key: str) -> bool:
-    """Whether to stay on this host: by `logging.tracker_mode`, else where there is no key."""
+    """Whether to stay offline: by `logging.tracker_mode`, else if there is no API key."""
     return not os.environ.get(key) if run.offline is None else run.offline

@@ -1,4 +1,4 @@
-"""Trackers by name of `logging.trackers`, and what they learn of a run."""
+"""The registry of trackers, by the names in `logging.trackers`, and the facts that they get."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ JSONL = "jsonl"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker learns about the run.
+    """The facts about a run that a tracker gets.
 
     run_id:  the same for every start of the same run directory
-    folder:  of this tracker, in the run directory
+    folder:  this tracker's folder in the run directory
     config:  the resolved configuration as a tree, without secrets
-    resumed: iteration that the run goes on from; 0 = it begins
+    resumed: iteration from which the run resumes; 0 = a new run
     offline: keep the record on this host
     """
 
@@ -34,13 +34,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Called from one thread. Exceptions are counted, and warned of once."""
+    """A tracker, called from one thread. Its exceptions are counted; the first one is a warning."""
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Record the finite metrics of an iteration. iteration: larger than all before"""
+        """Record the finite metrics of an iteration. iteration: larger than all earlier ones"""
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the metrics that are not yet written."""
 
 
 TrackerFactory: TypeAlias = Callable[[TrackedRun], Tracker]
@@ -48,8 +48,10 @@ TrackerFactory: TypeAlias = Callable[[TrackedRun], Tracker]
 
 @dataclass(frozen=True)
 class Registered:
-    """module: what has to be installed; package: its name for pip; rewinds: takes back iterations
-    after `resumed` by itself, others keep the first record of an iteration"""
+    """A registered tracker, see `register_tracker`.
+
+    rewinds: False = the tracker keeps the first record of an iteration
+    """
 
     factory: TrackerFactory
     module: str = ""
@@ -63,10 +65,10 @@ TRACKERS: dict[str, Registered] = {}
 def register_tracker(
     name: str, module: str = "", package: str = "", rewinds: bool = False
 ) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Decorate a class of trackers, or a function that makes one, as a choice of the configuration.
+    """Decorator that registers a tracker class, or a function that makes one, under a name.
 
-    module:  that has to be importable, checked before the run starts; package: its name for pip
-    rewinds: it removes what it has after `TrackedRun.resumed`, so that it may get these again
+    module:  module that must be importable, checked before the run starts; package: its pip name
+    rewinds: it drops iterations after `TrackedRun.resumed` itself, and may get these again
     Raises ValueError for a name that is taken.
     """
 

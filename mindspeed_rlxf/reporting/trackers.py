@@ -1,10 +1,10 @@
-"""Send metrics to trackers, each in a thread of its own, so that none can hold up training.
+"""Send metrics to trackers, each in a thread of its own, so that none can delay training.
 
     trackers = Trackers(names, run, warn)
     trackers.log(iteration, metrics)     # returns at once
     trackers.close()
 
-Each is registered by name (`register_tracker`), those of other packages in `tracker_packages`.
+Trackers are registered by name (`register_tracker`); `tracker_packages` has the built-in ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 KEY = "logging.trackers"
-WAITING = 10_000  # iterations that a tracker may be behind; later ones are dropped
+WAITING = 10_000  # iterations that a tracker may be behind; further ones are dropped
 CLOSE_S = 30.0  # at the end of a run, for all trackers together
 RECORDED = "recorded.txt"  # one line for each iteration that the tracker was given
 
@@ -73,7 +73,7 @@ class Trackers:
         warn: Callable[[str], None],
         mode: int = PRIVATE,
     ) -> None:
-        """run.folder: of all trackers; each gets one of its own in it. mode: of their files"""
+        """run.folder: folder for all trackers; each gets a subfolder. mode: of their files"""
         chosen = [name for name in dict.fromkeys(names) if name != JSONL]
         self._senders = []
         for name in chosen:
@@ -89,7 +89,7 @@ class Trackers:
             sender.put(iteration, metrics)
 
     def close(self) -> None:
-        """Wait for the trackers to write what they have, half a minute for all of them."""
+        """Wait until the trackers have written everything, CLOSE_S for all of them together."""
         deadline = time.monotonic() + CLOSE_S
         for sender in self._senders:
             sender.end()
@@ -130,7 +130,7 @@ class _Sender:
             self._queue.put_nowait(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread; warn of what was lost."""
+        """Wait for the thread; warn if iterations were lost."""
         self._thread.join(timeout_s)
         left = self._queue.qsize()
         if self._thread.is_alive():
@@ -157,7 +157,7 @@ class _Sender:
     def _record(
         self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
     ) -> None:
-        """Give the tracker an iteration that it does not have."""
+        """Give the tracker an iteration, unless it has it already."""
         if iteration <= self._last:
             return
         if tracker is None:
@@ -173,7 +173,7 @@ class _Sender:
             self._lose(_describe(error))
 
     def _lose(self, why: str, count: int = 1) -> None:
-        """Count what is lost, and warn the first time."""
+        """Count lost iterations, and warn the first time."""
         self.lost += count
         if why and not self._has_warned:
             self._has_warned = True
@@ -182,7 +182,7 @@ class _Sender:
             )
 
     def _read_last(self) -> int:
-        """Return the last iteration that an earlier start recorded; -1 = none."""
+        """Read the highest iteration that an earlier start recorded in its file; -1 = none."""
         with contextlib.suppress(OSError), open_file(self._file, "r", encoding="ascii") as stream:
             numbers = [int(line) for line in stream.read().split() if line.isdigit()]
             return max(numbers, default=-1)
@@ -190,7 +190,7 @@ class _Sender:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error in one line, without what looks like a secret."""
+    """Describe an error in one line, with anything that looks like a secret removed."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     for form in (*FORMS, SCHEME, URL_USER):
         text = form.sub("***", text)

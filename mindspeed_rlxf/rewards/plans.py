@@ -60,7 +60,7 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
 def try_sandbox(reward: RewardConfig) -> str | None:
     """Try the sandbox on this host where a rule runs programs.
 
-    Returns the line that says what it does not prevent. Errors: UserError where none works here.
+    Returns a line on what it does not prevent. Errors: UserError if no level works here.
     """
     if not reward.runs_programs:
         return None
@@ -77,7 +77,10 @@ def rule_decides(reward: RewardConfig, data_source: str) -> bool:
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
-    """Report functions that name no rule, or give it arguments that it does not take or use."""
+    """Report functions that are no known rule, and arguments that a rule does not take or use.
+
+    Functions in a file (`path/to/file.py:name`) are not checked here.
+    """
     for part in reward.parts:
         if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
             continue
@@ -96,7 +99,7 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def _try_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Call a rule of the package once with these arguments; of others check the signature alone.
+    """Call a built-in rule once with these arguments; of other rules check only the signature.
 
     Rules of plugins, and those that run programs or may take any time, are not called.
     """

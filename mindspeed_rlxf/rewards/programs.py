@@ -46,7 +46,7 @@ class CodeRules:
         self._sandbox: Sandbox | None = None
 
     def use(self, config: SandboxConfig) -> str:
-        """Choose the sandbox by this configuration. Returns the line that says what it prevents.
+        """Choose the sandbox by this configuration. Returns a line on what its level prevents.
 
         Errors: UserError where no level of isolation works here.
         """
@@ -92,7 +92,7 @@ def find_program(response: str) -> str | None:
 
 
 def read_cases(ground_truth: str) -> list[Case]:
-    """Read test cases. Errors: ValueError for a text that holds none."""
+    """Read test cases from a JSON object. Errors: ValueError for a text that is no such object."""
     try:
         found = json.loads(ground_truth)
     except json.JSONDecodeError as error:
@@ -113,7 +113,7 @@ def read_cases(ground_truth: str) -> list[Case]:
 
 
 def accepts(ground_truth: str) -> bool:
-    """Whether a ground truth holds test cases. Raises ValueError that says why it does not."""
+    """Whether a ground truth has test cases. Raises ValueError with the reason if it has none."""
     return bool(read_cases(ground_truth))
 
 

@@ -83,7 +83,7 @@ def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[li
 
 
 def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """As `_ask`; an address or a sample that cannot be sent fails, nobody would end the wait."""
+    """As `_ask`, but an exception (a bad address or sample) becomes a failure of each sample."""
     try:
         return _ask(url, samples, timeout_s)
     except Exception as error:

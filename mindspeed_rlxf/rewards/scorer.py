@@ -127,9 +127,9 @@ def _call(
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
-    """Score a sample; return the result, or cause and message of the failure, in plain values.
+    """Score a sample; return {score, parts}, or {cause, message} of a failure; never raise.
 
-    An `error` in its place says that no sample can be scored any more.
+    It returns {error} when no sample can be scored any more.
     """
     try:
         result = scorer.score(sample)

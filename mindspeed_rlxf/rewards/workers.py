@@ -26,7 +26,7 @@ from mindspeed_rlxf.rewards.scorer import Plan
 
 START_S = 180.0  # for the imports of the user's files
 END_S = 30.0
-IDLE_S = 60.0  # between looks at an idle pool
+IDLE_S = 60.0  # between two checks of an idle pool
 
 Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
 

@@ -65,7 +65,7 @@ class RolloutRole:
         """Return responses to the prompts, on the leader: generated ones, or the prompts' own.
 
         seed: of this call; with the sample ids it determines every sampled token.
-        greedy: most likely tokens whatever `do_sample` says (ReMax).
+        greedy: take the most likely tokens, also with `do_sample` (ReMax).
         The engine holds weights and cache during this call only.
         """
         with self.replica.room():

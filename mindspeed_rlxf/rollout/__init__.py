@@ -1,1 +1,1 @@
-"""Generation engines, and the weights they see."""
+"""Generation engines, and the transfer of trained weights to them."""

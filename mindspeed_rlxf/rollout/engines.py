@@ -1,4 +1,4 @@
-"""Rollout engines by name of `rollout.engine`; Megatron is not imported here."""
+"""The registry of rollout engines, by the name in `rollout.engine`. It imports no Megatron."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINES: dict[str, EngineFactory] = {}
 
 
 def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
-    """Decorate a class of engines, or a function that makes one, as a choice of `rollout.engine`.
+    """Decorator that registers an engine class, or a function that makes one, under a name.
 
     Raises ValueError for a name that is taken.
     """

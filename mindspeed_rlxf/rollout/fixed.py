@@ -1,4 +1,4 @@
-"""Use given responses in place of generated ones, to compare or replay runs."""
+"""Use given responses instead of generated ones, to compare or replay runs."""
 
 from __future__ import annotations
 

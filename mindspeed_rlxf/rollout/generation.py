@@ -1,8 +1,8 @@
-"""One `generate` of the native engine: which samples wait, grow, and end, and what is computed.
+"""One call of the native engine's `generate`: schedule the samples and run the model.
 
-Rows that end leave the batch and waiting samples take their place. The host launches several decode
-steps before it looks at what was drawn; what it decides (who enters, ends, is set back) follows
-from numbers that all ranks of a replica have in common.
+Samples wait, grow and end. Rows that end leave the batch, and waiting samples take their place. The
+host launches several decode steps before it reads the drawn tokens. It decides which samples enter,
+end or go back to waiting from numbers that are equal on all ranks of a replica.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rows import Alike, Growing, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs
 
-REFILLED = 8  # freed slots are refilled when they are 1 in so many of all
+REFILLED = 8  # freed slots are refilled when they are 1 in REFILLED of all
 
 
 @dataclass(frozen=True)
 class Limits:
-    """rows:  that grow at the same time
-    tokens: in the cache, rows times the longest; None = as many as there are
-    steps:  decode steps between two looks of the host
+    """Limits of one `generate`.
+
+    rows:   rows that grow at the same time
+    tokens: tokens in the cache, rows times the longest row; None = no limit
+    steps:  decode steps until the host reads the drawn tokens
     """
 
     rows: int
@@ -53,7 +55,7 @@ def cache_shape(model: TransformerModel) -> CacheShape:
 
 
 class Generation:
-    """The samples of one `generate`. Row i of the active ones is slot i of cache and states."""
+    """The samples of one `generate`. Active row i uses slot i of the cache and of the states."""
 
     def __init__(
         self,
@@ -72,12 +74,12 @@ class Generation:
         self.cache = KvCache(cache_shape(model), self._most, self.where)
         self.states = RowStates(limits.rows, width, self.where)
         self._groups: list[Alike] | None = None  # of the active rows
-        self._counts = np.zeros(0, np.int64)  # tokens of the active rows, at the last look
+        self._counts = np.zeros(0, np.int64)  # response tokens of the active rows, when last read
         self._prompts = np.zeros(0, np.int64)  # tokens of their prompts
         self._prompt_states: dict[bytes, Tensor] = {}  # last state of each prompt, [hidden]
 
     def advance(self) -> list[Growing]:
-        """Compute until samples end; return them."""
+        """Compute until at least one sample ends; return the samples that ended."""
         finished: list[Growing] = []
         while not finished:
             refills = self._refills()
@@ -91,7 +93,7 @@ class Generation:
     # Rows that enter
 
     def _refills(self) -> bool:
-        """Whether enough waiting samples can enter for the next prefill."""
+        """Whether enough waiting samples can enter to make a prefill worthwhile."""
         entering = self._entering()
         if not self.active:
             return True
@@ -99,7 +101,7 @@ class Generation:
         return entering > 0 and entering >= min(len(self.waiting), rows // REFILLED)
 
     def _entering(self) -> int:
-        """Count the waiting samples that there are slots for, and room for some tokens of each."""
+        """Count the waiting samples with a free slot and room for GROWTH tokens in the cache."""
         longest, rows, limit = self._room(0), len(self.active), self.limits.tokens
         for row in itertools.islice(self.waiting, self.limits.rows - rows):
             longest, rows = max(longest, row.length), rows + 1
@@ -126,9 +128,10 @@ class Generation:
     def _packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
         """Cut the rows from slot `first` on into packs of PREFILL_TOKENS tokens to compute.
 
-        The first row of a pack is taken even when it is longer.
-        donors: slot of each prompt that is in the cache; new ones are added
-        Yields slot -> slot that holds its prompt already, or itself.
+        A row that is longer makes a pack of its own.
+
+        donors: prompt -> a slot that has it in the cache; new prompts are added
+        Yields packs: slot -> slot whose prompt it copies, or itself if it is computed.
         """
         pack: dict[int, int] = {}
         tokens = 0
@@ -146,7 +149,13 @@ class Generation:
         yield pack
 
     def _prefill(self, pack: dict[int, int]) -> None:
-        """Fill the slots of a pack with what is known of their rows; draw their next tokens."""
+        """Fill the cache of the slots of a pack, and draw the next token of each row.
+
+        Rows that are their own source are computed in one pass. The others copy the prompt of
+        their source.
+
+        pack: slot -> slot that holds its prompt, or itself
+        """
         computed = [slot for slot, source in pack.items() if slot == source]
         found = dict(zip(computed, self._compute(computed), strict=True)) if computed else {}
         for slot, state in found.items():
@@ -163,7 +172,10 @@ class Generation:
         self._append(torch.stack(states), slots, self.states.group(rows))  # type: ignore[arg-type]
 
     def _compute(self, slots: list[int]) -> Tensor:
-        """Compute the known tokens of rows into the cache; return last states [slots, hidden]."""
+        """Run the known tokens of rows through the model, which fills the cache.
+
+        Returns the hidden states of their last tokens, [slots, hidden].
+        """
         known = [self.active[slot].known for slot in slots]
         lengths = np.array([len(tokens) for tokens in known])
         token_ids = torch.from_numpy(np.concatenate(known)).to(self.where)
@@ -179,7 +191,7 @@ class Generation:
     # Rows that grow
 
     def _decode(self) -> None:
-        """Add tokens to the active rows: as many as the host may go without a look."""
+        """Launch the decode steps up to the next read by the host."""
         left = [row.settings.max_new_tokens for row in self.active] - self._counts
         steps = min(self.limits.steps, int(left.max()))
         self._set_back(steps)
@@ -194,7 +206,7 @@ class Generation:
             self._append(hidden, slice(0, rows), self._groups)
 
     def _append(self, hidden: Tensor, slots: slice, groups: Sequence[Alike]) -> None:
-        """Draw and append the next token of each row. hidden: its last state, [rows, hidden]"""
+        """Draw and append the next token of each row. hidden: last states, [rows, hidden]"""
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
@@ -205,9 +217,9 @@ class Generation:
     # Rows that leave
 
     def _look(self, decoded: bool) -> list[Growing]:
-        """Wait for what was drawn; remove samples that have ended and return them.
+        """Wait for the drawn tokens; remove the samples that have ended and return them.
 
-        decoded: by decode steps, not by a prefill
+        decoded: the tokens are of decode steps, not of a prefill
         """
         counts, going = self.states.progress(len(self.active))
         counts, ended = counts.copy(), ~going
@@ -226,9 +238,9 @@ class Generation:
         return self._take_out(leaving) if leaving else []
 
     def _set_back(self, steps: int) -> None:
-        """Where the cache cannot hold the next steps, let the samples with the fewest tokens wait.
+        """If the cache cannot hold the next steps, put samples back among the waiting ones.
 
-        Enough of them, so that the others get GROWTH tokens further.
+        Those with the fewest tokens, until the others have room for GROWTH more tokens.
         """
         limit, rows = self.limits.tokens, len(self.active)
         if limit is None or rows * self._capacity(self._room(steps)) <= limit:
@@ -243,7 +255,7 @@ class Generation:
         self.waiting.extendleft(reversed(back))
 
     def _take_out(self, slots: list[int]) -> list[Growing]:
-        """Copy tokens and log-probs of slots to the host, and close the gaps they leave."""
+        """Copy rows' tokens and log-probs to the host, and let the last rows take their slots."""
         tokens, log_probs = self.states.read(slots, int(self._counts[slots].max()))
         for slot, drawn, logs in zip(slots, tokens.tolist(), log_probs, strict=True):
             row, count = self.active[slot], self._counts[slot]
@@ -268,11 +280,11 @@ class Generation:
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
 
     def _capacity(self, length: int) -> int:
-        """Count the tokens of a row of the cache whose longest row has so many."""
+        """Return the tokens that each row of the cache has room for, given the longest row's."""
         return min(paged(length), self._most)
 
     def _room(self, more: int) -> int:
-        """Count the tokens of the longest row after so many more."""
+        """Return the tokens of the longest row after `more` tokens."""
         lengths = self._prompts + self._counts
         return min(int(lengths.max(initial=0)) + more, self._most)
 
@@ -281,6 +293,6 @@ class Generation:
 
 
 def as_first_rank(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Broadcast the values of the first rank: ranks that differ would wait for ever."""
+    """Replace the values by the first rank's; ranks with different values would wait for ever."""
     if group.size() > 1:
         dist.broadcast(values, dist.get_global_rank(group, 0), group=group)

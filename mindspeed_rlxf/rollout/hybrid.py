@@ -2,9 +2,9 @@
 
 With one pipeline stage the rollout module shares the storage of the trained parameters. With
 several, each rank receives the other stages' parameters before generation (broadcast from the rank
-that trains them, one parameter at a time) and frees them afterwards. Experts of other
-expert-parallel ranks come in the same way: replicas generate different numbers of steps, so that
-ranks that share experts would wait for one another in vain.
+that trains them, one parameter at a time) and frees them afterwards. It receives the experts of
+other expert-parallel ranks in the same way. Expert parallelism cannot be used in generation:
+replicas take different numbers of steps, so ranks would wait for one another without end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindspeed_rlxf.rollout.weights import rollout_module
 
 
 class SharedWeights:
-    """All layers of the trained model; parameters that other ranks train are copies while awake."""
+    """All layers of the trained model. While awake it has copies of what other ranks train."""
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
         """A collective over the world."""
@@ -81,8 +81,8 @@ class SharedWeights:
             dist.broadcast(target.data, dist.get_global_rank(experts, ep_rank), group=experts)
 
     def sleep(self) -> None:
-        # On the device from the beginning: Megatron makes them on the host, and the engine that
-        # generates asks a sleeping module for its device.
+        # Megatron makes them on the host. They must be on the device, as the generating engine
+        # reads the device of a sleeping module.
         where = device.current_device()
         for parameter in self._by_source.values():
             parameter.data = parameter.data.new_empty(0, device=where)

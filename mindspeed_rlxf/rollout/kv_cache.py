@@ -1,13 +1,13 @@
-"""Key-value cache whose size follows the rows that grow, with the attention of prefill and decode.
+"""Key-value cache that grows with its rows, and the attention of prefill and decode.
 
-Axes: slots = rows of the cache, groups = key-value groups that this tensor-parallel rank attends
-with; ranks that share a group each hold its keys and values. The active rows are always slots
-0 .. n - 1, so that one decode step computes exactly the active rows.
+Axes: slots = rows of the cache, groups = key-value groups that this tensor-parallel rank uses;
+ranks that share a group each hold its keys and values. The active rows are always slots 0 .. n - 1,
+so that one decode step computes exactly the active rows.
 
 A layer's keys are one tensor [slots, groups, capacity, head_dim]. The capacity is the longest
 active row, rounded up to pages of PAGE tokens: it grows a page at a time and shrinks when long rows
-have left. So a row takes memory for what has been generated, not for what may be, and attention
-reads whole tensors. Growing copies the cache once in PAGE steps, one layer after the other.
+have ended. So a row takes memory for its present tokens, not for the most that it may have, and
+attention reads whole tensors. The cache is copied once in PAGE steps, one layer after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KvCache:
     """The keys and values of all layers: [layer][slots, groups, capacity, head_dim]."""
 
     def __init__(self, shape: CacheShape, most: int, where: torch.device) -> None:
-        """most: tokens of a row"""
+        """most: the most tokens that a row can have"""
         self.shape, self.most, self.slots, self.capacity = shape, most, 0, 0
         empty = (0, shape.groups, 0, shape.head_dim)
         layers = range(shape.num_layers)
@@ -54,8 +54,9 @@ class KvCache:
         return self.slots * self.capacity * self.shape.token_bytes
 
     def fit(self, slots: int, length: int) -> None:
-        """Make room for so many slots of `length` tokens, and free what is beyond a page more.
+        """Resize the cache to `slots` rows of `length` tokens.
 
+        A cache that is less than a page longer, and of at most twice the slots, stays as it is.
         Rows keep their tokens, up to the new capacity.
         """
         capacity = min(paged(length), self.most)
@@ -67,7 +68,7 @@ class KvCache:
         size = (slots, self.shape.groups, capacity, self.shape.head_dim)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                # Zeros: a mask hides places that a row has not reached, but not NaN there.
+                # Zeros, because a mask does not hide NaN at places that a row has not reached.
                 tensors[layer] = old.new_zeros(size)
                 tensors[layer][: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
                 del old
@@ -125,7 +126,7 @@ class DecodeStep(Attend):
         places = torch.arange(self.cache.capacity, device=where)
         visible = places <= self.position[:, None]
         if not device.fuses_layers():
-            # What torch makes of a mask of bool, in every layer anew.
+            # Made once here; torch would convert a mask of bool in every layer.
             hidden = torch.zeros(visible.shape, dtype=shape.dtype, device=where)
             visible = hidden.masked_fill_(~visible, float("-inf"))
         self._mask = visible[:, None, None, :]  # [n, 1, 1, capacity]
@@ -141,7 +142,7 @@ class DecodeStep(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Store the new token's key and value of each row, and attend to all in its slot.
+        """Store the new token's key and value of each row, and attend to all tokens of its slot.
 
         query: [n, heads, d] or [n, groups, heads of a group, d]; the result has as many axes
         """
@@ -150,7 +151,7 @@ class DecodeStep(Attend):
         keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
         if rows < self.cache.slots:
             keys, values = keys[:rows], values[:rows]
-        # The queries of a group stand where a sequence would: no key is copied for them, and scores
+        # The queries of a group take the sequence axis: so no key is copied for them, and scores
         # stay fp32 inside the kernel.
         queries = query if query.dim() == 4 else query.unflatten(1, (groups, -1))
         # A row of the mask for each query: before CANN 9.1 an NPU's attention does not repeat one.

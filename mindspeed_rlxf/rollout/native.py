@@ -1,6 +1,6 @@
-"""Generate with the Megatron model itself: the engine, its weights, and scores of given responses.
+"""The rollout engine that generates with the Megatron model itself, and scores given responses.
 
-`generation.py` has what one `generate` computes.
+`generation.py` has the loop of one `generate`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindspeed_rlxf.rollout.generation import Generation, Limits, as_first_rank,
 from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationResult, GenerationStats
 from mindspeed_rlxf.rollout.weights import WeightSource
 
-STEPS_OF_A_DEVICE = 8  # decode steps between two looks of the host, which cost it a wait each
+STEPS_OF_A_DEVICE = 8  # decode steps until the host reads the drawn tokens, which makes it wait
 
 
 class NativeRollout:
@@ -36,10 +36,12 @@ class NativeRollout:
         memory: int | None = None,
         steps: int | None = None,
     ) -> None:
-        """max_rows: sequences that grow at the same time; None = as many as fit (`kv_cache_rows`).
-        memory: bytes of the device that count; None = all of them.
-        steps: decode steps between two looks at what was drawn; None = 1 on the CPU, where a look
-               costs nothing, else STEPS_OF_A_DEVICE. A row that ends in between is computed on.
+        """Make an engine without weights.
+
+        max_rows: sequences that grow at the same time; None = as many as fit (`kv_cache_rows`)
+        memory:   bytes of the device's memory to plan with; None = all
+        steps:    decode steps until the drawn tokens are read; a row that ends in between is still
+                  computed. None = 1 on the CPU, where reading costs nothing, else STEPS_OF_A_DEVICE
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
         self._stats = GenerationStats()
@@ -59,7 +61,7 @@ class NativeRollout:
 
     @contextlib.contextmanager
     def replacing_weights(self, version: int) -> Iterator[None]:
-        """Set the version after the block, which replaces the weights; none if it fails."""
+        """Set the version after the block, which replaces the weights; no version if it fails."""
         self._version = None
         yield
         self._version = version
@@ -77,7 +79,7 @@ class NativeRollout:
         self._awake = True
 
     def sleep(self) -> None:
-        """Free the weights of the source; the KV cache ends with each `generate`."""
+        """Free the weights of the source. The KV cache exists only during `generate`."""
         self._awake = False
         self.source.sleep()
 
@@ -107,12 +109,16 @@ class NativeRollout:
                 yield sequence.result(version)
 
     def _limits(self, requests: Sequence[GenerationRequest]) -> Limits:
-        """Limit rows, and the tokens of the cache where the rows are as many as fit."""
+        """Return the limits of rows and cache tokens; a collective of the tensor-parallel ranks.
+
+        `max_rows` limits the rows; without it the memory of the cache does. All ranks take the
+        numbers of the first one.
+        """
         prompt = max(len(request.prompt) for request in requests)
         response = max(request.settings.max_new_tokens for request in requests)
         memory = None
         if not self.max_rows:
-            # From the total and not from what is free, so that a run repeats itself.
+            # From the total memory, not the free memory, so that a repeated run has the same rows.
             memory = self.memory or _memory_of_one_process()
         token = cache_shape(self.model).token_bytes
         tokens = kv_cache_tokens(token, memory)
@@ -128,7 +134,7 @@ class NativeRollout:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Score as `RolloutEngine.score` says, several sequences in one packed pass."""
+        """Score as `RolloutEngine.score` says, in packed passes of up to PREFILL_TOKENS tokens."""
         self.model.eval()
         self._stats = GenerationStats()
         log_probs: list[list[float]] = []
@@ -148,7 +154,7 @@ class NativeRollout:
     ) -> list[list[float]]:
         """Compute the log-probs of each response's tokens in one packed forward pass.
 
-        pack: (prompt, response) of each sequence; its last token is left out, it predicts nothing
+        pack: (prompt, response) of each sequence; the last token is not fed, as it predicts nothing
         """
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]

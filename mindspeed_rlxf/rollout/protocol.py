@@ -1,7 +1,7 @@
 """The interface of rollout engines: requests go in, results come out as they finish.
 
-An engine holds the policy's weights of one replica. The ranks of a replica make the same calls with
-the same arguments and take as many results from `generate`.
+An engine holds the policy's weights of one replica. All ranks of a replica make the same calls with
+the same arguments, and take the same number of results from `generate`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class FinishReason(str, Enum):
 
         tokens: of the whole response, at least one
         """
-        return cls.STOP if settings.end(tokens) else cls.LENGTH
+        return cls.STOP if settings.ends_with(tokens) else cls.LENGTH
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
     """The request of one response.
 
-    place:     of the sample in the caller's batch; its result has the same
-    sample_id: with `seed` it determines every sampled token, whatever else is in the batch
+    place:     index of the sample in the caller's batch; the result repeats it
+    sample_id: determines every sampled token together with `seed`, whatever else is in the batch
     prompt:    [prompt] int64, without padding
     """
 
@@ -54,7 +54,7 @@ class GenerationResult:
 
     tokens:          EOS included
     log_probs:       one per token, unfiltered, at the temperature of the request
-    weights_version: actor updates that the weights had seen
+    weights_version: number of actor updates in the weights
     """
 
     place: int
@@ -80,7 +80,7 @@ class RolloutEngine(Protocol):
         """Replace all weights.
 
         tensors: each Hugging Face tensor of the model once, with its name, in any order
-        version: actor updates that they have seen
+        version: number of actor updates in them
         Raises ValueError for a tensor that is missing or unknown, or has another shape.
         """
 
@@ -88,7 +88,7 @@ class RolloutEngine(Protocol):
         """Prepare to generate: move the weights to the device."""
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs: weights that another holds, the KV cache."""
+        """Free the memory that only generation needs: copies of weights, the KV cache."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Yield one result for each request as soon as its response ends, in no fixed order.
@@ -102,9 +102,9 @@ class RolloutEngine(Protocol):
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Return the log-probs that generation would report for these responses, a list for each.
+        """Return a list for each response: the log-probs that generation would report for it.
 
-        temperature: that divides the logits
+        temperature: divides the logits
         """
 
     def stats(self) -> GenerationStats: ...

@@ -1,4 +1,4 @@
-"""Build this rank's part of a rollout replica, and the way of the actor's weights to it."""
+"""Build this rank's part of a rollout replica, with the function that gives it new weights."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
 class Replica:
     """This rank's part of a rollout replica.
 
-    take_weights: gives the engine the weights of the actor after so many updates; a collective with
-                  the ranks that train, where these are other ranks
-    is_leader:    this is the rank of the replica whose results are used
-    room:         makes room on the device for an engine that generates with memory of its own
+    take_weights: gives the engine the actor's weights; the argument is their number of updates. A
+                  collective with the training ranks, if these are other ranks
+    is_leader:    the results of this rank are used for the replica
+    room:         frees memory on the device for an engine that has its own weights
     """
 
     engine: RolloutEngine
@@ -46,7 +46,7 @@ class Replica:
 
 
 def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | None:
-    """Build the sender of this rank's weights; None where the ranks that generate share them."""
+    """Build the sender of this rank's weights; None if the generating ranks share them."""
     if config.parts is None:
         return None
     tensors = _megatron(trained).weights.tensors
@@ -54,10 +54,10 @@ def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | Non
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
-    """Build the generating engine of this rank; a collective over the ranks that generate.
+    """Build the rollout engine of this rank; a collective over the ranks that generate.
 
-    trained: the actor's engine in the same process, whose weights it gets or shares; None = other
-             ranks train and send their weights
+    trained: the actor's engine in the same process, whose weights the rollout engine gets or
+             shares; None = other ranks train and send their weights
     """
     if config.rollout.engine != NATIVE:
         assert trained is not None, "only the native engine generates on ranks of its own"

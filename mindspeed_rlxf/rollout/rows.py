@@ -1,7 +1,7 @@
-"""The sequences that grow in one `generate`: what the host knows, and their state on the device.
+"""The sequences of one `generate`: the host's record of each, and their state on the device.
 
-The host learns what was drawn when it asks (`RowStates.progress`), so that several decode steps can
-be launched without waiting for one.
+The host reads the drawn tokens only on request (`RowStates.progress`), so that it can launch
+several decode steps without waiting for each.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings, draw_tokens, unifo
 class Growing:
     """One sample during its generation.
 
-    sampling:          its settings, the same for samples that draw alike
-    key:               the same for the same prompt
-    tokens, log_probs: of the response, as far as the host has copied them: all when it has ended,
-                       the first ones of a sample that waits for memory. Stop strings need the
-                       tokens alone.
+    sampling:          its settings; samples with equal settings are drawn together
+    key:               identifies the prompt
+    tokens, log_probs: the part of the response that the host has copied: all of a response that
+                       has ended, the first part of a sample that waits for memory. For stop
+                       strings only the tokens are copied earlier.
     """
 
     request: GenerationRequest
@@ -50,14 +50,14 @@ class Growing:
 
     @property
     def known(self) -> np.ndarray:
-        """What a prefill computes: the prompt, and tokens from before a wait; [tokens] int64."""
+        """Input of a prefill: the prompt, and the tokens drawn before a wait; [tokens] int64."""
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))
 
     def take(self, tokens: Sequence[int]) -> bool:
-        """Append tokens up to the first that ends the response; return whether there is one."""
+        """Append tokens until one ends the response; return whether one does."""
         for token in tokens:
             self.tokens.append(token)
-            if self.settings.end(self.tokens):
+            if self.settings.ends_with(self.tokens):
                 return True
         return False
 
@@ -69,7 +69,7 @@ class Growing:
 
 @dataclass(frozen=True)
 class Alike:
-    """Rows that choose their tokens by the same settings.
+    """Rows with the same sampling settings.
 
     rows: [count] int64; None = all
     ends: [count] int64, ids that end a response; None = there are none
@@ -84,8 +84,8 @@ class RowStates:
     """Tokens, log-probs and progress of the rows, on the device. Row i is slot i of the cache.
 
     Axes: slots = the most rows, width = the most tokens of a response
-    A row that has ended goes on computing until the host looks. Its tokens go to where the next one
-    would be, in a column that nobody reads.
+    A row that has ended is computed until the host reads the progress. Its further tokens are
+    written to a column that is never read.
     """
 
     def __init__(self, slots: int, width: int, where: torch.device) -> None:
@@ -101,10 +101,10 @@ class RowStates:
         self.position = zeros(slots)  # of that token
         self.count = zeros(slots)  # tokens of the response
         self.limit = zeros(slots)  # of `count`
-        self.going = zeros(slots)  # 1, or 0 for a response that has ended
+        self.going = zeros(slots)  # 1 = grows, 0 = has ended
 
     def begin(self, first: int, rows: Sequence[Growing]) -> None:
-        """Place rows in the slots from `first` on; their next token is drawn after a prefill."""
+        """Set up the slots from `first` on for rows that will be prefilled."""
         shape, slots = (len(rows), self.width + 1), slice(first, first + len(rows))
         uniforms, log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         tokens, numbers = np.zeros(shape, np.int64), []
@@ -121,7 +121,7 @@ class RowStates:
         self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = each
 
     def group(self, rows: Sequence[Growing]) -> list[Alike]:
-        """Group rows by their settings, the number of tokens aside."""
+        """Group rows by their settings, apart from `max_new_tokens`."""
         found: dict[SamplingSettings, list[int]] = {}
         for i, row in enumerate(rows):
             found.setdefault(row.sampling, []).append(i)

@@ -1,14 +1,15 @@
 """Choose next tokens, with one independent random stream per sample.
 
-A sample's random numbers depend on (seed, sample id, position) alone: which other samples are in
-the batch, on which rank and in which layout it is generated does not matter.
+A sample's random numbers depend on (seed, sample id, position) only, not on the other samples of
+the batch, the rank or the layout.
 
-All of it is computed on the device of the logits, which need not have fp64: the running sum of the
-probabilities is taken over blocks of the vocabulary, then within the block that was drawn.
+Everything is computed on the device of the logits. The device need not have fp64: the running sum
+of the probabilities is taken over blocks of the vocabulary, then within the block that was drawn.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ from torch import Tensor
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 BLOCK = 512  # ids of the vocabulary that one sum covers
-BELOW_ONE = 1 - 2**-23  # in fp32 less than 1, and times any number less than that
+# In fp32 less than 1; its product with a positive number is less than the number.
+BELOW_ONE = 1 - 2**-23
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class SamplingSettings:
     eos_token_ids: tuple[int, ...]
     stop: StopStrings | None = None
 
-    def end(self, tokens: Sequence[int]) -> bool:
+    def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether a response ends with its last token, by EOS or by a string.
 
         tokens: of the whole response, at least one
@@ -44,8 +46,15 @@ class SamplingSettings:
         if tokens[-1] in self.eos_token_ids:
             return True
         return (
-            self.stop is not None and len(tokens) >= self.min_new_tokens and self.stop.end(tokens)
+            self.stop is not None
+            and len(tokens) >= self.min_new_tokens
+            and self.stop.is_completed_by(tokens)
         )
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Call `ends_with` under its older name, for rollout engines of plugins."""
+        warnings.warn("SamplingSettings.end is now ends_with", FutureWarning, stacklevel=2)
+        return self.ends_with(tokens)
 
     @property
     def logit_temperature(self) -> float:
@@ -77,7 +86,7 @@ def choose_tokens(
 def draw_tokens(
     logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Choose as `choose_tokens`, without waiting for the device; what fails has a log-prob of nan.
+    """Choose as `choose_tokens`, without waiting for the device; a failure has a log-prob of nan.
 
     uniforms: [rows] fp32 in [0, 1], on the device of `logits`
     """
@@ -125,7 +134,7 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _improbable(logits: Tensor, top_p: float) -> Tensor:
-    """Mark the tokens that top-p drops, [rows, vocab]. What is sorted is freed on return."""
+    """Mark the tokens that top-p drops, [rows, vocab]. The sorted copies are freed on return."""
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)
     del ordered
@@ -134,9 +143,9 @@ def _improbable(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw the token at which the cumulative weight passes the uniform number.
+    """Draw the token at which the cumulative probability passes the uniform number.
 
-    The cumulative probability is followed within 1e-6. Every uniform number gives a token of
+    The cumulative probability is exact within 1e-6. Every uniform number gives a token of
     positive weight.
 
     weights:  [rows, vocab] fp32 of any positive total
@@ -160,7 +169,8 @@ def _find(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     weights:  [rows, n] of any positive total
     uniforms: [rows] in [0, 1]
-    Returns [rows] int64, places of positive weight, [rows] in [0, 1], and the totals [rows].
+    Returns the places [rows] int64, whose weights are positive, the rests [rows] in [0, 1], and
+    the totals [rows].
     """
     ends = running_sum(weights)
     total = ends[:, -1]
@@ -175,8 +185,9 @@ def _find(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _first_passing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Return the first place of positive weight whose end passes the target, [rows, 1] int64.
 
-    Not a binary search: the sums of parallel scans do not always rise, and may rise at a weight
-    of 0. Where no end passes, it is the last place of positive weight; without one the first place.
+    If no end passes, it is the last place of positive weight; without such a place, the first one.
+    A binary search would be wrong: the sums of parallel scans may fall, and may rise at a weight
+    of 0.
     """
     n = weights.size(-1)
     # in fp32, as not every device finds the smallest of integers
@@ -190,8 +201,8 @@ def _first_passing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 def running_sum(numbers: Tensor) -> Tensor:
     """Return the running sums of the last dimension.
 
-    Where deterministic algorithms are asked for and the device is not the CPU, by sums of
-    neighbours at a distance of 1, 2, 4 and so on: torch refuses its own scan there.
+    With deterministic algorithms on another device than the CPU it uses `doubled_sum`, because
+    torch refuses its own scan there.
     """
     if numbers.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return numbers.cumsum(dim=-1)
@@ -199,7 +210,10 @@ def running_sum(numbers: Tensor) -> Tensor:
 
 
 def doubled_sum(numbers: Tensor) -> Tensor:
-    """Return the running sums of the last dimension, added in an order that depends on nothing."""
+    """Return the running sums of the last dimension, always added in the same order.
+
+    In turn k each number gets the number 2^k places before it added.
+    """
     sums, distance = numbers.clone(), 1
     while distance < sums.size(-1):
         sums[..., distance:] += sums[..., :-distance].clone()

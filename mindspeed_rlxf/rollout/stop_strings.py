@@ -1,4 +1,4 @@
-"""End a response where its text comes to hold one of some strings."""
+"""End a response when its text contains a stop string."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARGIN = 8  # tokens before those that can hold the string, because some change their neighbours
+MARGIN = 8  # tokens decoded before the string, as neighbours may change the text of a token
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Strings that end a response; the one that ends it stays in the response.
+    """Strings that end a response and stay in it.
 
-    They are looked for in the decoded text, as a string may be cut into tokens in several ways.
+    They are searched in the decoded text, because a string can be tokenized in several ways.
     Special tokens are not part of that text.
     """
 
     strings: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
 
-    def end(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token completes a string. tokens: of the whole response so far"""
+    def is_completed_by(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of `tokens`, the response so far, completes a string."""
         window = self._window
         text = self._decode(tokens[-window:])
         if not any(string in text for string in self.strings):
@@ -34,7 +34,7 @@ class StopStrings:
 
     @property
     def _window(self) -> int:
-        """Tokens that hold the longest string, of one byte each, and MARGIN more."""
+        """Number of tokens to decode: one for each byte of the longest string, and MARGIN more."""
         return MARGIN + max(len(string.encode()) for string in self.strings)
 
     def _decode(self, tokens: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""Move trained weights to the ranks that generate, in buckets that are checked by sums.
+"""Move trained weights to the generating ranks, in buckets that are checked by sums.
 
-A bucket is the bits of the parameters as they are trained, never rounded. Beside it travels, for
-each slice in it, the exact sum of its bit patterns as integers; the receiver sums what then stands
-in its own parameters.
+A bucket has the parameters bit by bit as they are trained. With it the sender sends, for each slice
+in it, the exact sum of the slice's bit patterns as integers. The receiver compares this with the
+sum over its own parameters after the copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.rollout.transfer_plan import Move, make_buckets, order_peers
 
-BUCKET_BYTES = 256 * 1024**2  # what a rank holds beside its weights
+BUCKET_BYTES = 256 * 1024**2  # of memory beside the weights of a rank
 SUMMED_AT_ONCE = 16 * 1024**2  # numbers of a slice, of which a copy in fp32 is made
 EXACT = 512  # patterns of 16 bits whose sum is exact in fp32, in any order: 2^9 x 2^15 = 2^24
 
@@ -57,7 +57,7 @@ class _Side:
     def _begin(self, numbers: int) -> None:
         """Check on all ranks of both sides that their plans agree.
 
-        numbers: to be sent, less those to be received
+        numbers: count to be sent, minus count to be received
         """
         total = torch.tensor([numbers], dtype=torch.int64, device=device.current_device())
         dist.all_reduce(total, group=self.group)
@@ -76,7 +76,7 @@ class _Side:
         )
 
     def _exchange(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send or receive tensors; returns when they have arrived."""
+        """Send or receive tensors, and wait until they have arrived."""
         pieces = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
         for work in dist.batch_isend_irecv(pieces):
             work.wait()
@@ -89,7 +89,7 @@ class WeightSender(_Side):
 
     @torch.no_grad()
     def send(self) -> None:
-        """Send the present weights; every rank of the rollout receives at the same time."""
+        """Send the present weights; every rollout rank must call `receive` at the same time."""
         self._begin(self._numbers())
         for receiver, buckets in self.buckets.items():
             for bucket in buckets:
@@ -113,7 +113,7 @@ class WeightReceiver(_Side):
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Receive all parameters. Raises WeightsDiffer, after which they are not valid."""
+        """Receive all parameters. After WeightsDiffer they are not valid."""
         self._begin(-self._numbers())
         for sender, buckets in self.buckets.items():
             for bucket in buckets:
@@ -124,7 +124,7 @@ class WeightReceiver(_Side):
     def _unpack(self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int) -> None:
         """Copy a received bucket into the parameters.
 
-        Raises WeightsDiffer where a sum is another.
+        Raises WeightsDiffer where a sum differs.
         """
         names = []
         for move, part, expected in zip(bucket, _parts(flat, bucket), sums.tolist(), strict=True):
@@ -148,11 +148,12 @@ class WeightsDiffer(ValueError):
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Sum the bit patterns, as signed integers of 16 bits, each with its place in the number.
+    """Sum the elements' bit patterns, read as signed 16-bit integers; parts of wider elements are
+    weighted by their place.
 
-    Every change of one number changes the sum. Not every device sums integers in 64 bits, and on an
-    NPU fp64 is fp32. So the device sums a few patterns at a time in fp32, exactly, and the host the
-    rest.
+    A change of one element always changes the sum. Not every device sums integers in 64 bits, and
+    on an NPU fp64 is fp32. So the device sums a few patterns at a time in fp32, which is exact, and
+    the host adds up these sums.
     """
     patterns = tensor.detach().reshape(-1, 1).view(torch.int16)
     total = 0

@@ -1,8 +1,8 @@
-"""Plan the slices of parameters that ranks that train send to ranks that generate.
+"""Plan which slices of parameters the training ranks send to the generating ranks.
 
 The plan is a pure function of the two layouts and the parameter map, so that every rank computes
-the same plan by itself. Both layouts cut the same Hugging Face tensors (`shard_slices`); where a
-slice that a rank needs meets one that another holds, there is something to move.
+the same plan by itself. Both layouts cut the same Hugging Face tensors (`shard_slices`); a move is
+the overlap of a slice that a rollout rank needs and a slice that a training rank holds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Move:
 class _Overlap:
     """The part of a needed shard that one tensor-parallel rank of the training holds."""
 
-    tp_rank: int | None  # None = each of them holds all of it
+    tp_rank: int | None  # None = every tensor-parallel rank holds the part
     dim: int
     source_start: int
     target_start: int
@@ -67,7 +67,7 @@ class _Overlap:
 
 
 def plan_moves(config: RunConfig) -> Iterator[Move]:
-    """Plan all moves of a run whose actor is split."""
+    """Plan all moves of a run whose pool is split into training and generating ranks."""
     actor = config.actor_rollout
     training = TrainingLayout(
         config.layout(Role.ACTOR_ROLLOUT), actor.model_chunks, actor.expert_model_parallel_size
@@ -78,9 +78,9 @@ def plan_moves(config: RunConfig) -> Iterator[Move]:
 def moves(
     architecture: ArchitectureConfig, training: TrainingLayout, rollout: ParallelLayout
 ) -> Iterator[Move]:
-    """Plan every number that a rank of the rollout needs, once, by receiver and parameter.
+    """Plan moves so that each rollout rank gets every element once, by receiver and parameter.
 
-    Of the replicas that hold a slice, the one with the least to send so far sends it.
+    Of the replicas that hold a slice, the one with the fewest elements to send so far sends it.
     """
     holders = _holders(architecture, training)
     sent = [0] * training.ranks.world_size
@@ -88,7 +88,7 @@ def moves(
     for receiver in range(rollout.world_size):
         tp_rank = rollout.tp_rank(receiver)
         for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
-            # The same cut in every layer, and for every expert.
+            # Every layer and every expert is cut in the same way.
             key = re.sub(r"\.\d+\.", ".", parameter.name), tp_rank
             if key not in found:
                 place = tp_rank, rollout.tp, training.ranks.tp
@@ -110,9 +110,9 @@ def moves(
 def _holders(
     architecture: ArchitectureConfig, training: TrainingLayout
 ) -> dict[tuple[str, ...], tuple[str, list[int]]]:
-    """Map the sources of a parameter to its name in training and the ranks that hold a shard.
+    """Map a parameter's Hugging Face names to its training name and the ranks that hold a shard.
 
-    A tied output layer, the last stage's copy of the embedding, is not needed.
+    A tied output layer, which the last stage has as a copy of the embedding, is left out.
     """
     ranks, ep = training.ranks, training.ep
     found: dict[tuple[str, ...], tuple[str, list[int]]] = {}
@@ -170,7 +170,7 @@ def _width(source: str, dim: int, a: ArchitectureConfig) -> int:
 
 
 def _join(one: _Overlap, other: _Overlap) -> _Overlap | None:
-    """Join two parts that follow each other at both ends; None for others."""
+    """Join two parts that are adjacent at the sender and at the receiver; None for others."""
     follows = (
         one.source_start + one.size == other.source_start
         and one.target_start + one.size == other.target_start
@@ -204,10 +204,10 @@ def _cut(move: Move, limit: int) -> Iterator[Move]:
 
 
 def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
-    """Order the ranks of the other side so that no ranks wait for each other in a circle.
+    """Order the ranks of the other side so that ranks cannot deadlock.
 
     In turn k sender s meets receiver (s + k) % n. A rank waits only for ranks at an earlier turn,
-    so that those at the earliest turn can always go on.
+    so the ranks at the earliest turn can always go on.
     """
     turns, there = max(senders, receivers), receivers if sends else senders
     found = ((rank + turn if sends else rank - turn) % turns for turn in range(turns))

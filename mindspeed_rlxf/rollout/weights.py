@@ -1,4 +1,4 @@
-"""The module that generates, with its own weights or those of the module that trains."""
+"""The Megatron module that generates, and the sources of its weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_rlxf.models.transformer import TransformerModel, transformer_conf
 
 
 class WeightSource(Protocol):
-    """The module of the native engine, and the state of its weights."""
+    """Gives the native engine its module, and brings or frees the module's weights."""
 
     @property
     def module(self) -> TransformerModel: ...
@@ -40,14 +40,14 @@ class WeightSource(Protocol):
 def rollout_module(
     architecture: ArchitectureConfig, tp: int, dtype: torch.dtype
 ) -> TransformerModel:
-    """Build a module with all layers and experts, under the active parallel groups."""
+    """Build a module with all layers and experts, in the active parallel groups."""
     config = transformer_config(architecture, tp, 1, False, dtype)
     module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
     return module.requires_grad_(False)
 
 
 class OwnWeights:
-    """A module with its own memory, which it keeps: no training shares its device."""
+    """A module that keeps its own weights on the device, which it does not share with training."""
 
     def __init__(
         self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int
@@ -60,7 +60,7 @@ class OwnWeights:
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
         for parameter in self.module.parameters():
-            parameter.data.zero_()  # for the padding of the vocabulary, which is never sent
+            parameter.data.zero_()  # the padding of the vocabulary is never sent
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return self.groups.active()
@@ -99,7 +99,7 @@ def load_stream(
     tp: int,
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Fill a rank's parameters of the whole depth from Hugging Face tensors, one at a time.
+    """Fill a rank's parameters, of all layers, from Hugging Face tensors, one at a time.
 
     parameters: by their Megatron names
     tensors:    each with its Hugging Face name, whole, in any order, on any device
@@ -133,7 +133,7 @@ def _pieces(
     tp_rank: int,
     tp: int,
 ) -> dict[str, list[_Piece]]:
-    """Map each Hugging Face name to its slices on this rank, which may need none."""
+    """Map each Hugging Face name to its slices on this rank; a list may be empty."""
     found: dict[str, list[_Piece]] = {}
     for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
         for source in parameter.sources:

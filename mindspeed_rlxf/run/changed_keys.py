@@ -65,7 +65,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def is_function_text(change: Change) -> bool:
-    """Whether a difference is one of the text of reward functions alone."""
+    """Whether a difference is only in the text of reward functions."""
     if change.key == "reward.function.sha256":
         return isinstance(change.before, str) and isinstance(change.now, str)
     both = change.before, change.now

@@ -20,7 +20,7 @@ from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 
 TRAINER = "trainer"
-DEFAULT_METRIC = "score"  # of checkpoints that do not say
+DEFAULT_METRIC = "score"  # of checkpoints without a name of it
 STATE, CONFIG = "state.json", "config.yaml"
 MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
 
@@ -206,7 +206,7 @@ def line_positions(directory: RunDirectory) -> dict[str, int]:
 
 
 def _line_files(directory: RunDirectory) -> list[LineFile]:
-    """List the files that grow by lines during the run."""
+    """List the files to which the run appends lines."""
     samples = directory.samples, directory.val_samples
     return [
         LineFile(path)

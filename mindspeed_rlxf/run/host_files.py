@@ -45,7 +45,7 @@ class HostView:
 
 
 def look_for(file: Path) -> HostView:
-    """Report whether this host sees the file; a network file system may show it late."""
+    """Report whether this host sees the file; wait, as a network file system may show it late."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -75,11 +75,13 @@ def begin_part(store: Path, iteration: int) -> None:
 
 
 def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRIVATE) -> None:
-    """Name the hidden folder as the host's part of the checkpoint, with the driver's small files.
+    """Write the driver's small files to the hidden folder, then rename it to its final name.
+
+    It is then the host's part of the checkpoint. A second call only writes the pointer again.
 
     manifest: of the whole checkpoint, JSON
-    texts:    path -> contents
-    mode:     of these, which hold the configuration
+    texts:    path -> contents of a small file
+    mode:     of these files, which hold the configuration
     """
     found = Manifest.from_json(manifest, "the driver's manifest")
     hidden, final = RunStore(store).hidden(found.iteration), RunStore(store).path(found.iteration)

@@ -143,7 +143,7 @@ class Recorder:
         )
 
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
-        """Write to the timeline which calls have ended since the last time.
+        """Write the calls that have ended since the last time to the timeline.
 
         driver: phase of the driver -> start (seconds of the epoch), seconds
         """

@@ -1,4 +1,4 @@
-"""What `trainer/state.json` of a checkpoint holds, checked before anything goes on from it."""
+"""The schema of a checkpoint's `trainer/state.json`, checked before a run resumes from it."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class RunStore:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder, a file or a link; what a link names stays."""
+    """Remove a folder, a file or a link, but not the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

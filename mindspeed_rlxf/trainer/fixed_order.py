@@ -37,7 +37,7 @@ def find_order_problems(
 
 
 def _number_samples(source: PromptSource, iterations: int) -> Iterator[tuple[int, int]]:
-    """Yield (sample id, index of its prompt) in the order of the run."""
+    """Draw the prompts of all iterations; yield (sample id, index of its prompt) in run order."""
     for _ in range(iterations):
         source.next_prompts()
         taken = source.pop_consumed()

@@ -98,7 +98,7 @@ class PpoTrainer:
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
-            # A policy that stands still says nothing of the coefficient.
+            # The KL of a policy that does not change is no reason to change the coefficient.
             if self.ref and trains_actor:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
             calls = {

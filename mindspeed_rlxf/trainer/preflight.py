@@ -283,7 +283,7 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
 
 
 def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[Problem]:
-    """Report fixed responses that answer other prompts than the sampler hands out from here on."""
+    """Report fixed responses to other prompts than those that the sampler draws from here on."""
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []
     source, done = PromptSource.from_config(config, prepared.train_prompts), 0

@@ -37,7 +37,7 @@ class PromptSource:
         n_samples_per_prompt: int,
         fixed: FixedResponses | None = None,
     ) -> None:
-        """fixed: responses in place of generated ones."""
+        """fixed: responses to use instead of generating them; None = generate"""
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0

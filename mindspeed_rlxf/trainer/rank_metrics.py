@@ -20,8 +20,8 @@ Phases = Mapping[str, Sequence[Pending]]
 def phase_metrics(phases: Phases) -> dict[str, float]:
     """Return time, memory, skew and the slowest rank of each phase; waits for its calls.
 
-    `skew/<phase>` is the time of the slowest rank over the mean of all, less 1. Ranks that wait for
-    each other in collectives take equally long, so it shows work that ranks do alone.
+    `skew/<phase>` is the time of the slowest rank over the mean of all, minus 1. Ranks that wait
+    for each other in collectives take equally long, so it shows only work outside of collectives.
     """
     metrics = {}
     for name, calls in phases.items():

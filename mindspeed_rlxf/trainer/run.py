@@ -62,7 +62,10 @@ class Run:
     def __init__(
         self, config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None
     ) -> None:
-        """find_peak: of a device by its name, for `throughput/mfu`"""
+        """Keep the parts of a run; nothing is started.
+
+        find_peak: returns the peak FLOP/s of a device by its name, for `throughput/mfu`
+        """
         training = config.training
         self.config, self.prepared, self.find_peak = config, prepared, find_peak
         self.exit_code = EXIT_DONE
@@ -193,7 +196,7 @@ class Run:
         finally:
             if self._started:
                 self._started.unlock()
-        if self._started and self.exit_code != EXIT_STOPPED:  # a stopped run goes on
+        if self._started and self.exit_code != EXIT_STOPPED:  # a stopped run will be resumed
             self._write_report(self._started)
         return True
 
@@ -236,7 +239,7 @@ class Run:
 
 @contextlib.contextmanager
 def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
-    """Add to a WorkerError inside the block what its host knows, while the cluster is still up."""
+    """Add findings of the host to a WorkerError in the block, while the cluster is still up."""
     try:
         yield
     except WorkerError as error:

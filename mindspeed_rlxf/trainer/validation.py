@@ -24,7 +24,7 @@ class Validator:
 
     Sample ids are the same in each validation: response i to prompt p, both counted from 0, is
     sample p * n_samples + i. With the seed they determine sampled tokens, so that two validations
-    differ by their weights alone.
+    differ only by their weights.
     """
 
     def __init__(
@@ -45,13 +45,15 @@ class Validator:
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
-        """Generate and score the validation prompts; return the metrics, and `timing/val`.
+        """Generate and score responses to the validation prompts; return the metrics.
 
-        Names are `val/<data source>/<metric>` (`validation_metrics`). Writes samples and metrics.
+        The rollout ranks get the actor's weights first. Samples and metrics are written to the
+        run directory. Names are `val/<data source>/<metric>` (`validation_metrics`), and
+        `timing/val`.
 
         iteration: the last one that has ended
-        version:   updates that are in the actor's weights
-        own_line:  write the metrics to metrics.jsonl, as they belong to no iteration
+        version:   number of updates in the actor's weights
+        own_line:  write the metrics to metrics.jsonl as a line of their own
         """
         if not self.prompts.num_rows:
             return {}

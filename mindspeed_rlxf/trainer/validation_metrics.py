@@ -19,7 +19,7 @@ ACCURACY = ("accuracy", "acc", "base_acc")
 
 @dataclass(frozen=True)
 class Scored:
-    """One scored response. answer: None where it has none, or where nobody looked for it"""
+    """One scored response. answer: None if it has none, or none was looked for"""
 
     score: float
     length: int

@@ -74,9 +74,9 @@ def box_of(dim: int, start: int, size: int, shape: Shape) -> Box:
 
 
 def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
-    """Cover a range of the numbers of a row-major tensor (one or two axes) by boxes, in order.
+    """Cover a flat range of a row-major tensor (one or two axes) by boxes, in order.
 
-    At most three: the end of a row, whole rows, the start of a row.
+    There are at most three: the end of a row, whole rows, the start of a row.
     """
     assert 1 <= len(shape) <= 2, f"a parameter has one axis or two, not {shape}"
     start, stop, width = flat.start, flat.stop, shape[-1]

@@ -45,7 +45,7 @@ from mindspeed_rlxf.weights.torch_dist import dist_files, write_metadata
 from mindspeed_rlxf.weights.torch_file import ChangedBytes
 
 ITERATION_FOLDER = f"iter_{ITERATION:07d}"
-SPARE_BYTES = 1 << 20  # for what stands beside the tensors
+SPARE_BYTES = 1 << 20  # for everything beside the tensors
 
 DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -114,7 +114,7 @@ class InertUnpickler:
     def _result(self) -> Any:
         """Return the value left on the stack.
 
-        Raises ValueError when several are left, Refused when the data goes on.
+        Raises ValueError when several are left, Refused when data follows the end.
         """
         if self.marks or len(self.stack) != 1:
             raise ValueError("it ends with parts left over")
@@ -148,9 +148,9 @@ class InertUnpickler:
         self.stack.append(value)
 
     def _hold(self, values: Iterable[Any]) -> int:
-        """Mark values as held by another one, which must not change later.
+        """Mark values as held by a container, after which they must not change.
 
-        Return the depth of that.
+        Return the depth of the container.
         """
         deepest, depths = 0, self.depth
         for value in values:
@@ -165,8 +165,11 @@ class InertUnpickler:
             raise Refused(f"more than {MAX_DEPTH} values inside each other")
         return deepest + 1
 
-    def _change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """Require that `target` is of this kind and not held by others, and update its depth."""
+    def _allow_change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
+        """Check that `target` may get these values, and update its depth. The caller adds them.
+
+        Raises Refused when it is not of this kind, or is held by another container.
+        """
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")
         key, depth = id(target), self._hold(values)
@@ -198,13 +201,13 @@ class InertUnpickler:
         self._push_new(tuple(items), -self._hold(items))
 
     def _extend(self, items: list[Any]) -> None:
-        self._change(self.stack[-1], list, items)
+        self._allow_change(self.stack[-1], list, items)
         self.stack[-1].extend(items)
 
     def _set(self, items: list[Any]) -> None:
         """Put keys and values, alternating in `items`, into the dict on the stack (SETITEMS)."""
         target = self.stack[-1]
-        self._change(target, dict, items)
+        self._allow_change(target, dict, items)
         if len(items) % 2:
             raise ValueError("a key without a value")
         for at in range(0, len(items), 2):
@@ -246,7 +249,7 @@ class InertUnpickler:
             self.stack.append(made)
 
     def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the value that stands for a call of `text`: plain data, a tensor, or an Inert.
+        """Return a value in place of a call of `text`: plain data, a tensor, or an Inert.
 
         Raises Refused unless the name is listed and accepts these arguments.
         """
@@ -271,7 +274,7 @@ class InertUnpickler:
         target = self.stack[-1]
         if type(target) is Named:
             raise Refused(f"new attributes for the class {target.text}")
-        self._change(target, dict if type(target) is dict else Inert, (state,))
+        self._allow_change(target, dict if type(target) is dict else Inert, (state,))
         if type(target) is dict:  # of an OrderedDict, as `_metadata` of a model's state
             if not is_fields(state):
                 raise Refused("collections.OrderedDict with a state that no checkpoint gives it")

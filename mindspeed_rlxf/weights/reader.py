@@ -151,7 +151,7 @@ def find(parameter: StageParameter, tensors: Mapping[str, Stored]) -> tuple[str,
 
 
 def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
-    """Names of a checkpoint that stand for no parameter of the model."""
+    """Return names in a checkpoint that belong to no parameter of the model."""
     known = used | {RM_HEAD_BIAS, OUTPUT_LAYER.name}
     return sorted(name for name in names if name not in known and not IGNORED.search(name))
 

@@ -2,9 +2,9 @@
 
     state_00003.safetensors     "exp_avg/model.layers.0.mlp.up_proj.weight@128,0": [64, 4096] fp32
 
-A box is one of a Hugging Face tensor, or of what the optimizer holds of that tensor (its slot).
-Its name says slot, tensor and where the box begins, the header says dtype, shape and bytes: so the
-files are their own index, and a rank of any layout reads the byte ranges that it needs. The padding
+A box is a part of a Hugging Face tensor, or of one of the optimizer's tensors for it (its slot).
+Its name has slot, tensor and first element, the header has dtype, shape and bytes. So the files are
+their own index, and a rank of any layout reads the byte ranges that it needs. The padding
 of a vocabulary has no Hugging Face name and is not stored: it is zero.
 
 Older versions of this package had megatron-core write sharded checkpoints, which are read here too.

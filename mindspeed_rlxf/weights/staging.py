@@ -3,8 +3,8 @@
 Parts are written to `NAME.partial` beside the folder. Its journal has a line for each finished part
 with size and checksum; a later run of the same plan verifies these parts and writes the others.
 
-The folder gets its name with its journal in it, which is removed last: a folder that has one is
-whole, and what a killed process left beside it is cleared by the next one.
+The folder is renamed while the journal is still in it, and the journal is removed last. A folder
+with the final name is complete; the next process removes leftovers of a killed one.
 
 Only files that the journal names are removed; it names a file before the file is there. Other files
 in the folder, or beside it, belong to somebody else: they stay, or they are an error.
@@ -261,7 +261,7 @@ class StagedFolder:
         self._finish()
 
     def _move_away(self) -> None:
-        """Move the older folder to a new name, which the journal gets first."""
+        """Write a new name for the older folder to the journal, then rename the folder."""
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
         self._before, self._node_before = self.target.with_name(name), _node(self.target)
         self._append({REPLACES: name, "node": self._node_before})

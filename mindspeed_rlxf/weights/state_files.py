@@ -91,7 +91,7 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def write_text(file: Path, text: str, mode: int | None = None) -> None:
-    """Replace a file atomically by this text, and have it on the disk on return.
+    """Replace a file atomically by this text, and sync it to the disk.
 
     mode: of the file, for which its folder is then made private too; None = as the umask says
     """

@@ -55,9 +55,9 @@ SMALL = 1 << 20  # bytes of a tensor that is written at once
 def read_torch_dist(
     metadata: Metadata, architecture: ArchitectureConfig, prefix: str = ""
 ) -> MegatronWeights:
-    """Read the weights of a checkpoint, or what its optimizer holds for each of them.
+    """Find the weights in a checkpoint, or one optimizer tensor for each of them.
 
-    prefix: of the names of what the optimizer holds of them, which is read in their place
+    prefix: first part of the names of these optimizer tensors; "" = read the weights
     Errors: ValueError when it is damaged or holds another model.
     """
     tensors = {
@@ -257,7 +257,7 @@ def write_metadata(
             places[index] = _StorageInfo(file, entry["start"], entry["length"])
     _add_extra_states(folder, architecture, head, described, places)
     with (folder / METADATA).open("wb") as stream:
-        # Older versions of torch look into planner_data without asking whether it is there.
+        # Older versions of torch read planner_data without checking that it exists.
         pickle.dump(dcp.Metadata(described, planner_data={}, storage_data=places), stream)
     common = {
         "args": checkpoint_arguments(architecture, layout, dtype),

@@ -1,8 +1,8 @@
 """Files of `torch.save`, read without running them and written one tensor at a time.
 
-`torch.load` would unpickle what stands beside the tensors, which in checkpoints of Megatron holds
-objects of many classes, and its safe mode could be made to run code before torch 2.6. Here nothing
-of the file is run (`inert_pickle`). A tensor stays in the file until a box of it is read.
+`torch.load` would unpickle everything beside the tensors, in checkpoints of Megatron objects of
+many classes. Before torch 2.6 its safe mode could be made to run code. Here no code of the file is
+run (`inert_pickle`). A tensor stays in the file until a box of it is read.
 
 `torch.save` wants every tensor at once. The file that is written here is the same: an uncompressed
 zip archive with the pickled object in `data.pkl` and the bytes of each tensor in a record of its

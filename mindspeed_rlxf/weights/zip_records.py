@@ -1,9 +1,9 @@
 """The records of the zip archives that `torch.save` writes: where the bytes of each one lie.
 
-Readers of archives differ: in which of two directories or two records of one name they take, in
-what they do with bytes that belong to no record. Here an archive is its records, one after the
-other from the first byte on, then one directory that says the same of them, and its end. Whatever
-could be read in two ways is refused. `zipfile` takes most of it, and is 50 times slower: a large
+Readers of archives differ in their choice between two directories or two records of one name, and
+in their treatment of bytes outside records. Here an archive has its records one after the other
+from the first byte on, then one directory that agrees with them, and its end. Everything that could
+be read in two ways is refused. `zipfile` takes most of it, and is 50 times slower: a large
 checkpoint has 100,000 such archives.
 """
 
@@ -22,7 +22,7 @@ ENTRY = struct.Struct("<4s6H3L5H2L")  # of the directory
 LOCAL = struct.Struct("<4s5H3L2H")  # before the data of a record
 SUMS = (struct.Struct("<4s3L"), struct.Struct("<4sL2Q"))  # after them, where the header has none
 STORED, ENCRYPTED, SUMS_FOLLOW = 0, 1, 8  # a method, and bits of the flags
-WIDE, WIDE_16 = 0xFFFFFFFF, 0xFFFF  # the number stands elsewhere, in 64 bits
+WIDE, WIDE_16 = 0xFFFFFFFF, 0xFFFF  # the number is in another field, in 64 bits
 ZIP64_FIELD, PADDING_FIELD = 1, 0x4246  # ids of extra fields
 MAX_DIRECTORY = 1 << 26  # bytes: a million records
 PICKLE = "data.pkl"
@@ -43,7 +43,7 @@ class Record:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the directory says of a record."""
+    """The directory's entry for a record."""
 
     spelled: bytes
     name: str

@@ -46,7 +46,7 @@ class DeviceClaim:
     def __init__(
         self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
     ) -> None:
-        """logical: an own CPU cluster, whose one host stands for all nodes
+        """logical: our own CPU cluster, in which one host acts as all nodes
         wait_s: None on an own cluster, which never grows
         """
         self._address, self._resource = address, resource
@@ -94,7 +94,7 @@ class DeviceClaim:
         return groups, [name for name in shapes if name in late]
 
     def _list_nodes(self) -> list[Node]:
-        """Return the usable nodes of a joined cluster; none of an own one, which is this host."""
+        """Return the usable nodes of a joined cluster; [] for our own, which is this host."""
         if self._wait_s is None:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])

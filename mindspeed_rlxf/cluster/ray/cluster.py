@@ -55,7 +55,7 @@ class RayCluster:
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
-        """Leave the cluster; end the processes and remove the folder of an own one."""
+        """Leave the cluster. If it is our own, end its processes and remove its folder."""
         import ray
 
         processes = psutil.Process().children(recursive=True) if self.own else []

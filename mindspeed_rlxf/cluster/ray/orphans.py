@@ -19,10 +19,10 @@ RUSH_S = 0.5  # one that ends sooner is replaced this much later
 
 
 class OrphanGuard:
-    """The `orphan_guard` process of an own cluster; a killed guard is replaced at once."""
+    """The `orphan_guard` process of our own cluster; a killed guard is replaced at once."""
 
     def __init__(self, temp_dir: Path) -> None:
-        """temp_dir: the cluster's, by which the guard knows its processes"""
+        """temp_dir: the cluster's folder, by which the guard recognises its processes"""
         self._temp_dir, self._pids = temp_dir, ""
         self._lock, self._ending = threading.Lock(), False
         self._process = self._start()

@@ -19,8 +19,9 @@ from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
-from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorker, RayWorkers
-from mindspeed_rlxf.cluster.ray.wait import RayHandle, gather
+from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorkers, start_worker
+from mindspeed_rlxf.cluster.ray.rows import RayHandle
+from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.witness import (
     Sighting,
     copy_logs,
@@ -74,10 +75,12 @@ class RayPools:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]],
     ) -> dict[str, RayPool]:
-        """Create pools by name, at the same time, of warm processes where they fit.
+        """Create all pools at the same time; reuse idle processes of a pool of the same shape.
 
-        parts: sizes of the parts of split pools
+        After an error no process of these pools is left.
 
+        processes_per_node: pool -> number of processes on each node
+        parts:              pool -> sizes of its parts, where it is split
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
         """
@@ -144,7 +147,10 @@ class RayPools:
     def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        """Return the error with the states of its ranks. inputs: rows that they wait for"""
+        """Return the timeout with the states of the ranks and the producers of their inputs.
+
+        inputs: rows that the ranks wait for
+        """
         producers = [handle.origin for handle in inputs]
         return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
 
@@ -207,8 +213,8 @@ class RayPools:
         found = []
         for bundle, count in enumerate(shape):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            factory = ray.remote(RayWorker).options(scheduling_strategy=strategy, **wants)
-            found += [(bundle, factory.remote()) for _ in range(count)]
+            options = {"scheduling_strategy": strategy, **wants}
+            found += [(bundle, start_worker(options)) for _ in range(count)]
         return found
 
     def _join_worlds(

@@ -79,7 +79,10 @@ def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, A
 
 
 def _idle(config: RunConfig) -> Iterator[Idle]:
-    """Yield all keys without effect, with any value; of two reasons for a key the last counts."""
+    """Yield all keys without effect, also those left at their default.
+
+    A key may come twice, with different reasons; the caller shows the last one.
+    """
     yield from _of_training(config)
     yield from _of_validation(config)
     yield from _of_algorithm(config)

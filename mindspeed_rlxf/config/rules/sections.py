@@ -117,7 +117,7 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
 def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]:
     """Check that the expert-parallel size divides the experts and the data-parallel size.
 
-    dp: data-parallel size of the role, None where its processes do not make one
+    dp: data-parallel size of the role; None when the number of processes does not allow one
     """
     section = config.role(role)
     experts, ep = section.architecture.num_experts, section.expert_model_parallel_size

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.layout import part_of
+from mindspeed_rlxf.config.layout import count_per_node
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
@@ -78,7 +78,7 @@ def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
             use(neighbours(tp, divisors(infer))),
         )
     else:
-        for processes in part_of(config.resource_pool.get(pool, []), train, infer):
+        for processes in count_per_node(config.resource_pool.get(pool, []), train, infer):
             if processes % tp:
                 yield Problem(
                     INFER,

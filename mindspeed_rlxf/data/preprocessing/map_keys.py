@@ -155,7 +155,7 @@ def _unknown(name: str, key: str, known: Iterable[str]) -> Problem:
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises UserError with `rule`."""
+    """Parse a JSON object. Raises UserError, whose rule begins with `rule`."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -182,7 +182,7 @@ def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
 
 
 def _tag_problems(tags: Any) -> Iterator[Problem]:
-    """Yield a problem for each unknown or empty tag."""
+    """Yield a problem for each tag that is unknown, empty or not text."""
     known = Tags.__dataclass_fields__
     if tags is not None and not isinstance(tags, dict):
         yield _wrong(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')

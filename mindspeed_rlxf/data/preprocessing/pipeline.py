@@ -205,11 +205,14 @@ def _start_worker(encoder: RowEncoder, parent: int) -> None:
     _encoder = encoder
     gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
 
 
-def _exit_with(parent: int) -> None:
-    """End this process when its parent is gone: a killed parent does not close the queue."""
+def _exit_after(parent: int) -> None:
+    """Wait until the parent process is gone, then end this one.
+
+    Runs in a thread: a parent that was killed does not close the queue.
+    """
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)

@@ -55,7 +55,7 @@ def all_reduce(task: Task) -> Outcome:
         )
         store.set_timeout(timeout)
         store.set(_key(task.rank), "")
-        _sum(task, store, timeout)
+        _check_sum(task, store, timeout)
         return Outcome(True)
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -65,7 +65,7 @@ def all_reduce(task: Task) -> Outcome:
             dist.destroy_process_group()
 
 
-def _sum(task: Task, store: dist.Store, timeout: timedelta) -> None:
+def _check_sum(task: Task, store: dist.Store, timeout: timedelta) -> None:
     """Join the group and sum rank + 1 several times. Raises ValueError for a wrong sum."""
     place = device.select_bare(task.kind)
     dist.init_process_group(

@@ -226,7 +226,7 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
-    """Read the run's configuration; empty where it cannot be read."""
+    """Read the run's configuration; return {} when it cannot be read."""
     try:
         found = parse_yaml(_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):

@@ -58,7 +58,10 @@ def versions() -> dict[str, str]:
 def check_cluster(
     subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
 ) -> list[Finding]:
-    """Join the cluster, check it and leave. Raises UserError when none is named."""
+    """Join the cluster, check it and leave; a failure to join is a finding.
+
+    Raises UserError when no cluster is named.
+    """
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         raise UserError(

@@ -11,7 +11,7 @@ from mindspeed_rlxf.device.driver import DriverView, device_files, driver_view
 from mindspeed_rlxf.ops.doctor.findings import Finding, Status, describe, error, judge, ok, warning
 
 GOOD = ("OK", "")
-BUSY_MIB = 4096  # of a device that nobody uses the driver itself holds up to 3 GiB
+BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:

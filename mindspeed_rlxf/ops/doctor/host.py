@@ -160,7 +160,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def _cgroup_number(file: Path) -> float:
-    """Read the number in a control group's file; infinite where there is none, or it says `max`."""
+    """Read the number in a control group's file; infinite if there is no file, or it has `max`."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -143,7 +143,7 @@ class Hunt:
         return {other for pair, _ in self._tries if party in pair for other in pair} - {party}
 
     def _broken(self) -> set[Party]:
-        """Return parties that passed with nobody, and failed with enough that work elsewhere."""
+        """List parties that never passed, and failed with enough parties that passed elsewhere."""
         working = self._working()
         enough = min(FAILURES_WITH_WORKING, max(len(self._parties) - 1, 1))
         idle = [party for party in self._parties if party not in working]

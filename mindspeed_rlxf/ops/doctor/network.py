@@ -112,7 +112,7 @@ def host_name(several_hosts: bool) -> Finding:
 
 
 def proxy_finding(environment: Mapping[str, str]) -> Finding:
-    """Check that connections to this host take no proxy."""
+    """Check that connections to this host do not go through a proxy."""
     named = {k: v for k, v in environment.items() if k.lower() in PROXIES and v}
     if not named:
         return ok("network.proxy", "none set")

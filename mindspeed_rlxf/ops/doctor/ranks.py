@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mindspeed_rlxf.cluster.ray.agent import RayAgent
 
 START_S = 30.0  # of a process in place of one that was ended
-MARGIN_S = 2.0  # a rank's own deadline passes before that of the driver: it has more to say
+MARGIN_S = 2.0  # a rank's deadline is earlier than the driver's, as its message has more detail
 
 
 class RayRanks:

@@ -37,7 +37,7 @@ URL_QUERY = re.compile(r"(://[^\s?#\"']{0,512})[?#][^\s\"')]+")
 NUMBERS = re.compile(  # token ids
     r"[\[(][ ]?(?:-?\d{1,20}[ ]?,[ \n]{0,2}){7,}(?:-?\d{1,20}|\.\.\.)?[ ]?,?[ ]?[\])]"
 )
-MARKS = (  # in this order: pattern, and what stands in its place afterwards
+MARKS = (  # in this order: pattern, and its replacement
     *((form, GONE) for form in FORMS),
     (HEADER, rf"\g<name>\g<between>{GONE}"),
     (SCHEME, rf"\1 {GONE}"),

@@ -1,1 +1,1 @@
-"""Plan the memory and the places of a run before a device is claimed."""
+"""Plan a run before a device is claimed: places of ranks, memory, disk, time."""

@@ -1,4 +1,4 @@
-"""Memory of a device, memory of a host, and free disk, without claiming or writing any."""
+"""Find the memory of devices and hosts, and the free disk, without claiming or writing any."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mindspeed_rlxf.ops.sizes import existing_folder
 
 
 def is_joined(config: RunConfig) -> bool:
-    """Whether the workers run on hosts that are unknown here."""
+    """Whether the run joins a cluster, whose hosts are unknown here."""
     return config.runtime.kind is RuntimeKind.RAY and joined_address(config) is not None
 
 
 def on_cpu(config: RunConfig) -> bool:
-    """Whether the memory of roles is that of the hosts."""
+    """Whether roles use the hosts' memory: the device is a CPU."""
     return device.resolve_kind(config.device.kind) is DeviceKind.CPU
 
 
@@ -30,9 +30,9 @@ def device_memory(config: RunConfig) -> int | None:
 
 
 def rollout_memory(config: RunConfig) -> int | None:
-    """Return the bytes that a process of the rollout may use; None = unknown.
+    """Return the bytes that a rollout process may use; None = unknown.
 
-    On CPU, unless configured, ranks that generate share the host's memory equally.
+    On CPU the generating ranks share the host's memory equally, unless `device.memory_gib` is set.
     """
     if config.device.memory_gib is not None or not on_cpu(config):
         return device_memory(config)

@@ -1,7 +1,8 @@
 """Measure the rates of this machine: short trainings of small random models in one process.
 
-Each training is a process of its own (`runtime: local`) that runs what every run does: generation,
-log-probs, values, a reward model, updates. Its phases and the counts of `work` give the rates.
+Each training is a process of its own (`runtime: local`) with all phases of a run: generation,
+log-probs, values, a reward model, updates. The rates follow from the seconds of its phases and the
+counts of `work`.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ ON_DEVICES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds by phase of an iteration of a run, of the whole (`all`), and its configuration."""
+    """Seconds of an iteration by phase and in all (`all`), with the configuration of the run."""
 
     config: RunConfig
     seconds: dict[str, float]
@@ -119,7 +120,7 @@ def fitted(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> Cali
     costs, worst = {}, 0.0
     for each in Kind:
         rows, seconds = _rows(measured, each)
-        # Generation makes many calls, beside which one start cannot be told apart.
+        # Generation makes so many calls that the time of one start cannot be measured.
         columns = 3 if each is Kind.GENERATE else 4
         found, error = fit(rows[:, :columns], seconds)
         flop, moved, call, start = (*found, 0.0)[:4]
@@ -183,9 +184,9 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
 def _train(folder: Path, before: str) -> None:
     """Run the training in a process of its own.
 
-    Errors: UserError with its last line where it fails, or where it does not end in `LIMIT_S`.
+    Errors: UserError with its last line when it fails, or does not end within `LIMIT_S`.
 
-    before: what the process does first
+    before: Python code that the process runs first
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     environment.pop("WORLD_SIZE", None)
@@ -207,7 +208,7 @@ def _failed(rule: str) -> UserError:
 
 
 def _write_models(folder: Path, shape: Shape) -> None:
-    """Write a random policy and a random scorer in the form of Hugging Face."""
+    """Write a random policy and a random reward model as Hugging Face folders."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -231,7 +232,7 @@ def _write_models(folder: Path, shape: Shape) -> None:
 
 
 def _write_prompts(folder: Path, shape: Shape) -> None:
-    """Write prompts of one token a word, and the tokenizer of these words."""
+    """Write prompts in which each word is one token, and a tokenizer of these words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The file of a calibration: rates measured on this machine, and what they hold for."""
+"""Read and write calibrations: rates measured on this machine, and the conditions of their use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MeasuredCosts(Section):
 
 
 class Calibration(Section):
-    """What `doctor --calibrate` measured, and where."""
+    """The result of `doctor --calibrate`, with the device and the versions that it holds for."""
 
     version: int = key(..., "of this form")
     kind: Annotated[DeviceKind, Word] = key(..., "npu, cuda or cpu")
@@ -51,7 +51,7 @@ class Calibration(Section):
     worst: float = key(..., "largest relative error of the fit", ge=0)
 
     def rates(self, others: Rates | None) -> Rates:
-        """Return the measured costs; links, which one process does not measure, are `others`'."""
+        """Return the measured costs, with the links of `others`, as one process measures none."""
         costs = {Kind(name): Costs(**dict(found)) for name, found in self.costs.items()}
         precision = "bf16" if self.bf16 else "fp32"
         basis = (
@@ -65,13 +65,13 @@ class Calibration(Section):
 
 
 def default_file(kind: DeviceKind) -> Path:
-    """Return the file of this user for a kind of device."""
+    """Return the path of this user's calibration file for a kind of device."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mindspeed_rlxf" / f"calibration-{device.resolve_kind(kind).value}.json"
 
 
 def device_name(kind: DeviceKind) -> str | None:
-    """Return the name of this host's first device, on CPU of its processor; None = none is here."""
+    """Return the name of this host's first device, on CPU of its processor; None = no device."""
     view = driver.driver_view(device.resolve_kind(kind))
     if view is not None:
         return view.devices[0].name if view.devices else None
@@ -85,18 +85,18 @@ def today() -> str:
 
 
 def versions() -> tuple[str, str]:
-    """Return the versions of torch and Megatron, on which speed depends."""
+    """Return the versions of torch and Megatron, as speed depends on them."""
     return torch.__version__, packages.version(packages.MEGATRON) or "none"
 
 
 def write_calibration(file: Path, calibration: Calibration) -> None:
-    """Write the file as a whole, readable by its user alone."""
+    """Replace the file atomically; only its owner may read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, calibration.model_dump_json(indent=2) + "\n", 0o600)
 
 
 def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> Calibration:
-    """Read a calibration that holds for this host and run. Errors: UserError."""
+    """Read a calibration. Errors: UserError, also when it does not hold for this host and run."""
     name = f"plan.calibration={file}"
     try:
         found = Calibration.model_validate(read_json(file))
@@ -110,7 +110,7 @@ def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> 
 
 
 def _unfit(found: Calibration, kind: DeviceKind, threads: int, bf16: bool) -> str:
-    """Return the rule that a calibration breaks here; empty = it holds."""
+    """Return the reason why a calibration does not hold here; empty = it holds."""
     there = device_name(kind)
     here = {
         "form": (found.version, VERSION),

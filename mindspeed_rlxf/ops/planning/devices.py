@@ -1,6 +1,6 @@
-"""Public figures of devices: peak rates, memory, links. Each row names its source and date.
+"""Published figures of devices: peak rates, memory, links. Each row names its source and date.
 
-A figure without a public source is not here. Rates that programs reach are lower: see `SHARES`.
+A figure without a public source is left out. Programs reach lower rates: see `SHARES`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLOUD_MATRIX = "Huawei, arXiv:2506.12708, section 3 (2025-06)"
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What is published of a device. GB and TFLOPS count in powers of ten.
+    """Published figures of a device. GB and TFLOPS are powers of ten.
 
     bf16_tflops: of dense matrices
     memory_gb:   capacity of the device's memory; memory_gb_s its bandwidth
@@ -45,7 +45,7 @@ TABLE = {
         DeviceFigures("ascend-910b2", NPU, 353.8, 64, 1600, 196, 25, None, SIMULATOR),
         DeviceFigures("ascend-910b3", NPU, 294.9, 64, 1600, 196, 25, None, SIMULATOR),
         DeviceFigures("ascend-910b4", NPU, 245.7, 32, 800, 32, 25, None, SIMULATOR),
-        # A die, which is a device: half of the package of two.
+        # One die of a package of two: each die is a device.
         DeviceFigures("ascend-910_93", NPU, 376, 64, 1600, 196, 25, None, CLOUD_MATRIX),
         DeviceFigures(
             "a100-80g", CUDA, 312, 80, 2039, 300, 25, 32,
@@ -70,13 +70,13 @@ USUAL = {NPU: "ascend-910b3", CUDA: "h100"}
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the published figures that a program reaches, and times that no table has.
+    """Shares of the published figures that programs reach, and times without published figures.
 
-    Assumptions, which a calibration replaces.
+    All are assumptions, which a calibration replaces.
 
-    call_s: time of a layer's call beside its work: launches of its kernels
-    message_s: time of a collective beside its bytes
-    host_gb_s: to the memory of the host, where there is no public figure
+    call_s:    time to launch a layer's kernels, in addition to its work
+    message_s: time of a collective, in addition to its bytes
+    host_gb_s: rate of copies to host memory, if there is no public figure
     """
 
     matrices: float = 0.45

@@ -1,4 +1,4 @@
-"""Compare needs with what is available: sections of the plan, and a problem for each excess."""
+"""Compare the needed memory and disk with the available: sections of the plan, and problems."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mindspeed_rlxf.run.directory import RunDirectory
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes wanted and available, with the parts of the problem where they are too few.
+    """Bytes wanted and available, with the fields of a problem for the case that they do not fit.
 
-    key, remedy: of the problem
-    subject:     what needs the bytes, with a space behind it; may be empty
-    available:   None = unknown, for the reason `unknown`
+    key, remedy: fields of the problem
+    subject:     name of what needs the bytes, followed by a space; may be empty
+    available:   None = unknown; `unknown` has the reason
     """
 
     key: str
@@ -34,7 +34,7 @@ class Need:
 
     @property
     def problem(self) -> Problem | None:
-        """The problem when more is wanted than available; None = it fits, or that is not known."""
+        """The problem if more is wanted than available; None = it fits, or that is unknown."""
         if self.available is None or self.wanted <= self.available:
             return None
         rule = f"{self.subject}{self._sizes}"
@@ -42,7 +42,7 @@ class Need:
 
     @property
     def verdict(self) -> str:
-        """A line for the plan: it fits, or does not and what to change, or what is not known."""
+        """The plan's line: the sizes, whether they fit, and what to change or what is unknown."""
         if self.available is None:
             return f"{self._sizes}; {self.unknown}"
         if self.problem is None:
@@ -64,9 +64,9 @@ class Fit:
 
 
 def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
-    """Compare needs with the memory of devices and hosts, and with free disk; return the tables.
+    """Compare needs with the memory of devices and hosts, and with the free disk.
 
-    rates: to weigh remedies by their predicted time
+    rates: used to choose the remedy with the shortest predicted time
     """
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
@@ -97,7 +97,7 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
 
 
 def _row(name: str, held: State, other: int, phase: Phase) -> list[object]:
-    """Make a row of the memory table: what is held while `phase` runs."""
+    """Make a row of the memory table: the bytes on the device while `phase` runs."""
     needs = [*held, phase.activations, phase.kv_cache, other + phase.other]
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 

@@ -1,4 +1,4 @@
-"""Fit seconds to counts of work with costs that are not negative."""
+"""Fit non-negative costs of units of work to measured seconds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def fit(counts: np.ndarray, seconds: np.ndarray) -> tuple[list[float], float]:
     """Return the costs that make `counts @ costs` nearest to `seconds`, and the largest error.
 
     counts: [phases, few] fp64; seconds: [phases] fp64, above 0; errors are relative.
-    Tries every set of columns, of which there are few: the best whose costs are all positive is
-    the solution of non-negative least squares (Lawson and Hanson, 1974, chapter 23).
+    It tries every subset of the few columns. The best fit with only positive costs is the solution
+    of non-negative least squares (Lawson and Hanson, 1974, chapter 23).
     """
     relative = counts / seconds[:, None]
     scale = np.abs(relative).max(axis=0)

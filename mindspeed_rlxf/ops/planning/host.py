@@ -1,4 +1,4 @@
-"""Host memory and disk of a run."""
+"""Compute the host memory and the disk that a run needs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def _trained_roles(config: RunConfig) -> list[Role]:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes on the host with most processes, which may hold the driver and all of the rows.
+    """Bytes on the host with most processes, which may also have the driver and all rows.
 
-    exports:     final weights while they are written
-    checkpoints: copies from which files are written
-    copies:      of what roles offload, which last
-    page_cache:  files of the weights that are loaded, which the system gives back when asked
+    exports:     final weights, while they are written
+    checkpoints: copies of the state, while they are written
+    copies:      offloaded parts of roles, during the whole run
+    page_cache:  loaded weight files, which the system can drop
     """
 
     num_processes: int
     processes: int
-    devices: int  # memory of the roles, on CPU
+    devices: int  # bytes of the roles if the device is a CPU
     rows: int
     driver: int
     exports: dict[Role, int]
@@ -56,7 +56,7 @@ class HostMemory:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes at once in each phase of a run; rows are freed before final weights are written."""
+        """Bytes in each phase of a run; rows are freed before the final weights are written."""
         lasting = self.processes + self.driver + self.devices + self.offloaded
         return {
             "load": lasting,
@@ -74,7 +74,7 @@ class HostMemory:
 class Disk:
     """Bytes in the run directory: final weights, and checkpoints of the run.
 
-    checkpoint: bytes of one; num_checkpoints: those that are kept, and the one being written
+    checkpoint: bytes of one; num_checkpoints: number kept, plus the one being written
     """
 
     exports: dict[Role, int]
@@ -87,7 +87,7 @@ class Disk:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """Compute the memory of the largest host. pools: their memory is the host's on CPU"""
+    """Compute the memory of the largest host. pools: on CPU their memory is host memory"""
     actor, samples = config.actor_rollout, config.samples_per_iteration
     nodes = {need.pool: config.resource_pool[need.pool] for need in pools}
     sizes = [_processes_on_one_host(config, processes) for processes in nodes.values()]
@@ -109,7 +109,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
 
 
 def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role, int]:
-    """Return the bytes that each role keeps on the host of what it offloads."""
+    """Return the bytes that each role's offloaded parts take on the host."""
     found: dict[Role, int] = {}
     for pool in pools:
         count = _processes_on_one_host(config, pool.processes)
@@ -120,7 +120,7 @@ def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role
 
 
 def _bytes_loaded(config: RunConfig) -> int:
-    """Return the bytes of the folders of weights, each once: the ranks of a host read all parts."""
+    """Return the bytes of all weight folders, each counted once: a host's ranks read all of it."""
     folders: dict[str | None, int] = {}
     for role in config.roles:
         section = config.role(role)
@@ -138,7 +138,7 @@ def _copied_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _num_responses(config: RunConfig) -> int:
-    """Count the responses of an iteration at most, with those that are not trained on."""
+    """Count the most responses of an iteration, also those that are not trained on."""
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
     greedy = algorithm.estimator.reads_greedy
@@ -146,7 +146,7 @@ def _num_responses(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
-    """Compute the disk of the final weights, and of the checkpoints kept with one being written."""
+    """Compute the disk of the final weights, of the kept checkpoints and of one being written."""
     itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
     checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
     exports = {role: _export_bytes(config, role) for role in itemsizes}
@@ -163,9 +163,9 @@ def _numbers(config: RunConfig, role: Role) -> int:
 
 
 def _bytes_written_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes of weights that ranks of one host write, on the host with most writers.
+    """Return the bytes of weights that the ranks of one host write, for the host with most writers.
 
-    The first rank of each stage writes, and with experts on several ranks the first of each.
+    The first rank of each stage writes; with experts on several ranks, the first rank of each.
     """
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
@@ -191,7 +191,7 @@ def _export_bytes(config: RunConfig, role: Role) -> int:
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
     """Return the bytes of one number in a Hugging Face folder.
 
-    otherwise: returned where the folder cannot be read, which the preflight reports
+    otherwise: returned if the folder cannot be read, which the preflight reports
     """
     try:
         return HfFolder(str(folder)).dtype("model.norm.weight").itemsize

@@ -1,7 +1,7 @@
-"""Memory of a pool's devices: lasting memory of each role, and memory of its phases.
+"""Compute the memory of a pool's devices: lasting memory of each role, and memory of its phases.
 
-Roles of a pool share a process. Their lasting memory adds up. Their phases follow one another, so
-that only the largest one counts. What a role offloads counts in its own phases that use it.
+Roles of a pool share a process, so their lasting memory adds up. Their phases follow one another,
+so only the largest phase counts. An offloaded part counts only in the phases that use it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
-from mindspeed_rlxf.config.layout import ParallelLayout, part_of
+from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
@@ -27,7 +27,7 @@ from mindspeed_rlxf.ops.planning.available import rollout_memory
 from mindspeed_rlxf.rollout.transfer import BUCKET_BYTES
 
 TRAINS, GENERATES = "ranks that train", "ranks that generate"
-POOL_GROUP = 1  # the communicator of a split pool, for weights
+POOL_GROUP = 1  # a split pool has one more communicator, for weights
 
 
 State = tuple[int, int, int]
@@ -36,10 +36,10 @@ State = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes that one step of a role needs beside its lasting memory.
+    """Bytes that a phase of a role needs beside the role's lasting memory.
 
-    learns: it uses gradients and optimizer beside the weights
-    beside: another role whose weights it uses
+    learns: the phase also uses gradients and optimizer
+    beside: another role whose weights the phase uses
     """
 
     name: str
@@ -56,7 +56,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of one role on one rank; `other` are lasting communication buffers."""
+    """Bytes of one role on one rank. other: lasting communication buffers"""
 
     role: Role
     weights: int
@@ -72,21 +72,21 @@ class RoleMemory:
         return self.weights, self.gradients, self.optimizer
 
     def held(self, phase: Phase | None = None) -> State:
-        """Return what is on the device in one of its phases; None = in those of other roles."""
+        """Return what the role has on the device in one of its phases; None = in other roles'."""
         weights = not self.offload.weights or phase is not None
         rest = not self.offload.optimizer or (phase is not None and phase.learns)
         return self.weights * weights, self.gradients * rest, self.optimizer * rest
 
     @property
     def copies(self) -> int:
-        """Return the bytes of its copies in the host's memory; gradients are not copied."""
+        """Return the bytes of the role's copies in host memory; gradients are not copied."""
         offload = self.offload
         return self.weights * offload.weights + self.optimizer * offload.optimizer
 
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of one rank of a pool; `process` are those without any role."""
+    """Bytes of one rank of a pool. process: bytes of the process without roles"""
 
     pool: str
     rank: int
@@ -97,7 +97,7 @@ class PoolMemory:
 
     @property
     def peak(self) -> tuple[RoleMemory, Phase] | None:
-        """The role and its phase that need most; None where no role has a model."""
+        """The role and phase with the largest need; None if no role has a model."""
         phases = [(role, phase) for role in self.roles for phase in role.phases]
         return max(phases, key=lambda each: sum(self.held(*each)) + each[1].total, default=None)
 
@@ -128,7 +128,7 @@ def has_model(config: RunConfig, role: Role) -> bool:
 
 
 def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
-    """Return the memory of the rank with the largest need, for each part of a split pool."""
+    """Return the memory of the rank with the largest need: one item, or one per part of a pool."""
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
     return [replace(pool_memory(config, pool), part=TRAINS), _generating_rank(config, pool)]
@@ -160,7 +160,7 @@ def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
         config.parts[0],
         (rollout,),
         device.process_bytes(config.device.kind),
-        tuple(part_of(config.resource_pool[pool], *config.parts)),
+        tuple(count_per_node(config.resource_pool[pool], *config.parts)),
         GENERATES,
     )
 
@@ -171,15 +171,15 @@ def _buckets(name: str, weights: int) -> Phase:
 
 
 def generate_phase(config: RunConfig, received: int) -> Phase:
-    """Return the memory of generation on a replica without a pipeline and with all experts.
+    """Return the memory of generation on a replica, which has no pipeline and all experts.
 
-    received: numbers of weights that are held during generation only
+    received: number of weight elements that are held only during generation
     """
     actor, tp = config.actor_rollout, config.rollout_tp
     rows, held = cache_rows(config), _cache_tokens(config)
     a, item = actor.architecture, memory.itemsize(actor)
     length = actor.max_prompt_length + actor.max_new_tokens
-    # Where the cache is limited, rows that waited are computed again, with what they had drawn.
+    # With a limited cache, rows that had to wait are prefilled again with their drawn tokens.
     prefill = memory.prefill_tokens(rows, actor.max_prompt_length if held is None else length)
     working = memory.layer_activation_bytes(a, prefill, tp, False, item)
     working += memory.dispatch_bytes(a, prefill, tp, False, item)
@@ -197,7 +197,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of the first rank with the largest need that does more than generate."""
+    """Return the memory of the first rank with the largest need, apart from generating ranks."""
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
     process = device.process_bytes(config.device.kind)
     ranks: dict[tuple[int, ...], int] = {}
@@ -251,7 +251,7 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
-    """Count the tokens that the cache may hold; None where the rows are given."""
+    """Count the tokens that the cache may hold; None if the number of rows is configured."""
     actor, tp = config.actor_rollout, config.rollout_tp
     token = memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))
     limited = actor.num_samples_per_step is None
@@ -259,7 +259,7 @@ def _cache_tokens(config: RunConfig) -> int | None:
 
 
 def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
-    """Return the settings of a role's optimizer; None where it does not learn."""
+    """Return the settings of a role's optimizer; None if the role does not learn."""
     section = config.role(role)
     return section.optimizer if isinstance(section, LearningConfig) else None
 
@@ -282,7 +282,7 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
     if role is Role.ACTOR_ROLLOUT and config.parts:
         yield _buckets("send weights", memory.weight_bytes(sum(stage.sizes), stage.itemsize))
     elif role is Role.ACTOR_ROLLOUT:
-        # Weights of other stages and experts, which a rank that generates too receives.
+        # Weights of other stages and experts, received by a rank that also generates.
         yield generate_phase(config, received_numbers(*stage.shard))
 
 
@@ -299,19 +299,20 @@ class _Stage:
         self.ep = self.section.expert_model_parallel_size
         place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
         self.shard = (self.architecture, self.head, self.layout.tp, *place)
-        shared, experts = split_sizes(*self.shard)
-        self.sizes = shared + experts
-        # Parameters that Megatron keeps in one buffer, and the replicas that sum its gradients.
+        self.shared, self.experts = split_sizes(*self.shard)
+        self.sizes = self.shared + self.experts
+        # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
         self.buffers = [(self.sizes, self.layout.dp)]
         if self.ep > 1:
-            self.buffers = [(shared, self.layout.dp), (experts, self.layout.dp // self.ep)]
+            expert_replicas = self.layout.dp // self.ep
+            self.buffers = [(self.shared, self.layout.dp), (self.experts, expert_replicas)]
         actor = config.actor_rollout
         self.response = actor.max_new_tokens
         self.length = actor.max_prompt_length + self.response
         self.samples = config.samples_per_iteration // self.layout.dp  # on this rank
 
     def communication(self, trains: bool) -> int:
-        """Return the bytes of buffers for communication: of groups, and of sequence parallel."""
+        """Return the bytes of buffers of process groups and of sequence parallelism."""
         layout = self.layout
         generates = self.role is Role.ACTOR_ROLLOUT and not self.config.parts
         experts = self.architecture.num_experts is not None
@@ -336,7 +337,7 @@ class _Stage:
     def update(self, samples: int) -> Phase:
         """Return the memory of an update: activations of the micro-batches in the pipeline.
 
-        samples: of an optimizer step on this rank
+        samples: samples of an optimizer step on this rank
         """
         tokens, layout, hidden = self._tokens(samples), self.layout, self.architecture.hidden_size
         own = tokens // layout.tp if self.sequence_parallel else tokens
@@ -349,9 +350,10 @@ class _Stage:
         micro_batches = memory.micro_batches(self.section, samples, self.length)
         chunks = self.section.model_chunks
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
-        gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
+        together = (self.architecture.num_experts or 0) // self.ep
+        gradient = memory.weight_gradient_bytes(self.shared, self.experts, together, self.itemsize)
         other = gradient + self._sent(tokens) + self._head_gradient(samples)
-        # What the head keeps is freed before the backward pass reaches a layer.
+        # The head's activations are freed before the backward pass reaches a layer.
         activations = count * held + max(self._head(samples), again)
         return Phase("update", activations, other=other, learns=True)
 
@@ -380,7 +382,7 @@ class _Stage:
         return held + memory.log_prob_head_bytes(read, self._vocab(), CHUNK_TOKENS)
 
     def _head_gradient(self, samples: int) -> int:
-        """Return the bytes of the fp32 sum of the head's gradient, where no buffer has it."""
+        """Return the bytes of the fp32 sum of the head's gradient; 0 if a buffer has it."""
         optimizer = optimizer_of(self.config, self.role)
         early = optimizer is not None and optimizer.overlap_grad_reduce and self.section.bf16
         last = self.head is Head.LANGUAGE_MODEL and self.pp_rank == self.layout.pp - 1

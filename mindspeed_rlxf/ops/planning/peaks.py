@@ -1,4 +1,4 @@
-"""Peak rate of a device by the name that its library gives it."""
+"""Look up the peak rate of a device by the name that its library reports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROWS = {
 
 
 def find_peak(name: str) -> float | None:
-    """Return the bf16 operations per second of a device; None where no figure is public.
+    """Return the bf16 operations per second of a device; None if no figure is public.
 
-    name: as `get_device_name` of its library gives it
+    name: as the library's `get_device_name` returns it
     """
     rows = (row for pattern, row in ROWS.items() if re.search(pattern, name.lower()))
     row = next(rows, None)

@@ -38,7 +38,7 @@ def ignore(text: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan as text, and what does not fit."""
+    """The plan as text, and the problems found."""
 
     text: str
     problems: list[Problem]
@@ -78,7 +78,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
 def _suggestions(
     config: RunConfig, rates: Rates | None, nested: bool, note: Note
 ) -> tuple[str, list[Problem]]:
-    """Return the section of suggested layouts, and what keeps it from being made."""
+    """Return the section of suggested layouts, and a problem if none can be made."""
     room = available.device_memory(config)
     if available.on_cpu(config) and room is None:
         room = available.rollout_memory(config)
@@ -94,7 +94,7 @@ def _suggestions(
 
 
 def _run(config: RunConfig) -> list[tuple[str, object]]:
-    """List title and value for the plan's part on the run: output, prompts, runtime, reward."""
+    """List (title, value) of the plan's section on the run: output, prompts, runtime, reward."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
@@ -118,7 +118,7 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _checkpoints(config: RunConfig) -> str:
-    """Say when checkpoints are saved and how many are kept."""
+    """Describe when checkpoints are saved and how many are kept."""
     training, found = config.training, []
     if 0 < training.save_interval <= training.train_iters:
         found.append(f"every {training.save_interval} iterations")
@@ -146,7 +146,7 @@ def _decoding(do_sample: bool, temperature: float) -> str:
 def _environment(config: RunConfig) -> str:
     """Make the table of variables that every worker gets.
 
-    On an own cluster a worker inherits the driver's others too.
+    On our own cluster a worker also inherits the driver's other variables.
     """
     found = variables(config.pool_settings.env, offload_environment(config))
     if not found:
@@ -184,7 +184,7 @@ def _rollout(config: RunConfig, precision: str) -> list[object]:
 
 
 def _batch(config: RunConfig) -> list[tuple[str, object]]:
-    """List title and value for the plan's part on prompts and samples of an iteration."""
+    """List (title, value) of the plan's section on prompts and samples of an iteration."""
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     return [
@@ -199,7 +199,7 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _at_once(config: RunConfig) -> str:
-    """Say how many rows a rollout replica generates at once, in how many rounds."""
+    """Describe how many rows a rollout replica generates at once, and in how many rounds."""
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
     return f"{rows} (rounds: {-(-per_replica // rows)})"

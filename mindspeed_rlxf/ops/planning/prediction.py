@@ -19,7 +19,7 @@ from mindspeed_rlxf.reporting.table import table
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds by phase, and of an iteration, in which pools work at the same time."""
+    """Predicted seconds: by phase, and of an iteration, in which pools work at the same time."""
 
     phases: tuple[tuple[PhaseWork, float], ...]
     iteration_s: float
@@ -27,16 +27,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class KnownRates:
-    """Rates to predict with; None = there are none, for the reason `note`."""
+    """Rates for the prediction. None = there are none; `note` has the reason"""
 
     rates: Rates | None
     note: str = ""
 
 
 def find_rates(config: RunConfig) -> KnownRates:
-    """Return the calibration that is named, else this user's, else the table's row.
+    """Return rates of the configured calibration, else of this user's, else of the device table.
 
-    Errors: UserError where the named calibration does not hold here, or the device is unknown.
+    Errors: UserError when the configured calibration does not hold here, or the device is unknown.
     """
     kind, given = device.resolve_kind(config.device.kind), config.plan
     others = _published(config, kind)
@@ -67,7 +67,7 @@ def _published(config: RunConfig, kind: DeviceKind) -> Rates | None:
 
 
 def predict(config: RunConfig, rates: Rates) -> Prediction:
-    """Predict an iteration: stages follow one another, roles of a pool too, pools do not."""
+    """Predict an iteration: stages, and roles of a pool, run in turn; pools run in parallel."""
     phases = tuple((each, rates.seconds(each.kind, each.work)) for each in iteration_work(config))
     total = rates.iteration_s
     for stage in Stage:
@@ -80,7 +80,7 @@ def predict(config: RunConfig, rates: Rates) -> Prediction:
 
 
 def show_prediction(config: RunConfig, known: KnownRates) -> str:
-    """Make the section of the plan on time."""
+    """Make the plan's section on the predicted time."""
     note = f"\n  {known.note}" if known.note else ""
     if known.rates is None:
         kind = device.resolve_kind(config.device.kind).value

@@ -1,4 +1,4 @@
-"""Rates of a device: what a unit of each kind of work costs, in seconds."""
+"""Rates of a device: seconds for a unit of each kind of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a FLOP, of a byte of the device's memory, of a layer's call, of a phase."""
+    """Seconds per FLOP, per byte of the device's memory, per call of a layer, and per phase."""
 
     flop: float
     moved: float
@@ -24,11 +24,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Rates:
-    """Costs by kind of work, and of what leaves the device.
+    """Costs by kind of work, and of transfers from the device.
 
-    link, network, host: seconds of a byte; message: of a collective
-    iteration_s:         of what belongs to no phase
-    basis:               what the figures are, for people
+    link, network, host: seconds per byte; message: seconds per collective
+    iteration_s:         seconds of an iteration outside its phases
+    basis:               source of the figures, as text for people
     """
 
     costs: Mapping[Kind, Costs]
@@ -40,7 +40,7 @@ class Rates:
     basis: str
 
     def seconds(self, kind: Kind, work: Work) -> float:
-        """Return the time of work that nothing overlaps."""
+        """Return the seconds that the work takes if no part of it overlaps another."""
         own = self.costs[kind]
         computed = work.flop * own.flop + work.moved * own.moved + work.calls * own.call
         sent = work.link * self.link + work.network * self.network + work.host * self.host
@@ -48,7 +48,7 @@ class Rates:
 
 
 def published_rates(figures: DeviceFigures, itemsize: int) -> Rates:
-    """Return rates from the table of devices; matrices in fp32 count half of those in bf16."""
+    """Return rates from the device table; the rate of fp32 matrices is half that of bf16."""
     share, host = SHARES, figures.host_gb_s
     flop = figures.bf16_tflops * TERA * share.matrices / (2 if itemsize == FP32 else 1)
     costs = Costs(1 / flop, 1 / (figures.memory_gb_s * GIGA * share.memory), share.call_s)

@@ -1,4 +1,4 @@
-"""Find the cheapest change that makes a pool fit its devices, with the figure that it reaches."""
+"""Find the cheapest change of the configuration that makes a pool fit its devices."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
 from mindspeed_rlxf.ops.sizes import format_bytes
 
-MOST_CHANGES = 10  # of a remedy
-LEAST_SHARE = 0.01  # of the time of an iteration: what any change is taken to cost
+MOST_CHANGES = 10  # in one remedy
+LEAST_SHARE = 0.01  # of an iteration's time: least cost assumed for a change
 Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A set of changes, the bytes that a device then needs, and the predicted time, if known."""
+    """A set of changes, the bytes that a device then needs, and the predicted time or None."""
 
     changes: Changes
     config: RunConfig
@@ -39,9 +39,9 @@ class Tried:
 def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str:
     """Name the cheapest change after which a device of the pool needs at most `limit` bytes.
 
-    Of single changes that suffice, and of several found step by step, those with the shortest
-    predicted time; without rates the first single one in the order of `_single_changes`. Where
-    nothing suffices, the least that was reached is named.
+    The candidates are single changes that suffice, and several changes found step by step. The one
+    with the shortest predicted time is named; without rates, the first single change in the order
+    of `_single_changes`. If none suffices, it names the lowest need that was reached.
     """
     search = _Search(config, pool, limit, rates)
     singles = search.steps(search.before)
@@ -72,7 +72,7 @@ class _Search:
         self.before = Tried({}, config, pool.total, self._seconds(config))
 
     def describe(self, found: Tried) -> str:
-        """Write the overrides, the bytes that they reach, and what they cost."""
+        """Write the overrides, the bytes that a device then needs, and the added time."""
         slower = ""
         if found.seconds is not None and self.before.seconds:
             share = found.seconds / self.before.seconds - 1
@@ -80,7 +80,7 @@ class _Search:
         return f"{' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
 
     def steps(self, start: Tried) -> list[Tried]:
-        """Return what each single change beside those of `start` reaches, where it saves bytes."""
+        """Try each single change in addition to `start`'s; return those that save bytes."""
         pool = _same_part(start.config, self.pool)
         found = [
             self._try({**start.changes, **changes})
@@ -89,7 +89,7 @@ class _Search:
         return [tried for tried in found if tried and tried.total < start.total]
 
     def several(self) -> Tried:
-        """Add the change of the lowest price until the pool fits; leave out what is not needed."""
+        """Add the change of the lowest price until the pool fits; then remove unneeded changes."""
         best = self.before
         for _ in range(MOST_CHANGES):
             steps = self.steps(best)
@@ -101,7 +101,11 @@ class _Search:
         return best
 
     def _price(self, before: Tried, tried: Tried) -> float:
-        """Return what a change costs for each byte that it saves of those that are too many."""
+        """Return the seconds that a change costs per byte saved; the lower, the better.
+
+        Only bytes above the limit count as saved. Without predicted seconds it is minus the
+        bytes saved.
+        """
         saved = min(before.total - tried.total, before.total - self.limit)
         if tried.seconds is None or before.seconds is None:
             return -saved
@@ -117,7 +121,7 @@ class _Search:
         return found
 
     def _try(self, changes: Changes) -> Tried | None:
-        """Return what changes reach; None where a rule forbids them."""
+        """Return the need and time after changes; None if a rule forbids them."""
         try:
             varied = vary(self.config, changes)
         except ConfigError:
@@ -135,7 +139,7 @@ def _same_part(config: RunConfig, pool: PoolMemory) -> PoolMemory:
 
 
 def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
-    """Yield changes that may lower the memory of a pool, the cheapest kinds first."""
+    """Yield changes that may lower the memory of a pool, cheapest kinds first."""
     roles = {each.role: config.role(each.role) for each in pool.roles}
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
     if pool.part == GENERATES:
@@ -162,7 +166,7 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
 
 
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield halves of what is computed at once: rows of generation, and of micro-batches."""
+    """Yield changes that halve the rows of generation, or of micro-batches."""
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
         while rows > 1:
@@ -181,7 +185,7 @@ def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterat
 
 
 def _spread(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield layouts with more ranks for each model."""
+    """Yield layouts that spread each model over more ranks."""
     for role, section in roles.items():
         if section.architecture.num_experts:
             yield {

@@ -1,4 +1,4 @@
-"""Search the fastest layouts that fit the given devices; `dry_run=true plan.suggest=true`.
+"""Search for the fastest layouts that fit the given devices: `dry_run=true plan.suggest=true`.
 
 The search tries a fixed list of layouts in a fixed order, so that its answer depends on the
 configuration alone. Every layout passes the rules of the configuration.
@@ -38,7 +38,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Changes that make a layout, what its fullest device needs, the predicted iteration."""
+    """The changes for a layout, the need of its fullest device, the predicted iteration."""
 
     changes: Changes
     total: int
@@ -47,12 +47,12 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class _Layout:
-    """One point of the search. offload: number of steps of `_offloads`"""
+    """One point of the search. offload: number of steps taken of `_offloads`"""
 
     tp: int
     pp: int
     recompute: Recompute
-    sequences: int  # of the longest, that a micro-batch holds
+    sequences: int  # how many sequences of full length fit a micro-batch
 
 
 def usable(device_bytes: int) -> int:
@@ -63,8 +63,8 @@ def usable(device_bytes: int) -> int:
 def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Suggestion]:
     """Return the fastest layouts that need at most `limit` bytes of a device, the best first.
 
-    The best of each pair of TP and PP; where fewer pairs fit than are shown, others follow.
-    note: receives a line of progress every `REPORT_EVERY_S`
+    The list has the best layout of each pair of TP and PP. If too few pairs fit, other layouts
+    follow. note: receives a line of progress every `REPORT_EVERY_S`
     """
     layouts = list(_layouts(config))
     found: list[tuple[_Layout, Suggestion]] = []
@@ -75,7 +75,9 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
             note(f"suggest: {number} of {len(layouts)} layouts, {len(found)} fit")
         if best := _best_offload(config, layout, rates, limit):
             found.append((layout, best))
-    found.sort(key=lambda each: each[1].seconds)  # stable: of equal ones the first tried
+    found.sort(
+        key=lambda each: each[1].seconds
+    )  # stable: the first tried of equal ones comes first
     firsts: dict[tuple[int, int], Suggestion] = {}
     for layout, suggestion in found:
         firsts.setdefault((layout.tp, layout.pp), suggestion)
@@ -85,7 +87,7 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
 
 
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
-    """Yield the layouts that some pool has ranks for."""
+    """Yield the layouts for which at least one pool has enough ranks."""
     largest = max(map(config.pool_size, config.resource_pool))
     actor = config.actor_rollout
     full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
@@ -98,7 +100,7 @@ def _layouts(config: RunConfig) -> Iterator[_Layout]:
 def _best_offload(
     config: RunConfig, layout: _Layout, rates: Rates, limit: int
 ) -> Suggestion | None:
-    """Try to offload ever more, until all rows of a replica can be generated at once."""
+    """Offload more and more until all rows of a replica fit at once; return the fastest."""
     best: Suggestion | None = None
     for offloaded in _offloads(config):
         made = _evaluate(config, {**_changes(config, layout), **offloaded}, rates, limit)
@@ -155,7 +157,7 @@ def _changes(config: RunConfig, layout: _Layout) -> Changes:
 
 
 def _uniform(role: Role, section: LearningConfig | Any) -> Changes:
-    """Recompute layer by layer, the least memory of `full`, where something else is set."""
+    """Return changes to full recomputation layer by layer, its least memory, if not set so."""
     wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
     given = {name: getattr(section, name) for name in wanted}
     return {
@@ -168,9 +170,9 @@ def _uniform(role: Role, section: LearningConfig | Any) -> Changes:
 def _evaluate(
     config: RunConfig, changes: Changes, rates: Rates, limit: int
 ) -> tuple[Suggestion, bool] | None:
-    """Return a layout that fits, with as many rows at once as do, and whether these are all.
+    """Return a layout with as many rows at once as fit, and whether all rows fit.
 
-    None where a rule forbids it, or where not even one row fits.
+    None if a rule forbids the layout, or not even one row fits.
     """
     rows_key = "actor_rollout.num_samples_per_step"
     try:
@@ -205,12 +207,12 @@ def _host_fits(config: RunConfig) -> bool:
 
 
 def _waiting(config: RunConfig) -> int:
-    """Count the samples of a rollout replica."""
+    """Count the samples that a rollout replica has to generate."""
     return -(-config.samples_per_iteration // config.rollout_layout.dp)
 
 
 def _row_bytes(config: RunConfig) -> int:
-    """Return the least that one row less frees: its KV cache."""
+    """Return the least bytes that one row less frees: those of its KV cache."""
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
     return memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
@@ -219,7 +221,7 @@ def _row_bytes(config: RunConfig) -> int:
 def show_suggestions(
     config: RunConfig, found: list[Suggestion], now: float, nested: bool, limit: int
 ) -> str:
-    """Make the section of the plan: each suggestion's figures and its overrides."""
+    """Make the plan's section on suggestions: figures and overrides of each."""
     if not found:
         return (
             f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
@@ -236,7 +238,7 @@ def show_suggestions(
 
 
 def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
-    """Leave out what the configuration has already."""
+    """Return the changes without those that the configuration has already."""
     varied, before = vary(config, changes).model_dump(), config.model_dump()
     return {
         key: value for key, value in changes.items() if _value(varied, key) != _value(before, key)

@@ -1,4 +1,4 @@
-"""Places of the ranks: host x device -> rank and its parallel coordinates in each role."""
+"""Show the places of the ranks: host x device -> rank and its coordinates in each role."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mindspeed_rlxf.reporting.table import table
 Placed: TypeAlias = tuple[ParallelLayout, int]
 """A layout, and the rank of the pool that its first rank is."""
 
-MAX_LINES = 32  # with more devices than this, hosts that look alike share a line
+MAX_LINES = 32  # with more devices, hosts with the same layout share a line
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive ranks of a pool, on these devices of each of the hosts."""
+    """Consecutive ranks of a pool, on the same devices of each of some hosts."""
 
     hosts: range
     devices: range
@@ -28,7 +28,7 @@ class Block:
 
 
 def topology(config: RunConfig) -> str:
-    """Make a table for each pool: a line for each device, or for each range of like hosts."""
+    """Make a table for each pool: a line for each device, or for each range of equal hosts."""
     whole = sum(map(config.pool_size, config.resource_pool)) <= MAX_LINES
     return "\n\n".join(
         _table(pool, blocks, layouts, whole)
@@ -72,7 +72,7 @@ def _within(blocks: list[Block], ranks: range) -> list[Block]:
 
 
 def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: bool) -> str:
-    """Make a pool's table. whole: a line for each device, else for each range of like hosts"""
+    """Make a pool's table. whole: a line for each device, else for each range of equal hosts"""
     places = list(layouts.values())
     rows: list[list[object]] = [
         ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
@@ -94,7 +94,7 @@ def _single_devices(blocks: list[Block]) -> list[Block]:
 
 
 def _join_alike(hosts: list[Block], places: Sequence[Placed]) -> Iterator[Block]:
-    """Join neighbouring hosts of one size that differ in their data-parallel ranks only."""
+    """Join neighbouring hosts of equal size that differ only in their data-parallel ranks."""
 
     def likeness(host: Block) -> tuple[object, ...]:
         return host.devices, *(_coordinates(placed, host.ranks)[:2] for placed in places)

@@ -1,4 +1,4 @@
-"""Change keys of a checked configuration; the rules of the configuration judge the result."""
+"""Change keys of a checked configuration, and check the result again."""
 
 from __future__ import annotations
 

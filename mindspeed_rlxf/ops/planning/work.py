@@ -21,7 +21,7 @@ from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
 
 
 class Kind(Enum):
-    """Kinds of work, which reach rates of their own."""
+    """Kinds of work, each with its own rates."""
 
     FORWARD = "forward"
     UPDATE = "update"
@@ -29,7 +29,7 @@ class Kind(Enum):
 
 
 class Stage(Enum):
-    """Parts of an iteration that follow one another; pools work at the same time in each."""
+    """Parts of an iteration, one after the other; in each, pools work at the same time."""
 
     GENERATE = 0
     SCORE = 1
@@ -40,12 +40,12 @@ class Stage(Enum):
 class Work:
     """Work of one rank.
 
-    flop:     of matrices and attention
+    flop:     floating-point operations of matrices and attention
     moved:    bytes of the device's memory read or written
-    calls:    of a layer
-    link:     bytes sent to devices of the host; network: to other hosts
-    host:     bytes copied between the device and the memory of its host
-    messages: collectives
+    calls:    number of calls of a layer
+    link:     bytes sent to devices of the same host; network: bytes sent to other hosts
+    host:     bytes copied between device and host memory
+    messages: number of collectives
     """
 
     flop: float = 0.0
@@ -88,7 +88,7 @@ class Lengths:
 
 
 def mean_lengths(config: RunConfig) -> Lengths:
-    """Return the lengths that the prediction assumes: those given, at most the longest."""
+    """Return the lengths that the prediction assumes: the configured ones, capped at the limits."""
     actor, given = config.actor_rollout, config.plan
     return Lengths(
         min(given.prompt_tokens or actor.max_prompt_length, actor.max_prompt_length),
@@ -123,12 +123,12 @@ def _phase(
 
 @lru_cache(maxsize=4096)
 def _numbers(a: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int) -> int:
-    """Count the parameters of a rank, of which it reads all in a pass."""
+    """Count the parameters of a rank; a pass reads all of them."""
     return sum(shard_sizes(a, head, tp, pp_rank, pp))
 
 
 def layer_flop(a: ArchitectureConfig, tokens: float, tp: int) -> tuple[float, float]:
-    """Return the FLOP of a layer's matrices for `tokens`: of all, and of its MLP among them."""
+    """Return the FLOP of all of a layer's matrices for `tokens`, and of those of its MLP."""
     attention, mlp = layer_matrices(a)
     return 2 * tokens * (attention + mlp) / tp, 2 * tokens * mlp / tp
 
@@ -139,12 +139,12 @@ def attention_flop(a: ArchitectureConfig, queries: float, context: float, tp: in
 
 
 def _spans_hosts(config: RunConfig, role: Role, size: int) -> bool:
-    """Whether a group of `size` consecutive ranks of a role leaves a host."""
+    """Whether a group of `size` consecutive ranks of a role spans several hosts."""
     return size > min(config.processes_of(role))
 
 
 def _ring(size: int) -> float:
-    """Return how often a rank sends its bytes in an all-reduce among `size` ranks."""
+    """Return how many times its bytes a rank sends in a ring all-reduce among `size` ranks."""
     return 2 * (size - 1) / size
 
 
@@ -184,7 +184,7 @@ class _Model:
     def _step(self, samples: int, section: LearningConfig) -> Work:
         """Return the work of one optimizer step on `samples` of this rank."""
         tokens = min(samples, self._at_once(samples)) * self.lengths.response
-        # Chunks of the log-prob head are computed once more in the backward pass.
+        # The backward pass computes chunks of the log-prob head a second time.
         head = 4 if self.head is Head.LANGUAGE_MODEL and tokens > CHUNK_TOKENS else 3
         once = self._forward(samples, head_passes=0)
         passes = 3.0
@@ -201,7 +201,7 @@ class _Model:
         return work + self._optimizer(section) + self._reduced(section)
 
     def _forward(self, samples: int, head_passes: int) -> Work:
-        """Return the work of a forward pass, with the time that stages wait for one another."""
+        """Return the work of a forward pass, increased by the idle share of the pipeline."""
         a, tp, length = self.a, self.layout.tp, self.lengths.total
         tokens, count = samples * length, self._micro_batches(samples)
         flop = layer_flop(a, tokens, tp)[0] + attention_flop(a, tokens, length / 2, tp)
@@ -229,11 +229,11 @@ class _Model:
         return Work(flop=flop, moved=passes * read * vocab * 4 * memory.FP32, calls=passes)
 
     def _optimizer(self, section: LearningConfig) -> Work:
-        """Return the work of one optimizer step on the numbers of this rank."""
+        """Return the work of one optimizer step on the elements of this rank."""
         distributed = section.optimizer.use_distributed_optimizer
         mine = self.numbers / (self.layout.dp if distributed else 1)
         state = 2 * memory.optimizer_number_bytes(self.item) + 2 * memory.FP32 + self.item
-        # Gradients are set to zero, summed for the norm, and scaled to it.
+        # Gradients are set to zero, read for the norm, and scaled when clipped.
         return Work(moved=mine * state + 4 * self.numbers * memory.FP32, calls=self.layers)
 
     def _reduced(self, section: LearningConfig) -> Work:
@@ -253,9 +253,10 @@ class _Model:
         return Work(link=count, messages=messages)
 
     def _offload(self, trains: bool) -> Work:
-        """Return the copies between device and host that offloading makes in a phase.
+        """Return the bytes that offloading copies between device and host in a phase.
 
-        Weights come to the device; updated ones go back. The optimizer's state comes and goes.
+        Weights are copied to the device, and back when they are trained. The optimizer's state
+        is copied both ways, and only when they are trained.
         """
         found, copied = self.section.offload, 0.0
         if found.weights:
@@ -300,7 +301,7 @@ def generation(config: RunConfig) -> Work:
 
 
 def _received(config: RunConfig, item: int) -> Work:
-    """Return the work of receiving the weights that a generating rank does not train."""
+    """Return the work of receiving the weights that a generating rank does not train itself."""
     actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
     a, tp = actor.architecture, layout.tp
     if config.parts:

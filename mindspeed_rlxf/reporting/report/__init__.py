@@ -1,1 +1,1 @@
-"""The report of runs: one HTML file with curves, schedule and samples, that needs no network."""
+"""Make the report of runs: one HTML file with curves, schedule and samples; it needs no network."""

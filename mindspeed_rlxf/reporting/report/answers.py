@@ -1,6 +1,6 @@
-"""Answer in words what people ask of a run first: did it learn, when, what takes the time.
+"""Answer the first questions about a run in words: did it learn, when, what takes the time.
 
-Every answer names its numbers and where they come from, so that it can be looked up.
+Every answer has its numbers and their source, so that a reader can check it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mindspeed_rlxf.reporting.report.records import Iteration
 
 Curve = Sequence[tuple[int, float]]
 
-WINDOW = 10  # iterations of a mean at the start and at the end, at most a third of the run
-CLEARLY = 3.0  # standard errors of a change that counts
-SMALL = 0.01  # of a score: no change that counts without an error to compare with
+WINDOW = 10  # iterations in the mean at the start and at the end; at most a third of the run
+CLEARLY = 3.0  # least change that counts, in standard errors
+SMALL = 0.01  # least change of a score that counts if its standard error is unknown
 SCORE, KL = "critic/score/mean", "critic/kl"
 PHASES = {
     "rollout": ("gen", "sync"),
@@ -81,7 +81,7 @@ def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
 
 
 def compare_ends(curve: Curve) -> Change | None:
-    """Compare the first and the last iterations of a noisy curve; None for under six values."""
+    """Compare the first and the last iterations of a noisy curve; None if under six values."""
     values = [value for _, value in curve]
     if len(values) < 6:
         return None
@@ -137,7 +137,7 @@ def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
-    """Name the iterations by which half and nine tenths of the rise had come."""
+    """Name the iterations at which half and nine tenths of the rise were reached."""
     validated = validation_curve(iterations, metric)
     smooth = smoothed(curve_of(iterations, SCORE))
     sentences, short = [], ""
@@ -158,7 +158,10 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
 
 
 def milestones(curve: Curve) -> tuple[int, int] | None:
-    """Return the first iterations with half and nine tenths of the rise to the best; None = none"""
+    """Return the first iterations with half and nine tenths of the rise to the best value.
+
+    None = the curve does not rise.
+    """
     first, best = curve[0][1], max(value for _, value in curve)
     if best - first <= SMALL * max(abs(best), abs(first)):
         return None
@@ -170,7 +173,7 @@ def milestones(curve: Curve) -> tuple[int, int] | None:
 
 
 def smoothed(curve: Curve) -> Curve:
-    """Return means over five neighbouring iterations."""
+    """Return the curve with each value replaced by the mean of five neighbouring ones."""
     values = [value for _, value in curve]
     return [
         (number, statistics.fmean(values[max(i - 2, 0) : i + 3]))
@@ -179,7 +182,7 @@ def smoothed(curve: Curve) -> Curve:
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
-    """Add up the phases of each role over the run."""
+    """State the share of each role in the time of the run, and the phases of the largest one."""
     question = "Which role takes the time?"
     sums = {name: sum(_finite(i.metrics.get(f"timing/{name}")) for i in iterations)
             for names in (*PHASES.values(), ("all",)) for name in names}  # fmt: skip
@@ -232,7 +235,7 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
 
 
 def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the answers of the first screen, without that of health."""
+    """Return the answers of the first screen, except the one about health."""
     metric = str(config.get("validation.best_metric", "score"))
     answers = (
         did_it_learn(iterations, metric, config),

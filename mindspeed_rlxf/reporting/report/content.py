@@ -1,4 +1,4 @@
-"""Gather what the page shows of each run, as JSON."""
+"""Gather the content of the page for each run, as JSON."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ SWITCHES = (
 class RunFolder:
     """A run to report on.
 
-    name:  shown in place of the path
+    name:  shown instead of the path
     state: finished, running, failed, or stopped
-    split: splits responses into tokens; None where there is no tokenizer
+    split: splits responses into tokens; None if there is no tokenizer
     """
 
     path: Path
@@ -53,7 +53,7 @@ class RunFolder:
 
 
 def gather(run: RunFolder) -> dict[str, Any]:
-    """Return everything about a run but its samples."""
+    """Return everything about a run except its samples."""
     iterations, failures = read_iterations(run.path), read_failures(run.path)
     configs = read_configs(run.path)
     config = configs[-1][1] if configs else {}
@@ -105,7 +105,7 @@ def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return the last parts of the paths, as many as make them differ."""
+    """Return names for the paths: as many of their last parts as make them differ."""
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):
         names = [printable("/".join(path.parts[-count:])) for path in full]

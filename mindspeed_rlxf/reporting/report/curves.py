@@ -1,4 +1,4 @@
-"""Curves of metrics, short enough for a page, with every extreme kept."""
+"""Make curves of metrics that are short enough for a page and keep every extreme."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Point = tuple[int, float | None]
 
 
 def curve_of(iterations: Sequence[Iteration], name: str) -> list[tuple[int, float]]:
-    """Return (iteration, value) of a metric, where it has one."""
+    """Return (iteration, value) of a metric for the iterations that have it."""
     found = ((each.number, each.metrics.get(name)) for each in iterations)
     return [(number, value) for number, value in found if value is not None]
 
@@ -30,7 +30,7 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Keep at most `limit` points: of each of equal stretches the lowest, the highest, and a None.
+    """Keep at most `limit` points: the lowest, the highest and a None of each equal stretch.
 
     The first and the last point are kept.
     """
@@ -48,7 +48,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return name -> unit, meaning, healthy range and remedy, of those that the table knows."""
+    """Return name -> unit, meaning, healthy range and remedy, of the names in the metric table."""
     found = {}
     for name in names:
         if metric := find_metric(name):

@@ -1,4 +1,4 @@
-"""List what is unhealthy in a run: findings of rules, failures, slow stretches, odd numbers."""
+"""List the problems of a run: findings of rules, failures, slow stretches, odd numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _rules(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Finding]:
-    """Yield the findings of the run's file; without one, apply the rules to its metrics."""
+    """Yield the findings in health.jsonl; without this file, apply the rules to the metrics."""
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
     else:
@@ -78,7 +78,7 @@ def _slow(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield metrics whose mean over the last iterations is out of its healthy range."""
+    """Yield metrics whose mean over the last iterations is outside their healthy range."""
     for each in check_ranges(iterations):
         if each.is_found:
             low, high = each.metric.healthy or (None, None)

@@ -1,8 +1,7 @@
 """Make the HTML file: one page with its style, its scripts and its compressed data.
 
-The data is base64, so that no text of a run can end the element that holds it; the scripts write
-texts to the page as text alone. A policy in the page names the only script and the only style that
-a browser may run, by their hashes.
+The data is base64, so that no text of a run can close its HTML element. The scripts insert texts
+only as text, never as HTML. A Content-Security-Policy allows only our script and style, by hash.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from mindspeed_rlxf.reporting.report.samples import (
 
 SCRIPTS = ("base.js", "chart.js", "curves.js", "time.js", "tokens.js", "samples.js", "page.js")
 MAX_BYTES = 10 * 10**6  # of the file
-OTHER_BYTES = 3 * 10**6  # of them for all but samples
-FEWER = (1, 4, 16)  # one sample in so many has numbers per token
+OTHER_BYTES = 3 * 10**6  # of these, for everything except samples
+FEWER = (1, 4, 16)  # tried in turn: one sample in 1, 4, 16 has numbers per token
 LEVEL = 6  # of gzip
 
 
 def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> str:
-    """Return the HTML text of a report of runs, the first one first; at most about 10 MB."""
+    """Return the HTML text of a report of runs, in the given order; at most about 10 MB."""
     main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
     blobs = {"main": pack(main), "samples": pack_samples(runs, max_samples, room)}
@@ -44,7 +43,7 @@ def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> st
 def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
     """Return the compressed samples of runs, in at most `room` bytes.
 
-    Where they do not fit, fewer of them have numbers per token; then there are half as many.
+    If they do not fit, fewer samples have numbers per token; then half of the samples are dropped.
     """
     chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
     fewer = iter(FEWER)
@@ -64,7 +63,7 @@ def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byte
 
 
 def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:
-    """Return the HTML text. blobs: name -> compressed JSON; with `live` the page asks for them"""
+    """Return the HTML text. blobs: name -> compressed JSON; a `live` page requests them instead"""
     style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
     script = f"'use strict';\n(() => {{\n{script}\n}})();"
     data = "\n".join(
@@ -103,7 +102,7 @@ def pack(value: Any) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return the tree with None in place of numbers that JSON does not have."""
+    """Return the tree with None instead of NaN and infinite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

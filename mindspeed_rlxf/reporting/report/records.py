@@ -1,6 +1,6 @@
-"""Read the files of a run as they are: growing, cut by a kill, or damaged.
+"""Read the files of a run, which may be growing, cut by a kill, or damaged.
 
-Nothing here raises for the content of a file. What cannot be read is left out.
+No function raises because of a file's content. Unreadable parts are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_rlxf.files.plain import MAX_JSON, open_plain, parse_json, read_js
 from mindspeed_rlxf.files.plain_yaml import read_yaml
 from mindspeed_rlxf.reporting.line_file import LineFile
 
-LOG_TAIL = 4 * 2**20  # bytes of driver.log that are looked through
+LOG_TAIL = 4 * 2**20  # bytes at the end of driver.log that are searched
 RESUMED = "resumed from "
 
 
@@ -32,7 +32,7 @@ class Iteration:
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines and its older parts, those that can be read."""
+    """Yield the readable objects of a file of JSON lines and of its older parts."""
     with contextlib.suppress(OSError, EOFError, zlib.error):
         for line in LineFile(file).lines():
             with contextlib.suppress(ValueError):  # half a line of a killed process
@@ -41,7 +41,7 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_iterations(run: Path) -> list[Iteration]:
-    """Read metrics.jsonl in the order of iterations; of an iteration written twice, the union."""
+    """Read metrics.jsonl in the order of iterations; two lines of one iteration are merged."""
     found: dict[int, Iteration] = {}
     for record in read_records(run / "metrics.jsonl"):
         number, values = record.get("iteration"), record.get("metrics")
@@ -54,7 +54,7 @@ def read_iterations(run: Path) -> list[Iteration]:
 
 
 def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, key -> value) of config.yaml and of each later one, oldest first."""
+    """Return (file name, key -> value) of config.yaml and of each later version, oldest first."""
     later = [file for file in run.glob("config.*.yaml") if file.name.split(".")[1].isdecimal()]
     later.sort(key=lambda file: int(file.name.split(".")[1]))
     found = []
@@ -65,7 +65,7 @@ def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings; an empty mapping is a value."""
+    """Return dotted key -> value of nested mappings; an empty mapping counts as a value."""
     if not isinstance(value, dict) or (prefix and not value):
         return {prefix: value} if prefix else {}
     parts = (flatten(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
@@ -83,7 +83,7 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
 
 
 def read_resumes(run: Path) -> list[str]:
-    """Return the lines of driver.log that say where a start took up the run."""
+    """Return the lines of driver.log that report from which iteration the run was resumed."""
     with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
         stream.seek(0, 2)
         stream.seek(max(stream.tell() - LOG_TAIL, 0))
@@ -93,7 +93,7 @@ def read_resumes(run: Path) -> list[str]:
 
 
 def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints, oldest first, and versions and layouts that wrote the newest."""
+    """Return the checkpoints, oldest first, and the versions and layouts of the newest one."""
     folder, found, about = run / "checkpoints", [], {}
     best = -1
     with contextlib.suppress(OSError, ValueError):
@@ -110,6 +110,6 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number as it is, None for anything else."""
+    """Return the value if it is a number, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < float("inf") else None

@@ -1,4 +1,4 @@
-"""Choose samples of a run for the report, evenly over its iterations, and cut them for the page."""
+"""Choose samples of a run for the report, evenly over its iterations, and shorten them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from mindspeed_rlxf.reporting.report.records import read_records
 from mindspeed_rlxf.reporting.sample_tokens import NUMBERS, token_files
 
 MAX_SAMPLES = 2000  # of a report
-VALIDATION_SHARE = 0.5  # of the samples, at most where there are samples of training too
+VALIDATION_SHARE = (
+    0.5  # most of the samples that may be of validation, if there are training samples
+)
 MAX_TEXT = 20_000  # characters of a prompt or a response that are shown
 KEY = re.compile(rb'\{"iteration": (\d+), "sample_id": (\d+),')
 
@@ -44,9 +46,9 @@ class Chosen:
 
 
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
-    """Choose samples of training evenly, and of validation all responses to chosen prompts.
+    """Choose training samples evenly, and all validation responses to evenly chosen prompts.
 
-    Holds four times as many as it returns at most.
+    Keeps at most four times as many samples in memory as it returns.
     """
     validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
     has_training = next(read_records(run / "samples.jsonl"), None) is not None
@@ -61,9 +63,9 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
 def cut_for_page(
     chosen: Chosen, run: Path, split: Split | None = None, every: int = 1
 ) -> list[dict[str, Any]]:
-    """Return the samples with short names, as the page reads them.
+    """Return the samples in the form that the page reads, with short names.
 
-    every: one sample in this many has its numbers per token
+    every: one in `every` samples has its numbers per token
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = read_token_numbers(run, wanted) if split else {}
@@ -74,7 +76,7 @@ def cut_for_page(
 def read_token_numbers(
     run: Path, wanted: set[tuple[Any, Any]]
 ) -> dict[tuple[int, int], dict[str, list[float | None]]]:
-    """Return (iteration, sample id) -> name -> one number per response token, of these samples."""
+    """Return (iteration, sample id) -> name -> one number per response token, of some samples."""
     found = {}
     for file in token_files(run / "samples_tokens"):
         with contextlib.suppress(OSError, EOFError, zlib.error):
@@ -89,7 +91,7 @@ def read_token_numbers(
 
 
 def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `limit` records with equal gaps, and the number of records."""
+    """Return at most `limit` records at equal distances, and the number of all records."""
     kept: list[dict[str, Any]] = []
     stride, count = 1, 0
     for record in read_records(file):
@@ -104,7 +106,7 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return all responses to prompts with equal gaps, and the number of records."""
+    """Return all responses to prompts at equal distances, and the number of all records."""
     kept: list[dict[str, Any]] = []
     step, count = 1, 0
     for record in read_records(file):
@@ -125,7 +127,7 @@ def _prompt_of(sample: dict[str, Any]) -> int:
 def _cut(
     sample: dict[str, Any], kind: str, split: Split | None, numbers: dict[Any, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Make the entry of a sample: short names, no control characters, tokens where known."""
+    """Make the entry of a sample: short names, no control characters, tokens if known."""
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []
     parts = sample.get("reward_parts")
@@ -148,12 +150,12 @@ def _cut(
 
 
 def _short(value: Any) -> float | None:
-    """Return a number with three digits: it becomes a colour."""
+    """Round a number to three digits, as the page only shows it as a colour."""
     return float(f"{value:.3g}") if isinstance(value, (int, float)) else None
 
 
 def _text(value: Any) -> str:
-    """Return a text without characters that change the direction or the order of others."""
+    """Remove characters that change the direction or the order of other characters."""
     text = value if isinstance(value, str) else str(value)
     more = len(text) - MAX_TEXT
     return printable(text[:MAX_TEXT]) + (f" [{more} more characters]" if more > 0 else "")

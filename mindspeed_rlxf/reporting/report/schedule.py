@@ -20,12 +20,12 @@ Event = dict[str, Any]
 
 
 def read_schedules(run: Path) -> dict[str, Any]:
-    """Return lanes, names, and for each of some iterations its spans.
+    """Return the spans of some iterations, in the form that the page reads.
 
     lanes:      texts, `pool, role, rank`, the driver first
-    names:      of spans
+    names:      names of spans
     seen:       iterations that the timeline has
-    iterations: iteration -> [[lane, name, is a wait, start, length], ...]; ms from its first span
+    iterations: iteration -> [[lane, name, is a wait, start, length], ...]; ms since its first span
     """
     by_iteration, labels = _read_events(run / "timeline")
     lanes, names = _Numbers(), _Numbers()
@@ -49,7 +49,7 @@ def read_schedules(run: Path) -> dict[str, Any]:
 
 
 class _Numbers:
-    """Numbers texts in the order of their first use."""
+    """Gives texts numbers in the order of their first use."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -83,7 +83,7 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
 
 
 def _events(folder: Path) -> Iterator[Event]:
-    """Yield the events of all files, one per line, that can be read and have their fields."""
+    """Yield the readable and complete events of all files; a file has one event per line."""
     for file in sorted(folder.glob("iterations_*.json")):
         with contextlib.suppress(OSError), open_plain(file) as stream:
             while line := stream.readline(MAX_LINE):
@@ -96,7 +96,7 @@ def _events(folder: Path) -> Iterator[Event]:
 
 
 def _choose(by_iteration: dict[int, list[Event]]) -> list[int]:
-    """Return iterations evenly, with the first, the last and the slowest."""
+    """Choose iterations evenly, and the first, the last and the slowest one."""
     everything = sorted(by_iteration)
     if len(everything) <= MAX_ITERATIONS:
         return everything

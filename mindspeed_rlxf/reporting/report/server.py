@@ -1,7 +1,7 @@
-"""Serve the report of a run that is going on, to browsers of this host.
+"""Serve the report of a running run to browsers on this host.
 
-Only the loopback address is listened on, and requests must name it: a page of another site whose
-name was made to point here (DNS rebinding) is refused.
+The server listens only on the loopback address, and a request must name this address. That refuses
+pages of other sites whose names resolve to this host (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-TIMEOUT_S = 30.0  # of a connection that says nothing
+TIMEOUT_S = 30.0  # of an idle connection
 
 
 class LiveRun:
-    """The parts of the page, made anew where the files have changed since they were made."""
+    """The parts of the page; a part is made again if the files have changed."""
 
     def __init__(self, open_run: Callable[[], RunFolder], max_samples: int) -> None:
-        """open_run: returns the run with its state of now"""
+        """open_run: returns the run with its present state"""
         self._open, self._max_samples = open_run, max_samples
         self._made: dict[str, tuple[str, bytes]] = {}  # part -> version, bytes
         self._lock = threading.Lock()
 
     def version(self) -> str:
-        """Return a text that changes with the files of the run."""
+        """Return a text that changes whenever the files of the run change."""
         run = self._open()
         seen = [run.state]
         for name in FILES:
@@ -80,7 +80,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Leave out connections that a browser gave up."""
+        """Report no errors of connections that the browser closed."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -64,7 +64,11 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 
 
 def make_filter(machine: str = "") -> bytes:
-    """Return the classic BPF program. Errors: OSError for an architecture without a table."""
+    """Return the filter as a classic BPF program, which makes the refused calls fail.
+
+    machine: architecture as `platform.machine` names it; "" = this host's
+    Errors: OSError for an architecture without a table.
+    """
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")

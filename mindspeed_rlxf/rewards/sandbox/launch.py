@@ -232,7 +232,7 @@ class OtherUser(Launcher):
 
 
 class LimitsAlone(Launcher):
-    """This user, these files, this network; limits alone."""
+    """Runs with the rights, files and network of this user; only limits apply."""
 
     def start(self, program: bytes, streams: Streams) -> Started:
         folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))

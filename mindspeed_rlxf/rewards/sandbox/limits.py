@@ -40,7 +40,7 @@ def limit_this_process(limits: Limits) -> None:
 
 
 def limit_processes(count: int) -> None:
-    """Set the largest number of processes of this user, which must be one of this run alone."""
+    """Set the largest number of processes of this user id, which must belong to this run only."""
     _lower(resource.RLIMIT_NPROC, count, count)
 
 

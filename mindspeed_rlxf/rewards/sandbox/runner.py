@@ -27,7 +27,7 @@ START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from mindspeed_rlxf.rewards.sandbox.warden import main; sys.exit(main())"
 )
-# A mild program that every level has to run, and what it sees there.
+# A harmless program that every level has to run; it prints what it can reach.
 _PROBE = """
 import json, os, socket
 def refused(attempt, *arguments):
@@ -50,7 +50,7 @@ _SEEN = ("no socket", "no host files", "no writing", "not root")
 
 
 class SandboxError(ScoringBroken):
-    """The sandbox itself failed: this says nothing about the program."""
+    """The sandbox itself failed, not the program."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Sandbox:
     def choose(cls, config: SandboxConfig) -> Sandbox:
         """Return a sandbox of the strongest level that works here, or of the one asked for.
 
-        A level works when a mild program runs in it and sees what the level promises. Errors:
-        UserError where none works; limits alone need `reward.sandbox.weak`.
+        A level works when a harmless program runs in it and finds the promised isolation. Errors:
+        UserError if none works; the level `limits` needs `reward.sandbox.weak`.
         """
         limits = limits_of(config)
         reasons = []
@@ -104,32 +104,34 @@ class Sandbox:
         raise UserError(_no_level(config, reasons))
 
     def probe(self) -> str:
-        """Run a mild program. Returns why the level does not work; empty when it does."""
+        """Run a harmless program. Returns the reason if the level does not work, else ""."""
         try:
             outcome = self._ask(_PROBE, "mild\n")
         except SandboxError as error:
             return str(error)
         if outcome.cause != "ok":
             last = outcome.stderr.strip().rpartition("\n")[2]
-            return f"a mild program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
+            return f"a harmless program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
         try:
             seen = json.loads(outcome.stdout)
         except ValueError:
-            return f"a mild program prints {outcome.stdout!r:.80}"
+            return f"a harmless program prints {outcome.stdout!r:.80}"
         wanted = () if self.level is SandboxLevel.LIMITS else _SEEN
         missing = [name for name in wanted if not seen[name]]
         return f"isolation is not complete: {', '.join(missing)}" if missing else ""
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
-        """Run a Python program to its end or its limits; nothing of it is left afterwards.
+        """Run a Python program to its end or its limits; none of its processes or files is left.
 
-        wall_s: its time in place of reward.sandbox.wall_s, if that is longer
-        Errors: SandboxError where the level does not work any more.
+        If the sandbox fails, it runs a harmless program. If that works, the given program caused
+        the failure and counts as killed; otherwise the level no longer works.
+
+        wall_s: time limit; that of reward.sandbox.wall_s if None or longer
+        Errors: SandboxError when the level no longer works.
         """
         try:
             outcome = self._ask(program, stdin, wall_s)
         except SandboxError as error:
-            # The program may be the reason. It is, if a mild one runs.
             if reason := self.probe():
                 raise SandboxError(f"level {self.level.value} no longer works: {reason}") from error
             return Outcome("", 128 + 9, "killed")

@@ -50,19 +50,19 @@ SIGNALS: dict[int, str] = {signal.SIGXCPU: "cpu_time", signal.SIGXFSZ: "files"}
 
 
 class ParentGone(Exception):
-    """Standard input has ended: nobody waits for an answer."""
+    """Standard input has ended: the process that asks is gone."""
 
 
 @dataclass
 class Output:
-    """What a program has printed so far; `limit` bytes are kept, `over` says there were more."""
+    """The output of a program so far. limit: bytes that are kept; over: there were more"""
 
     limit: int
     data: bytearray = field(default_factory=bytearray)
     over: bool = False
 
     def take(self, descriptor: int) -> bool:
-        """Read what is there. Returns False at the end, and where nothing is there now."""
+        """Read the available output. Returns False at its end, and if nothing is available now."""
         try:
             read = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -114,7 +114,7 @@ class Run:
             try:
                 cause = self._watch(wakeup)
             finally:
-                self._end()
+                self._kill_descendants()
             for descriptor, output in self.sources.items():
                 while not output.over and output.take(descriptor):
                     pass
@@ -194,8 +194,11 @@ class Run:
         last = self.stderr.text().strip().rpartition("\n")[2]
         return next((cause for sign, cause in REFUSALS.items() if sign in last), "error")
 
-    def _end(self) -> None:
-        """Kill all that descends from here, until the kernel knows no child any more."""
+    def _kill_descendants(self) -> None:
+        """Kill the descendants of this process until none is left.
+
+        Raises TimeoutError when some are left after KILL_S.
+        """
         deadline = time.monotonic() + KILL_S
         while not self._reap():
             if time.monotonic() > deadline:

@@ -188,9 +188,10 @@ def micro_batches(config: RunConfig) -> Any:
             groups=MagicMock(**{"tp.size.return_value": 1}),
             config=SimpleNamespace(sequence_parallel=False),
             role=config.role(role),
-            _group=lambda rollouts, rows, in_order: [rows],
         )
-        with patch.object(engine.device, "current_device", lambda: torch.device("cpu")):
+        one_group = patch.object(engine, "group_rows", lambda role, rows, *_: [rows])
+        cpu = patch.object(engine.device, "current_device", lambda: torch.device("cpu"))
+        with one_group, cpu:
             made = engine.MegatronEngine.micro_batches(stub, rollouts, [0, 1])
         found.append([batch.token_ids.tolist() for batch in made])
     return found

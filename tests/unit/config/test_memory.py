@@ -136,7 +136,8 @@ CASES = {
     "score head": (score_head_bytes(5, 128), 5 * 128 * 4),
     "stage transfer": (stage_transfer_bytes(20, 128, 2), 2 * 20 * 128 * 2),
     "gather buffer": (gather_buffer_bytes(20, 128, 2), 20 * 128 * 2),
-    "the largest gradient counts once": (weight_gradient_bytes([10, 500, 20], 2), 1000),
+    "the largest gradient counts once": (weight_gradient_bytes([10, 500, 20], [], 0, 2), 1000),
+    "those of experts come together": (weight_gradient_bytes([10, 500], [90, 200], 4, 2), 1600),
     # 2 x 72 tokens x 4 layers x (4 / 2) groups x 16 x 2 bytes
     "cache with TP 2": (kv_cache_bytes(72, MODEL, 2, 2), 36864),
     "two ranks share a group, and each caches it": (kv_cache_bytes(72, MODEL, 8, 2), 36864 // 2),

@@ -33,20 +33,20 @@ def test_the_first_token_that_completes_a_string_ends_the_response(
     strings: tuple[str, ...], text: str, ended: str | None
 ) -> None:
     stop, tokens = StopStrings(strings, TOKENIZER), ids(text)
-    ends = [n for n in range(1, len(tokens) + 1) if stop.end(tokens[:n])]
+    ends = [n for n in range(1, len(tokens) + 1) if stop.is_completed_by(tokens[:n])]
     assert ends[:1] == ([] if ended is None else [len(ids(ended))])
 
 
 def test_special_tokens_are_not_part_of_the_text() -> None:
     stop = StopStrings(("ab", "<|im_end|>"), TOKENIZER)
-    assert stop.end([*ids("a"), SPECIAL, *ids("b")])
-    assert not stop.end([*ids("b"), SPECIAL])
+    assert stop.is_completed_by([*ids("a"), SPECIAL, *ids("b")])
+    assert not stop.is_completed_by([*ids("b"), SPECIAL])
 
 
 def test_a_response_that_holds_the_string_already_goes_on_after_it() -> None:
     """As it does below `min_new_tokens`."""
     stop = StopStrings(("ab",), TOKENIZER)
-    assert not stop.end(ids("abc")) and stop.end(ids("abcab"))
+    assert not stop.is_completed_by(ids("abc")) and stop.is_completed_by(ids("abcab"))
 
 
 def test_the_finish_reason_is_that_of_an_end() -> None:
@@ -58,3 +58,5 @@ def test_the_finish_reason_is_that_of_an_end() -> None:
         )  # type: ignore[arg-type]
         assert FinishReason.of(ids("ab"), settings) is reason
         assert FinishReason.of([SPECIAL], settings) is FinishReason.STOP
+        with pytest.warns(FutureWarning, match="ends_with"):
+            assert settings.end([SPECIAL]) and not settings.end(ids("a"))

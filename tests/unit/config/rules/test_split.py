@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout, part_of
+from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.resolve import resolve
 
 SPLIT: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_the_rollout_has_a_tensor_parallel_size_of_its_own(
 
 
 def test_parts_of_nodes_are_counted_in_the_order_of_ranks() -> None:
-    assert part_of([6, 2], 0, 5) == [5]
-    assert part_of([6, 2], 5, 3) == [1, 2]
-    assert part_of([2, 2, 4], 2, 2) == [2]
-    assert part_of([2, 2, 4], 0, 8) == [2, 2, 4]
+    assert count_per_node([6, 2], 0, 5) == [5]
+    assert count_per_node([6, 2], 5, 3) == [1, 2]
+    assert count_per_node([2, 2, 4], 2, 2) == [2]
+    assert count_per_node([2, 2, 4], 0, 8) == [2, 2, 4]
