@@ -88,8 +88,8 @@ class _Copy:
 class StateSaver:
     """Writes the role's part of a checkpoint, from copies on the host.
 
-    Between `begin` and `end` files are written in a thread while the role works on; `end` is a
-    collective over its ranks.
+    Between `begin` and `end`, both collectives over the role's ranks, files are written in a thread
+    while the role works on.
     """
 
     def __init__(self, state: TrainState, read: Read) -> None:
@@ -107,6 +107,9 @@ class StateSaver:
             texts[STATE] = json.dumps(saved_numbers(state), indent=1)
         with state.groups.active():
             copy = _Copy(rank, list(_copied_boxes(state, self._read)), texts)
+        # With `runtime: local` the first rank makes the folder of the checkpoint and removes
+        # unfinished ones right before.
+        dist.barrier()
         self._folder = folder
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 

@@ -1,4 +1,4 @@
-"""No rank writes weights before the first rank has removed an earlier export."""
+"""No rank writes before the first rank has removed what an earlier export or save left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 
 
@@ -25,3 +26,18 @@ def test_ranks_meet_before_they_write(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
     engine.export(tmp_path / "hf", None)
     assert calls == ["meet", "write", "meet"]
+
+
+def test_ranks_meet_before_they_write_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With `runtime: local` the first rank alone makes its folder, and may be the last there."""
+    calls: list[str] = []
+    state: Any = SimpleNamespace(groups=SimpleNamespace(active=contextlib.nullcontext))
+    for name in ("_random_state", "_copied_boxes"):
+        monkeypatch.setattr(train_state, name, lambda *_: [])
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
+    monkeypatch.setattr(train_state._WRITER, "submit", lambda *_: calls.append("write"))
+    train_state.StateSaver(state, lambda *_: None).begin(tmp_path)
+    assert calls == ["meet", "write"]
