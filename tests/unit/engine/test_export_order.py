@@ -33,7 +33,9 @@ def test_ranks_meet_before_they_write_a_checkpoint(
 ) -> None:
     """With `runtime: local` the first rank alone makes its folder, and may be the last there."""
     calls: list[str] = []
-    state: Any = SimpleNamespace(groups=SimpleNamespace(active=contextlib.nullcontext))
+    state: Any = SimpleNamespace(
+        groups=SimpleNamespace(active=contextlib.nullcontext), describe=None
+    )
     for name in ("_random_state", "_copied_boxes"):
         monkeypatch.setattr(train_state, name, lambda *_: [])
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
