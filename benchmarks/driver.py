@@ -3,9 +3,10 @@
 The trainer, its role groups, metrics and files are real; the workers answer at once. 32 of them are
 processes of a pool with a world of their own, then 512 are stand-ins, 64 to a process, which
 answer without reading their inputs. Each iteration has nine phases; between iterations the driver
-makes as many calls of bare actors that return their argument, one after the other and then all
-answers, as the trainer does. CPU time is that of the whole driver process, Ray's threads included.
-Prints one JSON line.
+makes as many calls of bare actors, one for each process of the pool, that return their argument:
+all calls, then all answers, as the trainer does. CPU time is that of the whole driver process,
+Ray's threads included. Prints one JSON line. A real worker needs about 0.2 GiB and 3 s of CPU time
+to start.
 
     python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1])] * 2)
@@ -32,8 +34,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents
 import numpy as np
 import torch
 
-from mindspeed_rlxf.cluster.protocol import BUILD, Reply, Request
+from mindspeed_rlxf.cluster.kept_rows import KeptRows
+from mindspeed_rlxf.cluster.protocol import Reply
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
+from mindspeed_rlxf.cluster.worker import freeze_imports
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.resolve import resolve
@@ -106,20 +110,25 @@ class ManyRanks:
     """The stand-in of many ranks in one process: runs requests without fetching rows."""
 
     def __init__(self, length: int) -> None:
-        self.role = Role(length)
+        from mindspeed_rlxf.cluster.ray import message
 
-    def run_request(self, request: Request) -> tuple[Any, Reply]:
-        if request.method == BUILD:
-            return None, Reply(None, None, 0.0)
-        if request.of_engine:
-            return None, Reply(None, None, 0.0)
+        self.role, self.kept, self.message = Role(length), KeptRows(), message
+
+    def run_request(self, message: list[Any], built: Any = None) -> Reply:
+        asked = self.message.Message(*message)
+        self.kept.drop(asked.dropped)
+        if built is not None or asked.of_engine:
+            return Reply(None, None, 0.0)
+        request = self.message.read_request(asked, built)
         output = getattr(self.role, request.method)(*request.args)
+        self.kept.put(asked.key, output.rows)
         rows = None if output.rows is None else output.rows.num_rows
-        return output.rows, Reply(output.report, rows, 0.0)
+        return Reply(output.report, rows, 0.0)
 
 
 class Bare:
-    def same(self, value: Any) -> Any:
+    def same(self, value: Any, after_s: float = 0.0) -> Any:
+        time.sleep(after_s)
         return value
 
 
@@ -127,38 +136,79 @@ class Measured(PpoTrainer):
     """Notes the CPU seconds of each iteration, and of as many bare calls after it."""
 
     def prepare(self, bare: list[Any], ray: Any) -> None:
+        from mindspeed_rlxf.cluster.ray import pool
+
         self.bare, self.ray = bare, ray
+        self.module = SimpleNamespace(make_messages=pool.make_messages, gather=pool.gather)
         self.cpu: list[float] = []
         self.bare_cpu: list[float] = []
+        self.main_cpu: list[float] = []  # of it in the main thread
+        self.bare_main: list[float] = []
+        self.spread_cpu: list[float] = []  # of bare calls whose answers come one by one
         self.num_calls = self.num_phases = 0  # of the iteration under way
-        pool = self.actor.train.pool
-        submit = pool.submit
+        self.num_replies = self.bytes_out = self.bytes_in = 0
 
-        def counted(requests: Any, first_rank: int = 0) -> Any:
-            self.num_phases += 1
-            self.num_calls += len(requests)
-            return submit(requests, first_rank)
+    def count_out(self, requests: Any, *arguments: Any) -> list[tuple[Any, ...]]:
+        """Make the messages of a phase, and count them; of the first iteration also the bytes."""
+        messages = self.module.make_messages(requests, *arguments)
+        self.num_phases += 1
+        self.num_calls += len(messages)
+        if not self.cpu:
+            self.bytes_out += sum(len(self.ray.cloudpickle.dumps(each)) for each in messages)
+        return messages
 
-        pool.submit = counted
+    def count_in(self, tasks: Any, timeout_s: float) -> list[Reply]:
+        replies = self.module.gather(tasks, timeout_s)
+        self.num_replies += len(replies)
+        if not self.cpu:
+            self.bytes_in += sum(len(self.ray.cloudpickle.dumps(each)) for each in replies)
+        return replies
 
     def _finish(self, *arguments: Any) -> None:
         super()._finish(*arguments)
-        self.cpu.append((cpu_s() - self._began) / self.num_calls)
-        self._bare_calls()
-        self.phases, self.messages = self.num_phases, self.num_calls
-        self.num_phases = self.num_calls = 0
+        self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
+        self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
+        self._bare_calls(arguments[-1] / self.num_phases)
+        asked = self.num_phases * self.actor.train.pool.world_size
+        self.facts = {
+            "phases": self.num_phases,
+            "messages": self.num_calls + self.num_replies,
+            "messages_per_worker_and_phase": (self.num_calls + self.num_replies) / asked,
+            "bytes_of_request": self.bytes_out // asked,
+            "bytes_of_reply": self.bytes_in // asked,
+        }
+        self.num_phases = self.num_calls = self.num_replies = 0
 
-    def _bare_calls(self) -> None:
-        began, size = cpu_s(), self.actor.train.pool.world_size
+    def _bare_calls(self, phase_s: float) -> None:
+        """Make the calls of an iteration on bare actors, whose answers come at once.
+
+        Then, two iterations long, calls whose answers come evenly over the time of a phase, as
+        those of workers do: Ray's threads wake for each of them.
+        """
+        size = self.actor.train.pool.world_size
+        count, actors = self.num_phases * size, self.bare
+        began, main = cpu_s(), time.thread_time()
         for _ in range(self.num_phases):
-            refs = [self.bare[i % len(self.bare)].same.remote(i) for i in range(size)]
-            self.ray.get(refs)
-        self.bare_cpu.append((cpu_s() - began) / (self.num_phases * size))
-        self._began = cpu_s()
+            self.ray.get([actors[i % len(actors)].same.remote(i) for i in range(size)])
+        self.bare_cpu.append((cpu_s() - began) / count)
+        self.bare_main.append((time.thread_time() - main) / count)
+        if len(actors) == size and self.iteration > WARM and len(self.spread_cpu) < 2:
+            began = cpu_s()
+            for _ in range(self.num_phases):
+                after_s = [phase_s * i / size for i in range(size)]
+                self.ray.get([a.same.remote(0, s) for a, s in zip(actors, after_s, strict=True)])
+            self.spread_cpu.append((cpu_s() - began) / count)
+        self._began = cpu_s(), time.thread_time()
 
     def fit(self) -> None:
-        self._began = cpu_s()
-        super().fit()
+        from mindspeed_rlxf.cluster.ray import pool
+
+        self._began = cpu_s(), time.thread_time()
+        with (
+            patch.object(pool, "make_messages", self.count_out),
+            patch.object(pool, "gather", self.count_in),
+        ):
+            super().fit()
 
 
 def main() -> None:
@@ -174,7 +224,7 @@ def main() -> None:
     began = time.monotonic()
     runtime = RayRuntime(
         DeviceConfig(kind=DeviceKind.CPU),
-        RuntimeConfig(timeout_s=300.0, start_timeout_s=280.0, address="local"),
+        RuntimeConfig(timeout_s=300.0, start_timeout_s=580.0, address="local"),
         max(arguments.workers, 1),
         log_dir=Path(tempfile.mkdtemp()),
     )
@@ -184,9 +234,11 @@ def main() -> None:
             began = time.monotonic()
             pool = runtime.create_pools({"main": [arguments.workers]})["main"]
             found["workers_start_s"] = round(time.monotonic() - began, 1)
+            found["worker_memory_mib"] = memory_mib(pool)
             for length in arguments.lengths:
                 found[f"workers_{length}_tokens"] = measure(pool, length, arguments)
             pool.shutdown()
+        freeze_imports()  # as `create_pools` does
         for length in arguments.lengths if arguments.stand_ins else ():
             pool = stand_in_pool(runtime, arguments.stand_ins, length)
             found[f"stand_ins_{length}_tokens"] = measure(pool, length, arguments)
@@ -208,7 +260,7 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
     many = ray.remote(num_cpus=0)(ManyRanks)
     run = many.options(max_concurrency=1)
     processes = [run.remote(length) for _ in range(-(-size // RANKS_PER_PROCESS))]
-    actors = tuple(TwoReturns(processes[rank // RANKS_PER_PROCESS]) for rank in range(size))
+    actors = tuple(processes[rank // RANKS_PER_PROCESS] for rank in range(size))
     places = tuple(Place("host", "127.0.0.1", 0, ()) for _ in range(size))
     workers = RayWorkers((size,), None, actors, places)
     setups = [
@@ -220,19 +272,20 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
     return pool
 
 
+def memory_mib(pool: Any) -> int:
+    """Return the median memory of a worker, pages that it shares divided among their users."""
+    found = []
+    for place in pool.workers.places:
+        lines = Path(f"/proc/{place.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        found.append(int(next(line for line in lines if line.startswith("Pss:")).split()[1]))
+    return int(statistics.median(found)) // 1024
+
+
 def end_stand_ins(pool: Any) -> None:
     import ray
 
-    for process in {id(each.actor): each.actor for each in pool.workers.actors}.values():
+    for process in set(pool.workers.actors):
         ray.kill(process)
-
-
-class TwoReturns:
-    """The handle of a stand-in's process, with the two returns of a worker's method."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self.run_request = actor.run_request.options(num_returns=2)
 
 
 def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -245,27 +298,40 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         built_s = time.monotonic() - began
         with contextlib.redirect_stdout(sys.stderr):  # the recorder keeps it
             trainer = make_trainer(config, roles)
-        actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(min(8, pool.world_size))]
+        processes = len(set(pool.workers.actors))
+        actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(processes)]
         ray.get([actor.same.remote(0) for actor in actors])
         trainer.prepare(actors, ray)
         if arguments.profile:
             profiled(trainer)
         else:
             trainer.fit()
+        idle = idle_share()
         for actor in actors:
             ray.kill(actor)
-        del pool.submit  # the count
     per_call = statistics.median(trainer.cpu[WARM:])
     bare = statistics.median(trainer.bare_cpu[WARM:])
+    spread = statistics.median(trainer.spread_cpu) if trainer.spread_cpu else None
     return {
-        "phases": trainer.phases,
-        "messages": trainer.messages,
+        **trainer.facts,
         "cpu_ms_per_worker_and_phase": round(per_call * 1e3, 3),
+        "of_it_main_thread_ms": round(statistics.median(trainer.main_cpu[WARM:]) * 1e3, 3),
         "bare_call_cpu_ms": round(bare * 1e3, 3),
+        "of_it_bare_main_thread_ms": round(statistics.median(trainer.bare_main[WARM:]) * 1e3, 3),
         "ratio_to_bare_call": round(per_call / bare, 2),
+        "spread_bare_call_cpu_ms": spread and round(spread * 1e3, 3),
+        "ratio_to_spread_bare_call": spread and round(per_call / spread, 2),
+        "idle_cpu_ms_per_s": round(idle * 1e3, 1),
         "driver_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "build_s": round(built_s, 1),
     }
+
+
+def idle_share(seconds: float = 3.0) -> float:
+    """Return the CPU seconds per second of a driver that does nothing: those of Ray's threads."""
+    began = cpu_s()
+    time.sleep(seconds)
+    return (cpu_s() - began) / seconds
 
 
 def profiled(trainer: Measured) -> None:
@@ -279,8 +345,6 @@ def profiled(trainer: Measured) -> None:
 
 def stand_in_roles(config: RunConfig, pool: Any, length: int) -> RoleGroups:
     """The groups of a run, built of stand-ins."""
-    from unittest.mock import patch
-
     from mindspeed_rlxf.cluster import group
 
     build = group.RoleGroup.build

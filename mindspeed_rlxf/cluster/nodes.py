@@ -165,6 +165,7 @@ class Place:
     pid: int = 0
     node: str = ""  # its id in Ray
     oom_kills: int = 0  # of the host, for lack of memory, before the process started
+    process: str = ""  # the name under which the other workers find it
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:

@@ -41,7 +41,7 @@ class RowsRef:
     pieces: tuple[Piece, ...]
     selection: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         if self.selection is not None:
             return len(self.selection)
@@ -93,6 +93,8 @@ class RowsRef:
         if n == 1:
             return [self]
         size = self.num_rows // n
+        if self.selection is None and all(piece.num_rows == size for piece in self.pieces):
+            return [RowsRef((piece,)) for piece in self.pieces]  # as its replicas returned them
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:

@@ -216,10 +216,18 @@ class WorkerProcess:
         residency.forget()
         gc.collect()
         worlds.leave()
-        if not gc.get_freeze_count():
-            # Freeze the imports: a collection over them takes a second. Only once: objects that a
-            # frame still holds, such as a role's groups with their threads, would stay.
-            gc.freeze()
+        freeze_imports()
+
+
+def freeze_imports() -> None:
+    """Take what is imported out of garbage collections, which last longer than a phase over it.
+
+    Only once in a process: objects that a frame still holds, such as a role's groups with their
+    threads, would stay.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:

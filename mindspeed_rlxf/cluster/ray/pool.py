@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,7 +20,9 @@ from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
-from mindspeed_rlxf.cluster.ray.wait import RayHandle, fetch_rows, find_missing, gather
+from mindspeed_rlxf.cluster.ray.message import Message, make_messages, read_request
+from mindspeed_rlxf.cluster.ray.rows import CallRows, RayHandle, WorkerRows, find_missing
+from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.witness import Watched, oom_kills
 from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
@@ -29,12 +34,19 @@ if TYPE_CHECKING:
 RESET_S = 3.0  # for the last calls of an ended pool, whose processes are kept
 
 
+READERS = 16  # calls of other workers that a worker answers at the same time
+_keys = itertools.count()  # of the rows of calls, unique in this driver
+
+
 class RayWorker(WorkerProcess):
-    """The actor class. Errors are returned, not raised, so that Ray does not report them too."""
+    """The actor class. Errors are returned, not raised, so that Ray does not report them too.
+
+    One thread runs everything but `give_rows`, which answers while a role computes.
+    """
 
     def __init__(self) -> None:
-        self._timeout_s = 0.0
-        super().__init__(lambda handles: fetch_rows(handles, self._timeout_s))
+        self._rows = WorkerRows()
+        super().__init__(self._rows.fetch_rows)
 
     def place(self, entry: int) -> Place:
         """Return where this process runs: host, devices, pid, and entry of its pool."""
@@ -43,7 +55,8 @@ class RayWorker(WorkerProcess):
         devices = tuple(int(i) for i in ids if i.isdigit())
         ip = ray.util.get_node_ip_address()
         node, kills = context.get_node_id(), oom_kills()
-        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills)
+        name = self._rows.process = context.get_actor_name() or ""
+        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills, name)
 
     def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
@@ -53,20 +66,42 @@ class RayWorker(WorkerProcess):
         secrets: environment variables hidden from Ray
         """
         os.environ.update(secrets)
-        self._timeout_s = setup.collective_timeout_s
+        self._rows.timeout_s = setup.collective_timeout_s
         try:
             self.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
             return worker_error(error, setup.pool, setup.rank, "start")
         return None
 
-    @ray.method(num_returns=2)
-    def run_request(self, request: Request) -> tuple[Any, Any]:
-        """Run a request; return (rows, reply), or the WorkerError in place of both."""
+    def run_request(self, message: list[Any], built: Any = None) -> Reply | WorkerError:
+        """Run a request and keep its rows; return the reply, or the WorkerError in its place.
+
+        message, built: of `make_messages`
+        """
+        asked = Message(*message)
+        self._rows.kept.drop(asked.dropped)
         try:
-            return self.run(request)
+            rows, reply = self.run(read_request(asked, built))
         except WorkerError as error:
-            return error, error
+            self._rows.kept.put(asked.key, error)
+            return error
+        self._rows.kept.put(asked.key, rows)
+        return reply
+
+    @ray.method(concurrency_group="rows")
+    def give_rows(self, keys: Sequence[int]) -> dict[int, Any]:
+        """Give other workers the rows of these keys, as `WorkerRows.give`."""
+        return self._rows.give(keys)
+
+    def reset(self) -> None:
+        self._rows.clear()
+        super().reset()
+
+
+def start_worker(options: Mapping[str, Any]) -> Any:
+    """Start a worker process; other workers find it by its name. options: of a Ray actor"""
+    factory = ray.remote(concurrency_groups={"rows": READERS})(RayWorker)
+    return factory.options(name=uuid.uuid4().hex, **options).remote()
 
 
 def assigned_device(kind: DeviceKind) -> str | None:
@@ -102,19 +137,16 @@ class RayWorkers:
 
 
 class RayCall:
-    """A method under way. Its requests are kept until it ends, to explain a timeout."""
+    """A method under way on ranks of a pool, from `first_rank` on."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        refs: Sequence[Any],
-        origins: Sequence[Origin],
-        pool: RayPool,
-    ) -> None:
-        rows, replies = zip(*refs, strict=True)
-        self.handles = [RayHandle(r, o) for r, o in zip(rows, origins, strict=True)]
-        self._tasks = list(zip(replies, origins, strict=True))
-        self._requests, self._pool = list(requests), pool
+    def __init__(self, pool: RayPool, origins: Sequence[Origin], refs: list[Any], key: int) -> None:
+        """refs: of the replies; key: of the rows"""
+        self._pool, self._origins, self._key = pool, origins, key
+        self._rows = CallRows(pool, key, origins[0].rank, refs)
+
+    @cached_property
+    def handles(self) -> list[RayHandle]:
+        return [RayHandle(self._rows, origin) for origin in self._origins]
 
     def wait(self) -> list[Reply]:
         """Wait for the replies of all ranks.
@@ -122,23 +154,24 @@ class RayCall:
         Raises WorkerError, or RuntimeTimeout with their states.
         """
         deadlines, started = self._pool.deadlines, time.monotonic()
+        requests = self._pool.under_way[self._key]
+        tasks = list(zip(self._rows.replies, self._origins, strict=True))
         try:
-            replies = gather(self._tasks, deadlines.seconds_for(self._requests))
+            replies: list[Reply] = gather(tasks, deadlines.seconds_for(requests))
         except RuntimeTimeout as error:
             inputs = self._late_inputs(error.missing)
             raise self._pool.owner.explain_timeout(self._pool, error, inputs) from None
         took_s = max(time.monotonic() - started, *(reply.seconds for reply in replies))
-        deadlines.record(self._requests, took_s)
-        self._requests.clear()
+        deadlines.record(requests, took_s)
+        self._rows.replies.clear()
+        del self._pool.under_way[self._key]
         return replies
 
     def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
         """Return the rows that these ranks wait for."""
-        waiting = [
-            request
-            for (_, origin), request in zip(self._tasks, self._requests, strict=True)
-            if origin.rank in ranks
-        ]
+        requests = self._pool.under_way[self._key]
+        both = zip(self._origins, requests, strict=True)
+        waiting = [request for origin, request in both if origin.rank in ranks]
         refs = [ref for request in waiting for ref in find_refs(request.args)]
         return find_missing([piece.handle for ref in refs for piece in ref.pieces])
 
@@ -158,14 +191,39 @@ class RayPool:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
         self.hosts, self.deadlines = hosts, deadlines
         self._setups, self.owner = setups, owner
+        # Requests of calls that have not ended well, which keep the rows that they read.
+        self.under_way: dict[int, Sequence[Request]] = {}
+        self._dropped: list[list[int]] = [[] for _ in workers.actors]  # keys, for the next message
+        self._origins: dict[tuple[str, str], list[Origin]] = {}  # of all ranks, by role and method
+        self._run = [actor.run_request.remote for actor in workers.actors]
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
         """Start each request on its rank, from `first_rank` on, without waiting."""
-        ranks = range(first_rank, first_rank + len(requests))
-        pairs = list(zip(ranks, requests, strict=True))
-        origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]
-        refs = [self.workers.actors[rank].run_request.remote(request) for rank, request in pairs]
-        return RayCall(requests, refs, origins, self)
+        key, ranks = next(_keys), range(first_rank, first_rank + len(requests))
+        self.under_way[key] = requests
+        messages = make_messages(requests, key, [self._take_dropped(rank) for rank in ranks])
+        refs = [self._run[rank](*message) for rank, message in zip(ranks, messages, strict=True)]
+        pairs = zip(ranks, requests, strict=True)
+        origins = [self._all_origins(r.role.value, r.method)[rank] for rank, r in pairs]
+        return RayCall(self, origins, refs, key)
+
+    def drop_rows(self, key: int, ranks: range) -> None:
+        """Let ranks drop the rows of a call with their next message."""
+        for rank in ranks:
+            self._dropped[rank].append(key)
+
+    def _take_dropped(self, rank: int) -> list[int]:
+        held = self._dropped[rank]  # another thread, collecting garbage, may add to it
+        found = held[:]
+        del held[: len(found)]
+        return found
+
+    def _all_origins(self, role: str, phase: str) -> list[Origin]:
+        """Return the origins of a call on all ranks, which are made once."""
+        if (role, phase) not in self._origins:
+            ranks = range(self.world_size)
+            self._origins[role, phase] = [self.origin(rank, role, phase) for rank in ranks]
+        return self._origins[role, phase]
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
         host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""

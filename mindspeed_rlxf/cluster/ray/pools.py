@@ -19,8 +19,9 @@ from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
-from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorker, RayWorkers
-from mindspeed_rlxf.cluster.ray.wait import RayHandle, gather
+from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorkers, start_worker
+from mindspeed_rlxf.cluster.ray.rows import RayHandle
+from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.witness import (
     Sighting,
     copy_logs,
@@ -212,8 +213,8 @@ class RayPools:
         found = []
         for bundle, count in enumerate(shape):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            factory = ray.remote(RayWorker).options(scheduling_strategy=strategy, **wants)
-            found += [(bundle, factory.remote()) for _ in range(count)]
+            options = {"scheduling_strategy": strategy, **wants}
+            found += [(bundle, start_worker(options)) for _ in range(count)]
         return found
 
     def _join_worlds(

@@ -83,7 +83,11 @@ class RayRuntime:
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
         """
-        return dict(self.pools.create(processes_per_node, parts or {}))
+        from mindspeed_rlxf.cluster.worker import freeze_imports
+
+        pools: dict[str, Pool] = dict(self.pools.create(processes_per_node, parts or {}))
+        freeze_imports()
+        return pools
 
     def explain_death(self, error: WorkerError) -> WorkerError:
         """Return the error with the host's findings; copy the logs of other hosts to this one."""

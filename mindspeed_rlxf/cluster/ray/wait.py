@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import (
     OutOfMemoryError,
+    OwnerDiedError,
     RayActorError,
     RayError,
     RayTaskError,
 )
 
 from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.data.batch import Rows
 
 # How long to wait for the first failure after a lost connection was reported.
 FIRST_CAUSE_S = 5.0
+KILLED = "killed, crashed or out of memory"
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two polls of running calls
-
-
-@dataclass(frozen=True)
-class RayHandle:
-    """Rows in the object store, and the rank that makes them."""
-
-    ref: Any  # ObjectRef of Rows, None or WorkerError
-    origin: Origin
-
-    def __repr__(self) -> str:
-        return self.origin.rows
 
 
 def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
@@ -61,31 +50,6 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
         if failed:
             raise _find_first_cause(failed, waiting, origins)
     return [values[ref] for ref, _ in tasks]
-
-
-def fetch_rows(handles: Sequence[RayHandle], timeout_s: float) -> list[Rows]:
-    """Fetch the rows of other workers. Raises a failed rank's WorkerError, or TimeoutError."""
-    refs = [handle.ref for handle in handles]
-    ready, missing = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-    origins = {handle.ref: handle.origin for handle in handles}
-    if missing:
-        late = ", ".join(repr(handle) for handle in handles if handle.ref in set(missing))
-        raise TimeoutError(f"{late} did not arrive within {timeout_s:g} s")
-    values = _read(ready, origins)
-    for value in values.values():
-        if isinstance(value, WorkerError):
-            raise value
-    return [values[ref] for ref in refs]
-
-
-def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
-    """Return the handles whose rows do not exist yet."""
-    if not handles:
-        return []
-    by_ref = {handle.ref: handle for handle in handles}
-    unique = list(by_ref)
-    _, missing = ray.wait(unique, num_returns=len(unique), timeout=0, fetch_local=False)
-    return [by_ref[ref] for ref in missing]
 
 
 def _wait_for_all(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
@@ -122,11 +86,14 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     """Make a WorkerError with a one-line cause of an error of Ray."""
     cause = describe_end(error)
-    if not cause.startswith(DIED):
-        return origin.error(cause)
+    return died(origin, cause, str(error)) if cause.startswith(DIED) else origin.error(cause)
+
+
+def died(origin: Origin, cause: str, details: str = "") -> WorkerError:
+    """Make the error of a process that died. cause: begins with DIED; details: for the log"""
     if origin.log:
         cause += f"; its last output is in {origin.log}"
-    return origin.error(cause, remote_traceback=str(error))
+    return origin.error(cause, remote_traceback=details)
 
 
 def describe_end(error: RayError) -> str:
@@ -135,11 +102,11 @@ def describe_end(error: RayError) -> str:
     if isinstance(error, RayTaskError):
         cause = error.cause
         return f"{type(cause).__name__}: {cause}" if cause else text
-    if not isinstance(error, (RayActorError, OutOfMemoryError)):
+    if not isinstance(error, (RayActorError, OutOfMemoryError, OwnerDiedError)):
         return f"its result was lost ({type(error).__name__})"
     if "creation task" in text:  # the process is alive, our actor class could not be made in it
         return text.strip().splitlines()[-1]
-    reason = "killed, crashed or out of memory"
+    reason = KILLED
     if isinstance(error, OutOfMemoryError) or "low on memory" in text:
         reason = "killed by Ray because its host ran out of memory"
     elif "node has died" in text or "raylet" in text.lower():

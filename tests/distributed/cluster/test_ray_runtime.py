@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -115,6 +116,50 @@ def test_a_consumer_starts_when_its_own_rows_are_there(make_pools: MakePools) ->
     (reply,) = consumer.call(StandIn.make, made.rows().take([0, 1])).replies()
     late = made.replies()[1]
     assert reply.started < late.started + late.seconds - 0.3
+
+
+def test_large_rows_reach_readers_that_wait_for_long_and_their_own_rank(
+    make_pools: MakePools,
+) -> None:
+    """Readers ask again after a second; the first answer moves the rows to shared memory."""
+    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
+    numbers = Numbers(torch.arange(20_000))  # 160 kB
+    rows = producer.call(StandIn.make_late, Sharded([numbers]), 1.3).rows()
+    halves = consumer.call(StandIn.read, rows).result()
+    assert [n for half in halves for n in half.numbers] == list(range(20_000))
+    own = producer.call(StandIn.read, rows.take([19_999, 0])).result()
+    assert own[0].numbers == [19_999, 0]
+
+
+def test_collections_of_the_driver_leave_its_imports_alone(make_pools: MakePools) -> None:
+    make_pools(1)
+    assert gc.get_freeze_count() > 100_000
+
+
+def test_ranks_drop_rows_that_nothing_refers_to_with_their_next_message(
+    make_pools: MakePools,
+) -> None:
+    import ray
+
+    (pool,) = make_pools(2)
+    group = build(pool)
+
+    def count_kept() -> list[int]:
+        found: list[int] = ray.get([a.__ray_call__.remote(count) for a in pool.workers.actors])
+        return found
+
+    group.call(StandIn.rank).result()
+    before = count_kept()
+    rows = [make_rows(group, 2) for _ in range(3)]
+    assert group.call(StandIn.read, rows[0].take([0, 1])).result()
+    assert [n - b for n, b in zip(count_kept(), before, strict=True)] == [3, 3]
+    del rows
+    group.call(StandIn.rank).result()
+    assert count_kept() == before
+
+
+def count(worker: Any) -> int:
+    return len(worker._rows.kept)
 
 
 def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(

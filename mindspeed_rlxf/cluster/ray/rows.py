@@ -1,0 +1,190 @@
+"""References to rows that stay in the worker that made them, and the way to them.
+
+The driver only names rows. A worker reads its own rows from its memory and asks the others' workers
+for theirs, so that neither rows nor their bookkeeping pass through the driver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError
+from mindspeed_rlxf.cluster.kept_rows import KeptRows, Outcome, copy_rows, count_bytes
+from mindspeed_rlxf.cluster.ray.wait import KILLED, as_worker_error, died
+from mindspeed_rlxf.data.batch import Rows
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.cluster.ray.pool import RayPool
+
+ASK_S = 1.0  # longest that a process holds back its answer for rows that it is still making
+SHARED_BYTES = 64 * 1024  # larger rows go through the shared memory of hosts, once for all readers
+
+
+@dataclass(frozen=True)
+class KeptHandle:
+    """Rows as a worker finds them.
+
+    process: name of the actor that keeps them
+    key:     there
+    """
+
+    process: str
+    key: int
+    origin: Origin
+
+    def __repr__(self) -> str:
+        return self.origin.rows
+
+
+class CallRows:
+    """The rows of one call, for the driver. Ranks drop them when nothing refers to this object.
+
+    replies: by rank from `first_rank` on; empty once all ranks have replied
+    """
+
+    def __init__(self, pool: RayPool, key: int, first_rank: int, replies: list[Any]) -> None:
+        self.pool, self.key, self.first_rank, self.replies = pool, key, first_rank, replies
+        self._size = len(replies)
+
+    def __del__(self) -> None:
+        self.pool.drop_rows(self.key, range(self.first_rank, self.first_rank + self._size))
+
+
+class RayHandle:
+    """The rows of one rank, for the driver; equal only to itself. Pickled, it is a KeptHandle."""
+
+    def __init__(self, call: CallRows, origin: Origin) -> None:
+        self.call, self.origin = call, origin
+
+    @cached_property
+    def place(self) -> tuple[Any, ...]:
+        """Process, key and the fields of the origin, as plain values."""
+        process, o = self.call.pool.workers.places[self.origin.rank].process, self.origin
+        return process, self.call.key, o.role, o.rank, o.host, o.phase, o.log, o.pool
+
+    def __reduce__(self) -> tuple[type[KeptHandle], tuple[str, int, Origin]]:
+        process, key, *_ = self.place
+        return KeptHandle, (process, key, self.origin)
+
+    def __repr__(self) -> str:
+        return self.origin.rows
+
+
+def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
+    """Return the handles whose rows do not exist yet."""
+    late = {}
+    for handle in handles:
+        if handle.call.replies:
+            late[handle.call.replies[handle.origin.rank - handle.call.first_rank]] = handle
+    if not late:
+        return []
+    refs = list(late)
+    _, missing = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+    return [late[ref] for ref in missing]
+
+
+class WorkerRows:
+    """The rows of this worker process, and those that it reads of others."""
+
+    def __init__(self) -> None:
+        self.kept, self.timeout_s = KeptRows(), 0.0
+        self.process = ""  # the name of this actor
+        self._actors: dict[str, Any] = {}
+
+    def clear(self) -> None:
+        self.kept.clear()
+        self._actors.clear()
+
+    def give(self, keys: Sequence[int]) -> dict[int, Any]:
+        """Return what these keys have, after a while without those that have nothing yet.
+
+        Large rows are an ObjectRef.
+        """
+        found = self.kept.wait_for(keys, ASK_S)
+        return {key: self._share(key, outcome) for key, outcome in found.items()}
+
+    def _share(self, key: int, outcome: Outcome) -> Any:
+        """Move large rows to shared memory; return the reference to them, or the outcome."""
+        if not isinstance(outcome, Rows) or count_bytes(outcome) < SHARED_BYTES:
+            return outcome
+        ref = ray.put(outcome)
+        self.kept.replace(key, ref)
+        return ref
+
+    def fetch_rows(self, handles: Sequence[KeptHandle]) -> list[Any]:
+        """Return the rows of these handles, in order.
+
+        Raises a failed rank's WorkerError, or TimeoutError.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        waiting = _by_process(handles)
+        values: dict[KeptHandle, Any] = {}
+        for handle in waiting.pop(self.process, []):
+            values[handle] = self._read_own(handle)
+        while waiting:
+            values |= self._ask(waiting, deadline)
+            left = {p: [h for h in found if h not in values] for p, found in waiting.items()}
+            waiting = {process: found for process, found in left.items() if found}
+            if waiting and time.monotonic() >= deadline:
+                late = ", ".join(repr(h) for h in handles if h not in values)
+                raise TimeoutError(f"{late} did not arrive within {self.timeout_s:g} s")
+        for value in values.values():
+            if isinstance(value, WorkerError):
+                raise value
+        return [values[handle] for handle in handles]
+
+    def _read_own(self, handle: KeptHandle) -> Outcome:
+        """Read an outcome of this process; calls run in order, so it exists."""
+        outcomes = self.kept.wait_for([handle.key], 0.0)
+        assert handle.key in outcomes, f"{handle} were dropped before they were read"
+        outcome = outcomes[handle.key]
+        if isinstance(outcome, ray.ObjectRef):
+            return ray.get(outcome)
+        return copy_rows(outcome) if isinstance(outcome, Rows) else outcome
+
+    def _ask(
+        self, waiting: dict[str, list[KeptHandle]], deadline: float
+    ) -> dict[KeptHandle, Outcome]:
+        """Ask each process once for its rows; return the outcomes that exist."""
+        values: dict[KeptHandle, Any] = {}
+        asked: dict[Any, list[KeptHandle]] = {}
+        for process, handles in waiting.items():
+            try:
+                actor = self._actors.get(process) or ray.get_actor(process)
+            except ValueError:  # Ray has forgotten it
+                values |= {h: died(h.origin, f"{DIED} ({KILLED})") for h in handles}
+                continue
+            self._actors[process] = actor
+            asked[actor.give_rows.remote([h.key for h in handles])] = handles
+        if not asked:
+            return values
+        left_s = max(deadline - time.monotonic(), 0)
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left_s)
+        for ref in ready:
+            values |= _read_answer(ref, asked[ref])
+        return values
+
+
+def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
+    found: dict[str, list[KeptHandle]] = {}
+    for handle in dict.fromkeys(handles):
+        found.setdefault(handle.process, []).append(handle)
+    return found
+
+
+def _read_answer(ref: Any, handles: Sequence[KeptHandle]) -> dict[KeptHandle, Any]:
+    """Return what a process answered; where it is lost, the error of each rank's rows."""
+    try:
+        answer = ray.get(ref)
+        shared = {key: each for key, each in answer.items() if isinstance(each, ray.ObjectRef)}
+        answer |= dict(zip(shared, ray.get(list(shared.values())), strict=True))
+    except RayError as error:
+        return {handle: as_worker_error(error, handle.origin) for handle in handles}
+    return {handle: answer[handle.key] for handle in handles if handle.key in answer}
