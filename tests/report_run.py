@@ -13,8 +13,11 @@ from mindspeed_rlxf.reporting.timeline import Span, Timeline
 
 CONFIG = """\
 training: {{train_iters: {iterations}, run_name: {name}}}
-actor_rollout: {{lr: {lr}}}
-validation: {{best_metric: score}}
+actor_rollout: {{lr: {lr}, model: tiny, load: models/sft, do_sample: true, temperature: 0.7}}
+validation: {{best_metric: score, do_sample: false, temperature: 1.0}}
+algorithm: {{adv_estimator: gae, kl_ctrl: {{type: fixed, target_kl: 6.0}}}}
+logging: {{samples: 4}}
+placement: {{actor_rollout: main, critic: main}}
 """
 PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 EVIL = "</script><img src=x onerror=\"window.hacked='yes'\">\u202egnp.exe\x1b[31m\x00 \ud800"
@@ -30,7 +33,9 @@ def metrics_of(iteration: int, rise: float = 0.5) -> dict[str, float]:
         "critic/score/mean": score, "critic/score/max": 1.0, "critic/score/min": 0.0,
         "critic/kl": 0.15 * grown + abs(wave), "actor/entropy": 0.6 - 0.4 * grown,
         "response_length/mean": 40.0 + wave, "actor/lr": 1e-5, "actor/pg_loss": wave,
-        "actor/grad_norm": 1.0 + wave, "critic/vf_loss": 0.2 - 0.1 * grown,
+        "actor/grad_norm": 1.0 + wave, "critic/grad_norm": 1.0 + wave,
+        "train/sums/score": score + 0.01, "actor/pg_clipfrac": 0.0,
+        "slowest_rank/gen": float(iteration % 2), "critic/vf_loss": 0.2 - 0.1 * grown,
         "throughput/tokens_per_s": 900.0, "timing/all": 2.0 + wave,
         **{f"timing/{phase}": 0.25 + wave / 10 for phase in PHASES},
     }  # fmt: skip

@@ -173,8 +173,8 @@ def measure_falling_validation(history: History) -> Reading | None:
     best, now = max(everything), validated[-1]
     large = best - now >= FALL * max(best - min(everything), abs(best))
     text = (
-        f"the validation score fell from {validated[0]:.3g} to {now:.3g} over three validations, "
-        f"while the score of training rose from {trained[0]:.3g} to {trained[-1]:.3g}"
+        f"the validation score went from {validated[0]:.3g} to {now:.3g} over three validations, "
+        f"the score of training from {trained[0]:.3g} to {trained[-1]:.3g}"
     )
     return Reading(falls and large and trained[-1] > trained[0], VALIDATION, now, text)
 
@@ -237,8 +237,12 @@ def measure_lagging_rank(history: History) -> Reading | None:
     rank, skews = history.lagging[phase]
     value = statistics.fmean(skews) if skews else 0.0
     text = (
-        f"rank {rank} was the slowest of {phase} in {len(skews)} iterations in a row, "
-        f"{value:.0%} over the mean of ranks"
+        "no rank is the slowest of a long phase by far"
+        if not skews
+        else (
+            f"rank {rank} was the slowest of {phase} in {len(skews)} iterations in a row, "
+            f"{value:.0%} over the mean of ranks"
+        )
     )
     return Reading(len(skews) >= LAG_ITERATIONS, f"skew/{phase}", value, text)
 
@@ -283,12 +287,38 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
 }
 
 
+LIMITS: dict[HealthRule, str] = {
+    HealthRule.ENTROPY_COLLAPSE: f"mean entropy of 5 iterations under {LOW_ENTROPY:g} nats and "
+    f"under {ENTROPY_SHARE:.0%} of the first {BASELINE}",
+    HealthRule.KL_RUNAWAY: "KL to the reference over {kl_limit:g} nats per token in 3 iterations "
+    "in a row",
+    HealthRule.VALIDATION_FALLS: f"3 validations in a row get worse, by {FALL:.0%} of their range "
+    "or more, while training scores rise",
+    HealthRule.ALL_CUT: f"{CUT_SHARE:.0%} of the responses of 5 iterations cut at the limit",
+    HealthRule.CRITIC_EXPLAINS_NOTHING: "median explained variance of "
+    f"{CRITIC_ITERATIONS} iterations below 0",
+    HealthRule.EQUAL_SCORES: f"{EQUAL_SHARE:.0%} of the prompts of 5 iterations with responses "
+    "that all score the same",
+    HealthRule.LOG_PROB_GAP: f"median gap of 3 iterations over {GAP_LIMIT:g} nats, or over "
+    f"{GAP_FLOOR:g} and {GAP_GROWTH:g} times the first",
+    HealthRule.LAGGING_RANK: f"the same rank is slowest of a phase in {LAG_ITERATIONS} iterations "
+    f"in a row, each time by {SKEW_LIMIT:.0%}, where the phase takes {LAG_SHARE:.0%} of the time",
+}
+"""Rule -> what it finds, with its limits, in words; `{kl_limit}` stands for that of the run."""
+
+
+def runaway_limit(adapts: bool, target: float) -> float:
+    """Return the KL per token that is a runaway: the usual limit, or twice a larger target."""
+    return max(KL_LIMIT, 2.0 * target) if adapts else KL_LIMIT
+
+
 class Health:
     """Checks iterations by all rules, and remembers the illnesses that have begun."""
 
     def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
         """stop_on: rules whose finding ends the run; kl_limit: nats per token"""
         self.active: dict[str, Finding] = {}
+        self.readings: dict[HealthRule, Reading] = {}  # the last of each rule that has measured
         self._stop_on, self._history = tuple(stop_on), History()
         self._clear: dict[str, int] = {}
         self._rules = dict(RULES)
@@ -304,7 +334,10 @@ class Health:
         found = []
         for rule, (measure, remedy) in self._rules.items():
             reading = measure(self._history)
-            if reading is not None and (finding := self._follow(iteration, rule, reading, remedy)):
+            if reading is None:
+                continue
+            self.readings[rule] = reading
+            if finding := self._follow(iteration, rule, reading, remedy):
                 found.append(finding)
         return found
 

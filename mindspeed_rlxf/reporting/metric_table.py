@@ -90,8 +90,8 @@ CRITIC = (
     Metric("critic/lr", "", "learning rate of the critic in this iteration"),
     Metric("critic/skipped_steps", "steps", "optimizer steps left out because of NaN or inf",
            (0.0, 0.0), "look for the first sample that logs/driver.log names"),
-    Metric("critic/kl", "nats", "KL to the reference by algorithm.kl_penalty, mean over samples "
-           "of the mean over tokens", (None, 1.0),
+    Metric("critic/kl", "nats per token", "KL to the reference by algorithm.kl_penalty, mean "
+           "over samples of the mean over tokens", (None, 1.0),
            "raise algorithm.kl_ctrl.kl_coef or lower actor_rollout.lr"),
     Metric("critic/kl_coeff", "", "coefficient of the KL penalty in this iteration"),
     *_spread("critic/score", "", "score of a response, penalties included"),
@@ -133,6 +133,7 @@ SAMPLES = (
            "algorithm.max_log_prob_gap stops the run there"),
     *_spread("rollout/is_weight", "", "weight of a token by algorithm.rollout_is_threshold"),
     Metric("val/<data_source>/score", "", "mean score of the validation prompts of this source"),
+    Metric("val/<data_source>/response_length", "tokens", "mean length of the responses"),
     Metric("val/<data_source>/<metric>", "", "another metric of validation, see running.md"),
 )  # fmt: skip
 SPEED = (
@@ -191,7 +192,7 @@ def tables() -> str:
     for title, metrics in SECTIONS.items():
         rows = [_row("metric", "unit", "meaning", "healthy", "otherwise"), "|---|---|---|---|---|"]
         rows += [
-            _row(f"`{m.name}`", m.unit, m.meaning, _show(m.healthy), m.remedy) for m in metrics
+            _row(f"`{m.name}`", m.unit, m.meaning, show_range(m.healthy), m.remedy) for m in metrics
         ]
         parts += [f"## {title}", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
@@ -218,7 +219,7 @@ def _named(cells: tuple[str, ...]) -> Iterator[str]:
         )
 
 
-def _show(healthy: Range | None) -> str:
+def show_range(healthy: Range | None) -> str:
     """Show a range: `0 to 0.3`, `at most 1`, `at least 0.02`; empty for None."""
     low, high = healthy or (None, None)
     if low is None:

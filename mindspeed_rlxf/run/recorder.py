@@ -19,7 +19,7 @@ from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.files.safe import make_private_folder, open_file, replace_file
 from mindspeed_rlxf.reporting.console import Console, current
-from mindspeed_rlxf.reporting.health import KL_LIMIT, Finding, Health
+from mindspeed_rlxf.reporting.health import Finding, Health, runaway_limit
 from mindspeed_rlxf.reporting.metrics import (
     HealthWriter,
     LedgerWriter,
@@ -224,10 +224,9 @@ class Recorder:
 
 
 def _kl_limit(config: RunConfig) -> float:
-    """Return the KL per token that is a runaway: the usual limit, or twice a larger target."""
+    """Return the KL per token that is a runaway of this run."""
     control = config.algorithm.kl_ctrl
-    adapts = control.type is KlControl.ADAPTIVE
-    return max(KL_LIMIT, 2.0 * control.target_kl) if adapts else KL_LIMIT
+    return runaway_limit(control.type is KlControl.ADAPTIVE, control.target_kl)
 
 
 def _make_trackers(

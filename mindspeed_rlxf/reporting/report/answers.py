@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rlxf.reporting.report.checks import read_kl_limit
 from mindspeed_rlxf.reporting.report.curves import curve_of
 from mindspeed_rlxf.reporting.report.records import Iteration
 
@@ -90,7 +91,7 @@ def compare_ends(curve: Curve) -> Change | None:
     return Change(statistics.fmean(first), statistics.fmean(last), error, count)
 
 
-def did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
+def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
     """Compare both ends of the validation score, else of the training score."""
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
@@ -112,6 +113,8 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
             f"(means of {change.count} iterations, standard error of the difference "
             f"{_n(change.error)})."
         )
+    if len(sentences) > 1:
+        sentences += _say_sampling(config)
     if not sentences:
         return Answer(question, "too early to say", "Under six iterations and one validation.")
     if not clear:
@@ -119,6 +122,18 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
     if rise > 0:
         return Answer(question, "yes", " ".join(sentences), "good")
     return Answer(question, "no, it got worse", " ".join(sentences), "bad")
+
+
+def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence on how both kinds of responses are drawn, which sets their scores apart."""
+    modes = []
+    for section in ("validation", "actor_rollout"):
+        samples, heat = config.get(f"{section}.do_sample"), config.get(f"{section}.temperature")
+        if samples is None or heat is None:
+            return
+        modes.append(f"at temperature {heat:g}" if samples else "greedily")
+    apart = ", which sets the two apart" if modes[0] != modes[1] else ""
+    yield f"Validation decodes {modes[0]}, training {modes[1]}{apart}."
 
 
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
@@ -133,7 +148,7 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
         sentences.append(
             f"The {name} had half of its rise by iteration {half}, nine tenths by {most}."
         )
-        short = short or f"by iteration {most}"
+        short = short or f"half by {half}, nine tenths by {most}"
     if not sentences:
         return Answer("When?", "no rise to date", "No score rose, or there are too few of them.")
     if len(validated) > 1:
@@ -171,8 +186,8 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
     question = "Which role takes the time?"
     sums = {name: sum(_finite(i.metrics.get(f"timing/{name}")) for i in iterations)
             for names in (*PHASES.values(), ("all",)) for name in names}  # fmt: skip
-    wall = sums["all"] + sums["val"] + sums["save"]
-    if not wall:
+    wall = wall_seconds(iterations)
+    if not sums["all"] + sums["val"] + sums["save"]:
         return Answer(question, "not measured", "No iteration has its time.")
     roles = {role: sum(sums[n] for n in names) for role, names in PHASES.items()}
     order = sorted((r for r in roles if roles[r] > 0), key=lambda r: -roles[r])
@@ -187,11 +202,24 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
     text += f" Then {others}." if others else ""
     if sum(roles.values()) > wall:
         text += " Phases overlap, so that the shares add up to more than 100%."
+    rest = 1.0 - (roles[top] + sum(roles[role] for role in large)) / wall
+    if rest >= 0.005:
+        text += f" The other {rest:.0%}: inputs, transfers, the driver and shorter phases."
     return Answer(question, f"{top}, {roles[top] / wall:.0%}", text)
 
 
-def how_far_from_the_reference(iterations: Sequence[Iteration]) -> Answer:
-    """State the KL to the reference at the end and at its largest."""
+def wall_seconds(iterations: Sequence[Iteration]) -> float:
+    """Return the time of all iterations with their validations and saves."""
+    names = ("timing/val", "timing/save")
+    return sum(
+        sum(_finite(each.metrics.get(n)) for n in names)
+        + (_finite(each.metrics.get("timing/all")) or (each.time_s if each.number else 0.0))
+        for each in iterations
+    )
+
+
+def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
+    """State the KL to the reference at both ends and at its largest, and judge it."""
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:
         return Answer(question, "not measured", "The run has no reference (logging.reference_kl).")
@@ -199,19 +227,21 @@ def how_far_from_the_reference(iterations: Sequence[Iteration]) -> Answer:
     mean, (at, most) = statistics.fmean(v for _, v in last), max(curve, key=lambda p: p[1])
     text = (
         f"KL {_n(mean)} nats per token, mean of the last {len(last)} iterations; "
-        f"{_n(curve[-1][1])} in the last; at most {_n(most)} in iteration {at}."
+        f"{_n(curve[0][1])} in the first, {_n(curve[-1][1])} in the last; "
+        f"largest {_n(most)} in iteration {at}. Healthy: at most {limit:g}."
     )
-    return Answer(question, f"KL {_n(mean)}", text)
+    word, level = ("healthy", "good") if mean <= limit else ("too far", "watch")
+    return Answer(question, f"KL {_n(mean)}, {word}", text, level)
 
 
 def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the answers of the first screen, except the one about health."""
     metric = str(config.get("validation.best_metric", "score"))
     answers = (
-        did_it_learn(iterations, metric),
+        did_it_learn(iterations, metric, config),
         when_did_it_learn(iterations, metric),
         what_takes_the_time(iterations),
-        how_far_from_the_reference(iterations),
+        how_far_from_the_reference(iterations, read_kl_limit(config)),
     )
     return [answer.as_json() for answer in answers]
 

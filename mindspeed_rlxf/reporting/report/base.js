@@ -5,7 +5,7 @@ const LIVE = document.documentElement.dataset.live === 'yes';
 const COLORS = 11;
 
 /** What the user has chosen; it outlives a redraw of a live page. */
-const state = { smoothing: 0.6, log: false, range: false, zoom: null, hidden: new Set(), listeners: new Set() };
+const state = { smoothing: 9, log: false, range: false, zoom: null, hidden: new Set(), listeners: new Set() };
 
 /** Make an element. Texts become text nodes, never markup; `on` has listeners, `data` data-*. */
 function h(tag, props = {}, ...children) {
@@ -33,8 +33,8 @@ function num(value, digits = 4) {
 
 function seconds(s) {
   if (s < 60) return `${num(s, 3)} s`;
-  const minutes = Math.round(s / 60);
-  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const all = Math.round(s), minutes = Math.floor(all / 60);
+  return minutes < 60 ? `${minutes} min ${all % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 function bytes(n) {
@@ -76,6 +76,9 @@ function drawWhenSeen(element, draw) {
 }
 
 const redraw = () => state.listeners.forEach((draw) => draw());
+
+/** A text that may break after a dot, a slash or an underscore, not inside of a word. */
+const breakable = (text) => text.split(/(?<=[._/])/).flatMap((part) => [part, h('wbr')]);
 
 function labelled(text, control) {
   return h('label', {}, text, control);

@@ -1,15 +1,13 @@
 // A chart of lines over iterations: drag or + and - zoom all charts, the arrow keys read values.
 
-const PAD = { left: 52, right: 16, top: 8, bottom: 20 };
+const PAD = { left: 52, right: 16, top: 8, bottom: 34 };
 
-/** Values as an exponential moving average, corrected for its start; null stays a gap. */
-function smooth(ys, weight) {
-  let sum = 0, total = 0;
-  return ys.map((y) => {
+/** Means of `count` neighbours around each value, fewer at the ends; null stays a gap. */
+function smooth(ys, count) {
+  return ys.map((y, i) => {
     if (y === null) return null;
-    sum = sum * weight + y * (1 - weight);
-    total = total * weight + (1 - weight);
-    return sum / total;
+    const side = (count - 1) / 2, near = ys.slice(Math.max(i - side, 0), i + side + 1).filter((v) => v !== null);
+    return near.reduce((a, b) => a + b, 0) / near.length;
   });
 }
 
@@ -36,6 +34,13 @@ function scale(low, high, from, to, log) {
   return (value) => from + ((f(value) - a) / span) * (to - from);
 }
 
+/** A healthy range in words: `0 to 0.5`, `at most 1`. */
+function rangeText([low, high]) {
+  if (low === null) return `at most ${num(high)}`;
+  if (high === null) return `at least ${num(low)}`;
+  return low === high ? num(low) : `${num(low)} to ${num(high)}`;
+}
+
 function extent(values) {
   let low = Infinity, high = -Infinity;
   for (const v of values) if (v !== null && v !== undefined) { low = Math.min(low, v); high = Math.max(high, v); }
@@ -53,6 +58,8 @@ function pathOf(xs, ys) {
   return path;
 }
 
+const KEYS = 'Arrow keys read values, + and - zoom, 0 shows all.';
+
 /** Describe the lines in a sentence for those who do not see them. */
 function sayLines(title, lines) {
   const each = lines.map((line) => {
@@ -62,18 +69,21 @@ function sayLines(title, lines) {
     const [first, last] = [known[0], known[known.length - 1]];
     return `${line.label}: ${num(first[1])} at iteration ${first[0]}, ${num(last[1])} at iteration ${last[0]}, lowest ${num(low)}, highest ${num(high)}`;
   });
-  return `${title}. ${each.join('. ')}. Arrow keys read values, plus and minus zoom, 0 shows all.`;
+  return `${title}. ${each.join('. ')}. ${KEYS}`;
 }
 
 /**
  * Make a chart. lines: [{label, color, x, y, low, high}], low and high (arrays or null) a band.
- * note: a text below the title; healthy: [low, high] with nulls, drawn as dashed lines
+ * meaning, judged, same: texts below the title; remedy: shown on hover; dots: no lines between values
+ * healthy: [low, high] with nulls, drawn as dashed lines
  */
-function lineChart({ title, note, unit, lines, healthy, wide }) {
+function lineChart({ title, meaning, judged, same, remedy, unit, lines, healthy, wide, dots }) {
   const svg = h('svg', { role: 'img', tabindex: '0', 'aria-label': sayLines(title, lines) });
   const readout = h('output', { 'aria-live': 'polite' });
   const card = h('div', { class: wide ? 'card chart wide' : 'card chart' },
-    h('h3', { title: note || false }, title, unit ? h('span', { class: 'soft' }, ` (${unit})`) : null), svg, readout);
+    h('h3', {}, breakable(title), unit ? h('span', { class: 'soft' }, ` (${unit})`) : null),
+    meaning ? h('p', { class: 'soft note' }, meaning) : null, same ? h('p', { class: 'soft note' }, `Same values: ${same.join(', ')}`) : null,
+    healthy ? h('p', { class: 'soft note', title: remedy ? `Otherwise: ${remedy}` : false }, h('span', { class: 'dash' }), `healthy ${rangeText(healthy)}${judged ? `; ${judged}` : ''}`) : null, svg, readout);
   const all = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   let at = null, place = null, drag = null;
 
@@ -85,26 +95,35 @@ function lineChart({ title, note, unit, lines, healthy, wide }) {
     const [x0, x1] = window_();
     const visible = shown().map((line) => {
       const keep = line.x.map((x, i) => i).filter((i) => line.x[i] >= x0 && line.x[i] <= x1);
-      const average = line.y.length > 30 && state.smoothing > 0 ? smooth(line.y, state.smoothing) : null;
+      const average = line.y.length > 30 && state.smoothing > 1 && !dots ? smooth(line.y, state.smoothing) : null;
       const pick = (ys) => (ys ? keep.map((i) => ys[i]) : null), side = (ys) => (state.range ? pick(ys) : null);
       return { ...line, x: pick(line.x), y: pick(line.y), average: pick(average), low: side(line.low), high: side(line.high) };
     });
-    const values = visible.flatMap((v) => [...v.y, ...(v.low || []), ...(v.high || [])]).filter((v) => v !== null);
+    const values = visible.flatMap((v) => [...v.y, ...(v.average || []), ...(v.low || []), ...(v.high || [])]).filter((v) => v !== null);
     svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
-    if (!values.length) { svg.replaceChildren(h('text', { x: width / 2, y: height / 2, 'text-anchor': 'middle' }, 'no finite values')); place = null; return; }
+    if (!values.length) { svg.replaceChildren(h('text', { x: width / 2, y: height / 2, 'text-anchor': 'middle' }, emptyText())); place = null; return; }
     let [low, high] = extent(values);
     const log = state.log && low > 0;
-    if (low === high) { const by = log ? low * 0.1 : Math.abs(low) * 0.1 || 1; low -= by; high += by; } else if (!log) { const by = (high - low) * 0.05; low -= by; high += by; }
+    if (low === 0 && high === 0) high = 1; else if (low === high) { const by = log ? low * 0.1 : Math.abs(low) * 0.1 || 1; low -= by; high += by; } else if (!log) { const by = (high - low) * 0.05; low -= by; high += by; }
     const sx = scale(x0, x1, PAD.left, width - PAD.right, false), sy = scale(low, high, height - PAD.bottom, PAD.top, log);
     place = { sx, sy, x0, x1, width, height, visible };
-    const parts = (log ? logTicks(low, high) : ticks(low, high, 4)).flatMap((t) => [
+    const marked = (log ? logTicks(low, high) : ticks(low, high, 4)).filter((t) => !dots || Number.isInteger(t));
+    const parts = marked.flatMap((t) => [
       h('line', { class: 'rule', x1: PAD.left, x2: width - PAD.right, y1: sy(t), y2: sy(t) }),
-      h('text', { x: PAD.left - 5, y: sy(t) + 4, 'text-anchor': 'end' }, num(t, 3))]);
-    for (const t of ticks(x0, x1, Math.max(2, Math.floor(width / 110)))) if (Number.isInteger(t)) parts.push(h('text', { x: sx(t), y: height - 5, 'text-anchor': 'middle' }, String(t)));
+      h('text', { x: PAD.left - 5, y: sy(t) + 4, 'text-anchor': 'end' }, num(t, 5))]);
+    for (const t of ticks(x0, x1, Math.max(3, Math.floor(width / 60)))) if (Number.isInteger(t)) parts.push(h('text', { x: sx(t), y: height - 20, 'text-anchor': 'middle' }, String(t)));
+    parts.push(h('text', { x: (PAD.left + width - PAD.right) / 2, y: height - 4, 'text-anchor': 'middle' }, 'iteration'));
     for (const limit of healthy || []) if (limit !== null && limit > low && limit < high) parts.push(h('line', { class: 'healthy', x1: PAD.left, x2: width - PAD.right, y1: sy(limit), y2: sy(limit) }));
+    if (state.log && !log) parts.push(h('text', { class: 'linear', x: width - PAD.right, y: PAD.top + 8, 'text-anchor': 'end' }, 'linear: some values are 0 or negative'));
     for (const line of visible) parts.push(...marks(line, sx, sy));
     svg.replaceChildren(...parts, h('g', { class: 'over' }));
     point(at);
+  }
+
+  function emptyText() {
+    const known = shown().some((line) => line.y.some((y) => y !== null));
+    if (!known) return shown().length ? 'no finite values' : 'no run is shown';
+    return `no value in iterations ${Math.ceil(window_()[0])} to ${Math.floor(window_()[1])}`;
   }
 
   function marks(line, sx, sy) {
@@ -116,8 +135,8 @@ function lineChart({ title, note, unit, lines, healthy, wide }) {
       if (ok.length > 1) found.push(h('path', { class: `band ${color}`, d: `M${[...up, ...down].join('L')}Z` }));
     }
     if (line.average) found.push(h('path', { class: `raw ${color}`, d: pathOf(xs, to(line.y)) }));
-    found.push(h('path', { class: `line ${color}`, d: pathOf(xs, to(line.average || line.y)) }));
-    if (line.x.length <= 40) line.y.forEach((y, i) => { if (y !== null) found.push(h('circle', { class: `dot ${color}`, cx: xs[i], cy: sy(y), r: 2.6 })); });
+    if (!dots) found.push(h('path', { class: `line ${color}`, d: pathOf(xs, to(line.average || line.y)) }));
+    if (dots || line.x.length <= 40) line.y.forEach((y, i) => { if (y !== null) found.push(h('circle', { class: `dot ${color}`, cx: xs[i], cy: sy(y), r: 2.6 })); });
     return found;
   }
 
@@ -127,7 +146,7 @@ function lineChart({ title, note, unit, lines, healthy, wide }) {
     const over = svg.querySelector('.over');
     if (!over) return;
     over.replaceChildren();
-    if (at === null || !place || at < place.x0 || at > place.x1) { readout.textContent = ''; return; }
+    if (at === null || !place || at < place.x0 || at > place.x1) { readout.textContent = svg.matches(':focus-visible') ? KEYS : ''; return; }
     over.append(h('line', { class: 'cross', x1: place.sx(at), x2: place.sx(at), y1: PAD.top, y2: place.height - PAD.bottom }));
     const said = [];
     for (const line of place.visible) {
@@ -164,7 +183,8 @@ function lineChart({ title, note, unit, lines, healthy, wide }) {
   });
   svg.addEventListener('pointerleave', () => { drag = null; if (document.activeElement !== svg) point(null); });
   svg.addEventListener('dblclick', () => setZoom(null));
-  svg.addEventListener('blur', () => point(null));
+  svg.addEventListener('focus', () => point(at));
+  svg.addEventListener('blur', () => { point(null); readout.textContent = ''; });
   svg.addEventListener('keydown', (event) => {
     if (!place || event.ctrlKey || event.metaKey || event.altKey) return;
     const within = all.filter((x) => x >= place.x0 && x <= place.x1), now = at === null ? -1 : within.indexOf(at);

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.files.printable import printable
-from mindspeed_rlxf.reporting.report.answers import answer_all
+from mindspeed_rlxf.reporting.report.answers import answer_all, wall_seconds
+from mindspeed_rlxf.reporting.report.checks import check_ranges, list_checks, read_kl_limit
 from mindspeed_rlxf.reporting.report.curves import describe_metrics, make_curves
 from mindspeed_rlxf.reporting.report.illness import find_illnesses
 from mindspeed_rlxf.reporting.report.records import (
@@ -21,6 +22,19 @@ from mindspeed_rlxf.reporting.report.records import (
 )
 from mindspeed_rlxf.reporting.report.samples import TokenSplitter
 from mindspeed_rlxf.reporting.report.schedule import read_schedules
+
+METHODS = {
+    "ray_online_dpo": "Online DPO", "gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO", "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline", "remax": "ReMax",
+}  # fmt: skip
+"""Stage or estimator -> its usual name."""
+SWITCHES = (
+    ("algorithm.kl_ctrl", "type", "adaptive", ("target_kl", "horizon")),
+    ("validation", "do_sample", True, ("temperature", "top_k", "top_p")),
+    ("actor_rollout", "do_sample", True, ("temperature", "top_k", "top_p")),
+)
+"""(section, key, value, keys of the section that only this value uses)."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +58,49 @@ def gather(run: RunFolder) -> dict[str, Any]:
     configs = read_configs(run.path)
     config = configs[-1][1] if configs else {}
     checkpoints, environment = read_checkpoints(run.path)
-    curves = make_curves(iterations)
+    curves, kl_limit = make_curves(iterations), read_kl_limit(config)
     return {
         "name": run.name,
         "state": run.state,
         "done": max((each.number for each in iterations), default=0),
         "planned": config.get("training.train_iters"),
-        "seconds": sum(each.time_s for each in iterations),
+        "seconds": wall_seconds(iterations),
+        "subject": name_subject(config),
         "answers": answer_all(iterations, config),
-        "illnesses": find_illnesses(run.path, iterations, failures),
+        "illnesses": find_illnesses(run.path, iterations, failures, kl_limit),
+        "checks": list_checks(iterations, config),
+        "judged": {each.name: each.text for each in check_ranges(iterations)},
         "curves": curves,
         "about": describe_metrics(list(curves)),
         "schedules": read_schedules(run.path),
         "config": config,
+        "unused": find_unused(config),
         "changes": _changes(configs),
         "environment": environment,
         "checkpoints": checkpoints,
         "failures": failures,
         "resumes": read_resumes(run.path),
+    }
+
+
+def name_subject(config: Mapping[str, Any]) -> str:
+    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; empty where unknown."""
+    stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
+    method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
+    model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
+    if model is None or method is None:
+        return ""
+    folder = f" ({Path(load).name})" if isinstance(load, str) else ""
+    return printable(f"{method}, model {model}{folder}")
+
+
+def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return keys that another key leaves without effect -> that key with its value."""
+    return {
+        f"{section}.{name}": f"{section}.{switch}={str(config[f'{section}.{switch}']).lower()}"
+        for section, switch, value, names in SWITCHES
+        if config.get(f"{section}.{switch}", value) != value
+        for name in names
     }
 
 

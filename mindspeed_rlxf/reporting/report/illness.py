@@ -1,4 +1,4 @@
-"""List the problems of a run: findings of health rules, failures, numbers that are not finite."""
+"""List the problems of a run: findings of rules, failures, slow stretches, odd numbers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.reporting.health import LAG_SHARE, Health
-from mindspeed_rlxf.reporting.metric_table import find_metric
+from mindspeed_rlxf.reporting.health import KL_LIMIT
+from mindspeed_rlxf.reporting.report.checks import check_ranges, replay
 from mindspeed_rlxf.reporting.report.records import Iteration, read_records
+from mindspeed_rlxf.reporting.report.slowness import explain, find_slow_stretches
 
-LATELY = 10  # iterations
 HEALTH = "health.jsonl"
 
 Finding = dict[str, Any]
 
 
 def find_illnesses(
-    run: Path, iterations: Sequence[Iteration], failures: Sequence[Mapping[str, Any]]
+    run: Path,
+    iterations: Sequence[Iteration],
+    failures: Sequence[Mapping[str, Any]],
+    kl_limit: float = KL_LIMIT,
 ) -> list[Finding]:
     """Return findings: level (bad, or watch), iteration, text, remedy; the worst first."""
     found = [
         *_failures(failures),
-        *_rules(run, iterations),
+        *_rules(run, iterations, kl_limit),
+        *_slow(iterations),
         *_not_finite(iterations),
         *_out_of_range(iterations),
     ]
@@ -36,18 +40,12 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         yield _finding("bad" if ends else "watch", when, text, "see failures below")
 
 
-def _rules(run: Path, iterations: Sequence[Iteration]) -> Iterator[Finding]:
+def _rules(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Finding]:
     """Yield the findings in health.jsonl; without this file, apply the rules to the metrics."""
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
     else:
-        health = Health()
-        events = [
-            vars(finding)
-            for each in iterations
-            if each.number > 0
-            for finding in health.check(each.number, each.metrics)
-        ]
+        events = [vars(finding) for finding in replay(iterations, kl_limit)[1]]
     ended = {e.get("rule"): e.get("iteration") for e in events if e.get("event") == "ended"}
     for event in events:
         if event.get("event") != "began":
@@ -73,29 +71,20 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
         yield _finding("bad", first[name], text, "look at the first of them; training.nan_policy")
 
 
+def _slow(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+    """Yield the stretches of slow iterations."""
+    for each in find_slow_stretches(iterations):
+        yield _finding("watch", each.first, each.text, explain(iterations, each))
+
+
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
     """Yield metrics whose mean over the last iterations is outside their healthy range."""
-    lately = [each for each in iterations if each.number > 0][-LATELY:]
-    means = _means(lately)
-    whole = means.get("timing/all", 0.0)
-    for name, mean in sorted(means.items()):
-        metric, phase = find_metric(name), name.removeprefix("skew/")
-        if metric is None or metric.healthy is None:
-            continue
-        if phase != name and means.get(f"timing/{phase}", 0.0) < LAG_SHARE * whole:
-            continue  # the ranks of a phase that takes no time
-        if not metric.is_healthy(mean):
-            low, high = metric.healthy
-            limit = f"under {low:g}" if low is not None and mean < low else f"over {high:g}"
-            text = f"{name} is {mean:.3g} in the last {len(lately)} iterations, {limit}"
-            yield _finding("watch", lately[0].number, text, metric.remedy)
-
-
-def _means(iterations: Sequence[Iteration]) -> dict[str, float]:
-    """Return the mean of each metric over its finite values."""
-    names = {name for each in iterations for name in each.metrics}
-    values = {n: [v for i in iterations if (v := i.metrics.get(n)) is not None] for n in names}
-    return {name: sum(found) / len(found) for name, found in values.items() if found}
+    for each in check_ranges(iterations):
+        if each.is_found:
+            low, high = each.metric.healthy or (None, None)
+            limit = f"under {low:g}" if low is not None and each.mean < low else f"over {high:g}"
+            text = f"{each.name} is {each.mean:.3g} in the last {each.last} iterations, {limit}"
+            yield _finding("watch", each.begin, text, each.metric.remedy)
 
 
 def _finding(level: str, iteration: Any, text: str, remedy: str) -> Finding:

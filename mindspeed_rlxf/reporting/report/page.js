@@ -9,7 +9,7 @@ function header(runs, made) {
     redraw();
   } } }, 'Light / dark');
   const links = [['summary', 'Summary'], ['curves', 'Curves'], ['time', 'Time'], ['samples', 'Samples'], ['record', 'Record'], ['config', 'Configuration']];
-  return h('div', { class: 'bar' }, h('h1', {}, runs.map((run) => run.name).join(', ')), h('span', { class: 'soft small', id: 'made' }, `${LIVE ? 'live, ' : ''}${made}`), h('nav', { 'aria-label': 'Sections' }, links.map(([id, text]) => h('a', { href: `#${id}` }, text)), theme));
+  return h('div', { class: 'bar' }, h('h1', {}, runs.map((run) => run.name).join(', ')), h('span', { class: 'small', id: 'subject' }, [...new Set(runs.map((run) => run.subject).filter(Boolean))].join('; ')), h('span', { class: 'soft small', id: 'made' }, `${LIVE ? 'live, ' : ''}${made}`), h('nav', { 'aria-label': 'Sections' }, links.map(([id, text]) => h('a', { href: `#${id}` }, text)), theme));
 }
 
 function answerCard({ q, short, text, level }) {
@@ -19,19 +19,28 @@ function answerCard({ q, short, text, level }) {
 /** What is ill, in words: the worst first. */
 function healthCard(run) {
   const bad = run.illnesses.filter((each) => each.level === 'bad').length, watch = run.illnesses.length - bad;
-  const short = bad ? `${bad} ill${watch ? `, ${watch} to watch` : ''}` : watch ? `${watch} to watch` : 'nothing found';
-  return { q: 'Is anything ill?', short, level: bad ? 'bad' : watch ? 'watch' : 'good', text: run.illnesses.length ? run.illnesses[0].text : 'No rule of health has a finding, and no number is missing.' };
+  const short = bad ? `${bad} unhealthy${watch ? `, ${watch} to watch` : ''}` : watch ? `${watch} to watch` : 'nothing found';
+  return { q: 'Is anything unhealthy?', short, level: bad ? 'bad' : watch ? 'watch' : 'good', text: run.illnesses.length ? run.illnesses[0].text : `None of the ${run.checks.filter((each) => each.level === 'good').length} checks below has a finding.` };
+}
+
+const OUTCOMES = { good: 'fine', watch: 'watch', plain: 'not judged' };
+
+/** All checks with their limits and outcomes, so that "fine" is not mistaken for "not checked". */
+function checkList(run) {
+  const count = (level) => run.checks.filter((each) => each.level === level).length;
+  const rows = run.checks.map(({ name, limit, outcome, level }) => [h('span', {}, breakable(name)), limit, h('span', { class: `tag ${level}` }, OUTCOMES[level]), outcome]);
+  return h('details', { class: 'card checks' }, h('summary', {}, `What was checked: ${count('good')} fine, ${count('watch')} to watch, ${count('plain')} not judged`), table(['Check', 'Limit', 'Result', 'Measured'], rows, 'Checks'));
 }
 
 function illnessList(run) {
   if (!run.illnesses.length) return null;
-  return h('div', { class: 'card' }, h('h3', {}, 'Health'), h('ul', { class: 'ills' }, run.illnesses.map(({ level, iteration, text, remedy }) => h('li', {}, h('span', { class: `tag ${level}` }, level === 'bad' ? 'ill' : 'watch'), ' ', text, iteration ? h('span', { class: 'soft' }, ` (iteration ${iteration})`) : '', remedy ? h('div', { class: 'small soft' }, remedy) : null))));
+  return h('div', { class: 'card' }, h('h3', {}, 'Health'), h('ul', { class: 'ills' }, run.illnesses.map(({ level, iteration, text, remedy }) => h('li', {}, h('span', { class: `tag ${level}` }, level === 'bad' ? 'unhealthy' : 'watch'), ' ', text, iteration ? h('span', { class: 'soft' }, ` (iteration ${iteration})`) : '', remedy ? h('div', { class: 'small soft' }, remedy) : null))));
 }
 
 function runSummary(run, color, several) {
   const done = run.planned ? `${run.done} of ${run.planned} iterations` : `${run.done} iterations`;
   return h('div', {}, h('p', {}, several ? h('b', {}, h('span', { class: `swatch k${color % COLORS}` }), run.name, ' ') : null, h('span', { class: `tag ${STATES[run.state]}` }, run.state), ` ${done}, ${seconds(run.seconds)}`),
-    h('div', { class: 'answers' }, [...run.answers, healthCard(run)].map(answerCard)), h('p', {}), illnessList(run));
+    h('div', { class: 'answers' }, [...run.answers, healthCard(run)].map(answerCard)), h('p', {}), illnessList(run), checkList(run));
 }
 
 function summarySection(runs) {
@@ -40,7 +49,7 @@ function summarySection(runs) {
 }
 
 function table(names, rows, caption) {
-  return h('div', { class: 'scroll' }, h('table', {}, h('caption', { class: 'hidden' }, caption), h('thead', {}, h('tr', {}, names.map((name) => h('th', { scope: 'col' }, name)))), h('tbody', {}, rows.map((row) => h('tr', {}, row.map((cell) => h('td', { dir: 'auto' }, cell === null || cell === undefined ? '' : String(cell))))))));
+  return h('div', { class: 'scroll' }, h('table', {}, h('caption', { class: 'hidden' }, caption), h('thead', {}, h('tr', {}, names.map((name) => h('th', { scope: 'col' }, name)))), h('tbody', {}, rows.map((row) => h('tr', {}, row.map((cell) => h('td', { dir: 'auto' }, cell === null || cell === undefined ? '' : cell instanceof Node ? cell : String(cell))))))));
 }
 
 function recordSection(runs) {
@@ -56,11 +65,12 @@ function recordSection(runs) {
 function configSection(runs) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort(), several = runs.length > 1, body = h('div');
   const text = (value) => (value === undefined ? '(absent)' : typeof value === 'string' ? value : JSON.stringify(value));
+  const valueOf = (run, key) => (run.unused[key] ? h('span', {}, text(run.config[key]), h('span', { class: 'soft' }, ` (not used with ${run.unused[key]})`)) : text(run.config[key]));
   const differs = (key) => new Set(runs.map((run) => text(run.config[key]))).size > 1;
   const only = h('input', { type: 'checkbox', checked: several, on: { change: show } }), search = h('input', { type: 'search', 'aria-label': 'Find a key', on: { input: show } });
   function show() {
     const wanted = search.value.toLowerCase(), rows = keys.filter((key) => (!several || !only.checked || differs(key)) && `${key} ${runs.map((run) => text(run.config[key])).join(' ')}`.toLowerCase().includes(wanted));
-    body.replaceChildren(rows.length ? table(['Key', ...runs.map((run) => run.name)], rows.map((key) => [key, ...runs.map((run) => text(run.config[key]))]), 'Configuration') : h('p', { class: 'soft' }, 'None.'));
+    body.replaceChildren(rows.length ? table(['Key', ...runs.map((run) => run.name)], rows.map((key) => [h('span', {}, breakable(key)), ...runs.map((run) => valueOf(run, key))]), 'Configuration') : h('p', { class: 'soft' }, 'None.'));
   }
   show();
   const changes = runs.flatMap((run) => run.changes.map((change) => [run.name, change.file, change.key, text(change.before), text(change.after)]));

@@ -11,10 +11,11 @@ function plainText(text) {
 }
 
 /** One sample in full. */
-function sampleView(sample) {
-  const facts = [['Iteration', sample.i], ['Sample', sample.id], ['From', sample.k], ['Data source', sample.d], ['Score', scoreText(sample)], ['Tokens', sample.n], ['Expected', sample.gt], ['Answer taken', sample.a],
+function sampleView(sample, scales) {
+  const colored = sample.t && sample.num && Object.keys(sample.num).length, missing = sample.k === 'validation' ? 'Numbers per token are of training samples.' : 'No numbers per token are known of this sample.';
+  const facts = [['Iteration', sample.i], ['Sample', sample.id], ['From', sample.k], ['Data source', sample.d], ['Score', scoreText(sample)], ['Tokens', sample.n], ['Expected', sample.gt ?? (sample.k === 'training' ? 'not logged for training samples' : null)], ['Answer taken', sample.a],
     ...Object.entries(sample.parts).map(([name, value]) => [`Part ${name}`, typeof value === 'number' ? num(value) : String(value)])];
-  return h('div', {}, h('h3', {}, 'Prompt'), plainText(sample.p), h('h3', {}, 'Response'), sample.t && sample.num && Object.keys(sample.num).length ? tokenView(sample) : plainText(sample.r),
+  return h('div', {}, h('h3', {}, 'Prompt'), plainText(sample.p), h('h3', {}, 'Response'), colored ? tokenView(sample, scales) : [plainText(sample.r), h('p', { class: 'small soft' }, missing)],
     h('table', {}, h('tbody', {}, facts.filter(([, value]) => value !== undefined && value !== null).map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', { dir: 'auto' }, String(value)))))));
 }
 
@@ -27,7 +28,7 @@ function sampleList(samples, onPick) {
     const next = samples.slice(shown, shown + PAGE);
     next.forEach((sample, offset) => {
       const i = shown + offset;
-      list.append(h('div', { role: 'option', id: `sample-${i}`, 'aria-selected': 'false', on: { click: () => pick(i) } }, h('span', {}, `it. ${sample.i}`), h('span', {}, scoreText(sample)), h('span', { dir: 'auto' }, `${sample.p} \u2192 ${sample.r}`)));
+      list.append(h('div', { role: 'option', id: `sample-${i}`, 'aria-selected': 'false', on: { click: () => pick(i) } }, h('span', {}, String(sample.i)), h('span', {}, sample.k.slice(0, 5)), h('span', {}, scoreText(sample)), h('span', { dir: 'auto' }, `${sample.p} \u2192 ${sample.r}`)));
     });
     shown += next.length;
     more.textContent = `Show more (${samples.length - shown} left)`;
@@ -50,12 +51,14 @@ function sampleList(samples, onPick) {
     pick(next);
   });
   extend();
-  return { element: h('div', {}, list, more), first: () => { if (samples.length) { const before = document.documentElement.scrollTop; pick(0); document.documentElement.scrollTop = before; } } };
+  const heads = h('div', { class: 'heads', 'aria-hidden': 'true' }, ['Iteration', 'From', 'Score', 'Prompt \u2192 response'].map((head) => h('span', {}, head)));
+  return { element: h('div', {}, heads, list, more), first: () => { if (samples.length) { const before = document.documentElement.scrollTop; pick(0); document.documentElement.scrollTop = before; } } };
 }
 
 /** Filters over samples. onChange gets those that pass. */
 function sampleFilters(samples, onChange) {
-  const keep = state.filters = state.filters || { kind: '', source: '', from: '', to: '', low: '', high: '', text: '', order: 'iteration' };
+  const none = { kind: '', source: '', from: '', to: '', low: '', high: '', text: '' };
+  const keep = state.filters = state.filters || { ...none, order: 'iteration' };
   const sources = [...new Set(samples.map((sample) => sample.d).filter(Boolean))].sort();
   const field = (name, props) => { const input = h('input', { value: keep[name], 'data-filter': name, ...props, on: { input: () => { keep[name] = input.value; apply(); } } }); return input; };
   const choice = (name, choices, label) => { const made = selectOf(choices, keep[name], (value) => { keep[name] = value; apply(); }, label); made.dataset.filter = name; return made; };
@@ -65,15 +68,23 @@ function sampleFilters(samples, onChange) {
     const found = samples.filter((s) => (!keep.kind || s.k === keep.kind) && (!keep.source || s.d === keep.source) && s.i >= from && s.i <= to
       && (low === null || (typeof s.s === 'number' && s.s >= low)) && (high === null || (typeof s.s === 'number' && s.s <= high)) && (!text || `${s.p}\n${s.r}`.toLowerCase().includes(text)));
     const by = { iteration: (a, b) => a.i - b.i || a.id - b.id, newest: (a, b) => b.i - a.i || a.id - b.id, low: (a, b) => (a.s ?? Infinity) - (b.s ?? Infinity), high: (a, b) => (b.s ?? -Infinity) - (a.s ?? -Infinity), long: (a, b) => b.n - a.n }[keep.order];
-    onChange(found.sort(by));
+    const swapped = (low !== null && high !== null && low > high && 'The lowest score is above the highest.') || (from > to && 'The first iteration is after the last.') || '';
+    clear.disabled = Object.keys(none).every((name) => keep[name] === '');
+    onChange(found.sort(by), swapped);
   }
-  return { apply, element: h('div', { class: 'controls', role: 'search', 'aria-label': 'Filters of samples' },
+  const clear = h('button', { type: 'button', id: 'clear-filters', on: { click: () => {
+    Object.assign(keep, none);
+    element.querySelectorAll('[data-filter]').forEach((control) => { control.value = keep[control.dataset.filter]; });
+    apply();
+  } } }, 'Clear filters');
+  const element = h('div', { class: 'controls', role: 'search', 'aria-label': 'Filters of samples' },
     labelled('From', choice('kind', [['', 'all'], ['training', 'training'], ['validation', 'validation']], 'Training or validation')),
     sources.length > 1 ? labelled('Source', choice('source', [['', 'all'], ...sources.map((s) => [s, s])], 'Data source')) : null,
-    labelled('Iterations', field('from', { type: 'number', 'aria-label': 'First iteration', placeholder: 'first' })), field('to', { type: 'number', 'aria-label': 'Last iteration', placeholder: 'last' }),
-    labelled('Score', field('low', { type: 'number', step: 'any', 'aria-label': 'Lowest score', placeholder: 'from' })), field('high', { type: 'number', step: 'any', 'aria-label': 'Highest score', placeholder: 'to' }),
+    labelled('Iterations from', field('from', { type: 'number', 'aria-label': 'First iteration' })), labelled('to', field('to', { type: 'number', 'aria-label': 'Last iteration' })),
+    labelled('Score from', field('low', { type: 'number', step: 'any', 'aria-label': 'Lowest score' })), labelled('to', field('high', { type: 'number', step: 'any', 'aria-label': 'Highest score' })),
     labelled('Search', field('text', { type: 'search', 'aria-label': 'Search prompts and responses' })),
-    labelled('Order', choice('order', [['iteration', 'by iteration'], ['newest', 'newest first'], ['low', 'lowest score first'], ['high', 'highest score first'], ['long', 'longest first']], 'Order of samples'))) };
+    labelled('Order', choice('order', [['iteration', 'by iteration'], ['newest', 'newest first'], ['low', 'lowest score first'], ['high', 'highest score first'], ['long', 'longest first']], 'Order of samples')), clear);
+  return { apply, element };
 }
 
 /** Validation prompts as [{pid, prompt, truth, by: Map(iteration -> samples), first, last}]. */
@@ -95,10 +106,11 @@ function promptsOf(samples) {
 }
 
 /** Follow one validation prompt over the iterations, its responses side by side. */
-function promptCard(samples) {
+function promptCard(samples, some) {
   const prompts = promptsOf(samples), card = h('div', { class: 'card', id: 'prompts' }, h('h3', {}, 'A validation prompt over iterations'));
+  if (some && prompts.length) card.append(h('p', { class: 'soft small' }, `${prompts.length} logged prompts, a part of the validation set. ${some}`));
   if (!prompts.length) { card.append(h('p', { class: 'soft' }, 'The report has no samples of a validation.')); return card; }
-  const groups = { better: ['now better', (p) => p.last > p.first], worse: ['now worse', (p) => p.last < p.first], same: ['unchanged', (p) => p.last === p.first], all: ['all', () => true] };
+  const groups = { better: ['now better', (p) => p.last > p.first], worse: ['now worse', (p) => p.last < p.first], same: ['unchanged', (p) => p.last === p.first], all: ['all logged', () => true] };
   const count = (test) => prompts.filter(test).length, chips = h('div', { class: 'chips' }), columns = h('div', { class: 'columns', tabindex: '0', role: 'group' }), head = h('div');
   const select = selectOf(Object.entries(groups).map(([key, [text, test]]) => [key, `${text} (${count(test)})`]), '', (value) => list(value), 'Which prompts');
   function list(key) {
@@ -128,16 +140,18 @@ function samplesSection(runs, loaded) {
       const at = Math.max(runs.findIndex((run) => run.name === name), 0), { samples, seen, every } = all[at];
       state.samplesOf = runs[at].name;
       const left = h('div'), right = h('div', { class: 'card', id: 'sample' }), count = h('p', { class: 'small soft', role: 'status', id: 'sample-count' });
-      const filters = sampleFilters(samples, (found) => {
+      const scales = tokenScales(samples), logged = runs[at].config['logging.samples'];
+      const some = logged === undefined || logged === 'all' ? '' : `The run logs ${logged} responses of each iteration and of each validation (logging.samples); scores are means over all of them.`;
+      const filters = sampleFilters(samples, (found, swapped) => {
         count.textContent = `${found.length} of ${samples.length} samples`;
-        const list = sampleList(found, (sample) => right.replaceChildren(sampleView(sample)));
+        const list = sampleList(found, (sample) => right.replaceChildren(sampleView(sample, scales)));
         left.replaceChildren(count, list.element);
-        right.replaceChildren(h('p', { class: 'soft' }, found.length ? '' : 'No sample passes the filters.'));
+        right.replaceChildren(h('p', { class: 'soft' }, found.length ? '' : swapped || `No logged sample passes the filters. ${some && `${some} Others may pass.`}`));
         list.first();
       });
       status.textContent = seen > samples.length ? `${samples.length} of the ${seen} samples that the run wrote, evenly chosen. mindspeed-rlxf report --samples sets their number.` : '';
       if (every > 1) status.textContent += ` To keep the report small, one in ${every} has numbers per token.`;
-      body.replaceChildren(promptCard(samples), filters.element, h('div', { class: 'split' }, h('div', { class: 'card' }, left), right));
+      body.replaceChildren(promptCard(samples, some), filters.element, h('div', { class: 'split' }, h('div', { class: 'card' }, left), right));
       filters.apply();
     };
     if (runs.length > 1) section.insertBefore(h('div', { class: 'controls' }, labelled('Run', selectOf(runs.map((run) => [run.name, run.name]), state.samplesOf || runs[0].name, show, 'Run whose samples are shown'))), status);

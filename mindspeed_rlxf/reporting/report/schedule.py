@@ -24,6 +24,7 @@ def read_schedules(run: Path) -> dict[str, Any]:
 
     lanes:      texts, `pool, role, rank`, the driver first
     names:      names of spans
+    seen:       iterations that the timeline has
     iterations: iteration -> [[lane, name, is a wait, start, length], ...]; ms since its first span
     """
     by_iteration, labels = _read_events(run / "timeline")
@@ -43,7 +44,8 @@ def read_schedules(run: Path) -> dict[str, Any]:
             if lane < MAX_LANES:
                 spans.append([lane, name, waits, began, length])
         found[str(iteration)] = spans
-    return {"lanes": lanes.texts[:MAX_LANES], "names": names.texts, "iterations": found}
+    return {"lanes": lanes.texts[:MAX_LANES], "names": names.texts, "iterations": found,
+            "seen": len(by_iteration)}  # fmt: skip
 
 
 class _Numbers:

@@ -14,19 +14,29 @@ function pieces(texts) {
   return found;
 }
 
-/** Colour of a value: green above 0, red below; KL and value by their size alone. */
-function shade(value, most) {
+/** Colour of a value: green and red for better and worse than expected, else blue and orange. */
+function shade(value, most, kind) {
   if (value === null || value === undefined || !most) return '';
-  const part = Math.min(Math.abs(value) / most, 1) * 0.75;
-  return `rgba(var(${value >= 0 ? '--up' : '--down'}), ${part.toFixed(3)})`;
+  const part = Math.min(Math.abs(value) / most, 1), colors = kind === 'advantage' ? ['--up', '--down'] : ['--above', '--below'];
+  return `rgba(var(${colors[value >= 0 ? 0 : 1]}), calc(${part.toFixed(3)} * var(--depth)))`;
 }
 
-/** Show the tokens of a sample that has numbers. */
-function tokenView(sample) {
+/** Size of each number that 95% of the tokens of a run do not exceed: the full colour. */
+function tokenScales(samples) {
+  return Object.fromEntries(Object.keys(NUMBERS).map((kind) => {
+    const sizes = samples.flatMap((sample) => sample.num?.[kind] || []).filter((v) => v !== null).map(Math.abs).sort((a, b) => a - b);
+    return [kind, sizes[Math.floor(0.95 * (sizes.length - 1))] || sizes[sizes.length - 1] || 0];
+  }));
+}
+
+const KL_NOTE = 'The KL of a token is the log of its probability under the policy over that under the reference: it may be negative; only its mean over many tokens is not.';
+
+/** Show the tokens of a sample that has numbers. scales: kind -> full colour, the same for all samples */
+function tokenView(sample, scales) {
   const kinds = Object.keys(NUMBERS).filter((kind) => sample.num && sample.num[kind]);
   let kind = kinds.includes(state.tokenKind) ? state.tokenKind : kinds[0];
   const box = h('div', { class: 'text', dir: 'auto', tabindex: '0', role: 'group' }), readout = h('output', { 'aria-live': 'polite', class: 'small soft' });
-  const all = pieces(sample.t), scaleText = h('span', { class: 'small soft' });
+  const all = pieces(sample.t), scaleText = h('span', { class: 'small soft' }), note = h('p', { class: 'small soft' });
   let at = -1;
   const mean = (piece) => {
     const known = sample.num[kind].slice(piece.from, piece.to + 1).filter((v) => v !== null);
@@ -44,12 +54,13 @@ function tokenView(sample) {
     readout.textContent = `token ${piece.from + 1}${piece.to > piece.from ? ` to ${piece.to + 1}` : ''} of ${sample.n}, ${JSON.stringify(piece.text)}: ${values.join(', ')}`;
   }
   function draw() {
-    const most = Math.max(...sample.num[kind].map((v) => Math.abs(v ?? 0)), 1e-12);
     box.setAttribute('aria-label', `Response, ${sample.n} tokens coloured by ${NUMBERS[kind]}. Arrow keys read the tokens.`);
-    box.replaceChildren(...all.map((piece, i) => h('span', { class: 'tok', background: shade(mean(piece), most), on: { pointerenter: () => say(i) } }, piece.text)));
-    scaleText.textContent = `${NUMBERS[kind]}: full colour at ${num(most, 3)}; green above 0, red below`;
+    box.replaceChildren(...all.map((piece, i) => h('span', { class: 'tok', background: shade(mean(piece), scales[kind], kind), on: { pointerenter: () => say(i) } }, piece.text)));
+    scaleText.textContent = `${kind === 'advantage' ? 'green' : 'blue'} above 0, ${kind === 'advantage' ? 'red' : 'orange'} below; full colour from ${num(scales[kind], 3)}, the size that 95% of the run's tokens do not exceed`;
+    note.textContent = kind === 'kl' && sample.num.kl.some((v) => v < 0) ? KL_NOTE : '';
     if (at >= 0) say(at);
   }
+  box.addEventListener('focus', () => { if (at < 0) readout.textContent = 'Arrow keys read the tokens.'; });
   box.addEventListener('keydown', (event) => {
     const moves = { ArrowRight: Math.min(at + 1, all.length - 1), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: all.length - 1 };
     if (!(event.key in moves)) return;
@@ -62,5 +73,5 @@ function tokenView(sample) {
     draw();
   } } }, NUMBERS[each]));
   draw();
-  return h('div', {}, h('div', { class: 'chips', role: 'group', 'aria-label': 'Colour of the tokens' }, buttons, scaleText), box, readout);
+  return h('div', {}, h('div', { class: 'chips', role: 'group', 'aria-label': 'Colour of the tokens' }, buttons, scaleText), box, readout, note);
 }

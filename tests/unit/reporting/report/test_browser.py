@@ -96,6 +96,15 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
     chart.locator("path.line").first.wait_for()
     assert chart.locator("path.line").count() == 2
     assert "first: " in chart.locator("svg").get_attribute("aria-label")
+    assert page.locator(".answer h3").all_inner_texts()[4] == "Is anything unhealthy?"
+    assert page.locator("#subject").inner_text() == "PPO, model tiny (sft)"
+    assert "of 40 iterations, 1 min 21 s" in page.locator("#summary > div").nth(0).inner_text()
+    checks = page.locator(".checks").first
+    checks.locator("summary").click()
+    assert "KL to the reference over 1 nats per token" in checks.inner_text()
+    kl = see(page, "#key-charts .chart:has-text('critic/kl')").inner_text()
+    assert "healthy at most 1" in kl
+    assert chart.locator("svg text").all_text_contents()[-1] == "iteration"
     page.click("button:has(.swatch):has-text('second')")
     assert chart.locator("path.line").count() == 1
     page.click("button:has(.swatch):has-text('second')")
@@ -103,14 +112,22 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
 
 def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
     svg = see(page, "#key-charts .chart svg")
+    page.keyboard.press("Shift")  # a key makes the focus visible
+    readout = page.locator("#key-charts .chart output").first
+    height = readout.bounding_box()["height"]
     svg.focus()
+    assert readout.inner_text() == "Arrow keys read values, + and - zoom, 0 shows all."
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
-    readout = page.locator("#key-charts .chart output").first
+    assert readout.bounding_box()["height"] == height, "what is below does not move"
     assert readout.inner_text().startswith("iteration 40: first 0.")
     page.keyboard.press("+")
     status = page.locator("#summary .controls [role=status]")
     assert status.inner_text() == "iterations 30 to 41"
+    for key in ("0", "Home", "+", "+"):
+        page.keyboard.press(key)
+    validation = page.locator("#key-charts .chart:has-text('val/sums/score') svg")
+    assert validation.text_content() == f"no value in {status.inner_text()}"
     page.keyboard.press("0")
     assert page.locator("#reset-zoom").is_disabled()
     box = svg.bounding_box()
@@ -124,8 +141,23 @@ def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
 
 def test_metrics_are_found_by_name(page: Any) -> None:
     see(page, "#curves")
+    assert "Training by data source" in page.inner_text("#curves")
+    page.fill("#metric-search", "pg_clipfrac")
+    page.wait_for_selector("#curves .chart path", state="attached")
+    marks = page.locator("#curves .chart svg text").all_text_contents()
+    assert marks[0] == "0" and "1" in marks and "-1" not in marks, "all values are 0"
     page.fill("#metric-search", "grad")
     assert page.locator("#curves .chart h3").all_inner_texts() == ["actor/grad_norm"]
+    assert "Same values: critic/grad_norm" in page.locator("#curves .chart").inner_text()
+    page.fill("#metric-search", "slowest")
+    page.wait_for_selector("#curves .chart .dot")
+    assert page.locator("#curves .chart path").count() == 0, "ranks have no line and no mean"
+    page.fill("#metric-search", "pg_loss")
+    page.wait_for_selector("#curves .chart path.raw")
+    page.click("text=Logarithmic")
+    assert page.locator("#curves .chart .linear").text_content().startswith("linear: ")
+    page.click("text=Logarithmic")
+    assert "thick: mean of 9 neighbours" in page.locator("#smoothing").inner_text()
     page.fill("#metric-search", "no such")
     assert "No metric" in page.locator("#curves").inner_text()
     page.fill("#metric-search", "")
@@ -135,7 +167,14 @@ def test_phases_and_schedule_are_drawn_and_read(page: Any) -> None:
     phases = see(page, "#time .wide svg")
     page.wait_for_selector("#time .wide svg .block")
     assert phases.locator(".block").count() == 40 * 7
+    legend = page.locator("#time-legend").inner_text()
+    assert "gen 0.2" in legend and "generate" in page.locator("#time-legend").text_content()
     see(page, "#schedule")
+    page.wait_for_selector("#schedule text.lane")
+    generate = page.locator("#schedule .block[aria-label*='rollout.generate']").first
+    color = page.locator("#time-legend li:has-text('gen') .swatch").get_attribute("class")
+    assert color.split()[-1] == generate.get_attribute("class").split()[-1] == "k0"
+    assert "main (actor_rollout, critic: the same devices" in page.inner_text("#schedule")
     lanes = page.locator("#schedule text.lane").all_text_contents()
     assert lanes[0] == "driver" and "main, critic rank 1" in lanes
     page.locator("#schedule .block").first.focus()
@@ -144,12 +183,27 @@ def test_phases_and_schedule_are_drawn_and_read(page: Any) -> None:
     page.select_option("#schedule select", "39")
     page.click("#schedule button:has-text('Later')")
     assert page.locator("#schedule select").input_value() == "40"
+    assert page.locator("#schedule button:has-text('Later')").is_disabled()
 
 
 def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
     count = see(page, "#sample-count")
     assert count.inner_text() == "175 of 175 samples"
+    assert "Numbers per token are of training samples" in page.inner_text("#sample")
+    assert page.locator("#samples .heads").inner_text().split("\n")[:3] == [
+        "Iteration", "From", "Score",
+    ]  # fmt: skip
     page.select_option("[data-filter=kind]", "training")
+    page.fill("[data-filter=to]", "39")
+    page.fill("[data-filter=from]", "40")
+    assert "The first iteration is after the last." in page.inner_text("#sample")
+    page.fill("[data-filter=text]", "no such")
+    page.fill("[data-filter=from]", "")
+    assert "The run logs 4 responses of each iteration" in page.inner_text("#sample")
+    page.click("#clear-filters")
+    assert count.inner_text() == "175 of 175 samples"
+    page.select_option("[data-filter=kind]", "training")
+    assert "not logged for training samples" in page.inner_text("#sample")
     page.fill("[data-filter=from]", "40")
     assert count.inner_text() == "4 of 175 samples"
     page.fill("[data-filter=low]", "1")
@@ -178,12 +232,16 @@ def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
     said = page.locator("#sample output").inner_text()
     assert said.startswith(f"token 1 of {len(HAN)}") and "Advantage 0, KL 0.842" in said
     page.click("#sample button:has-text('KL')")
-    assert "rgba" in tokens.locator(".tok").nth(1).get_attribute("style")
+    assert "--above" in tokens.locator(".tok").nth(1).get_attribute("style")
+    text = page.inner_text("#sample")
+    assert "full colour from 0.992" in text, "of the tokens of all samples"
+    assert "it may be negative" in text
     page.select_option("[data-filter=kind]", "")
 
 
 def test_a_validation_prompt_is_followed_over_iterations(page: Any) -> None:
     see(page, "#prompts")
+    assert "3 logged prompts, a part of the validation set" in page.inner_text("#prompts")
     page.select_option("#prompts select", "all")
     page.click("#prompts button[data-pid='1']")
     heads = page.locator("#prompts .columns h3").all_inner_texts()
@@ -206,7 +264,9 @@ def test_configurations_show_their_differences(page: Any) -> None:
     assert [row.split("\t") for row in rows if "lr" in row] == [["actor_rollout.lr", "0.5", "0.25"]]
     assert not any("best_metric" in row for row in rows)
     page.locator("#config input[type=checkbox]").uncheck()
-    assert any("best_metric" in row for row in page.locator("#config tbody tr").all_inner_texts())
+    rows = page.locator("#config tbody tr").all_inner_texts()
+    assert any("best_metric" in row for row in rows)
+    assert any("6 (not used with algorithm.kl_ctrl.type=fixed)" in row for row in rows)
 
 
 def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report: str) -> None:
@@ -214,8 +274,19 @@ def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report:
     page = open_page(browser, report, said, color_scheme="dark")
     page.set_viewport_size({"width": 380, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 380
+    see(page, "#schedule")
+    page.wait_for_selector("#schedule text.lane")
+    assert page.locator("#schedule svg").bounding_box()["width"] < 380
     lane = "document.querySelector('.gantt text.lane').getBoundingClientRect().height"
-    assert page.evaluate(lane) > 10, "the schedule scrolls, its texts do not shrink"
+    assert page.evaluate(lane) > 10, "the schedule fits without smaller texts"
+    columns = "document.querySelector('.columns')"
+    assert page.evaluate(f"{columns}.scrollWidth <= {columns}.clientWidth")
+    page.select_option("[data-filter=kind]", "training")
+    colors = page.locator(".tok").evaluate_all(
+        "all => all.map(t => getComputedStyle(t).background)"
+    )
+    alphas = [float(each.split(")")[0].split(",")[3]) for each in colors if each.count(",") > 2]
+    assert alphas and max(alphas) <= 0.42, "light letters stay readable"
     dark = "getComputedStyle(document.body).backgroundColor"
     before = page.evaluate(dark)
     page.click("#theme")

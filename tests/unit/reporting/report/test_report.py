@@ -15,16 +15,19 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.report import main
+from mindspeed_rlxf.config.enums import HealthRule
 from mindspeed_rlxf.reporting.report.answers import (
     answer_all,
     compare_ends,
     milestones,
 )
+from mindspeed_rlxf.reporting.report.checks import list_checks
 from mindspeed_rlxf.reporting.report.curves import make_curves, thin
 from mindspeed_rlxf.reporting.report.illness import find_illnesses
 from mindspeed_rlxf.reporting.report.records import Iteration, read_iterations
 from mindspeed_rlxf.reporting.report.samples import choose_samples
 from mindspeed_rlxf.reporting.report.schedule import read_schedules
+from mindspeed_rlxf.reporting.report.slowness import find_slow_stretches
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.report import find_state, write_report
 from tests.report_run import EVIL, HAN, damage, metrics_of, write_run
@@ -73,10 +76,19 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     assert "half of its rise by iteration" in when["text"]
     assert time_["short"].startswith(("actor, ", "critic, ")), "two phases of seven each"
     last = metrics_of(40)["critic/kl"]
-    assert f"{last:.3g} in the last" in kl["text"]
+    first = metrics_of(1)["critic/kl"]
+    assert f"{first:.3g} in the first, {last:.3g} in the last" in kl["text"]
+    assert kl["short"].endswith(", healthy") and kl["text"].endswith("Healthy: at most 1.")
+    assert "decodes greedily, training at temperature 0.7" in learned["text"]
+    assert re.fullmatch(r"half by \d+, nine tenths by \d+", when["short"])
+    assert "The other 12%: inputs" in time_["text"], "7 phases of 0.25 s in iterations of 2 s"
+    assert main_part["subject"] == "PPO, model tiny (sft)"
+    assert main_part["schedules"]["seen"] == 40
+    fixed = "algorithm.kl_ctrl.type=fixed"
+    assert main_part["unused"]["algorithm.kl_ctrl.target_kl"] == fixed
     assert samples["seen"] == len(samples["samples"]) == 40 * 4 + 5 * 3
     assert found["main"]["runs"][0]["config"]["actor_rollout.lr"] == 0.5
-    assert main_part["about"]["critic/kl"]["unit"] == "nats"
+    assert main_part["about"]["critic/kl"]["unit"] == "nats per token"
 
 
 def test_a_killed_run_has_what_was_whole_and_names_missing_numbers(tmp_path: Path) -> None:
@@ -174,6 +186,44 @@ def test_a_range_is_left_for_long_phases_only(tmp_path: Path) -> None:
         ("watch", "actor/pg_clipfrac is 0.7 in the last 2 iterations"),
         ("watch", "skew/gen is 0.9 in the last 2 iterations"),
     ]
+
+
+def test_every_check_is_listed_with_its_limit_and_outcome(tmp_path: Path) -> None:
+    numbers = {"timing/all": 10.0, "skew/reward": 0.4, "timing/reward": 0.1, "critic/kl": 0.1}
+    run = [Iteration(i, {**numbers, "skew/reward": 0.2 * i}, 1.0) for i in (1, 2, 3)]
+    checks = {each["name"]: each for each in list_checks(run, {})}
+    assert checks.keys() >= {rule.value for rule in HealthRule} | {"iteration time"}
+    assert checks["kl_runaway"]["level"] == "good" and "0.1" in checks["kl_runaway"]["outcome"]
+    assert "over 1 nats" in checks["kl_runaway"]["limit"]
+    assert checks["all_cut"]["outcome"] == "not checked: no values, or too few"
+    assert checks["skew/reward"] == {
+        "name": "skew/reward", "level": "plain",
+        "limit": "healthy: 0 to 0.5, by the mean of the last 10 iterations",
+        "outcome": "0.4 in the last 3 iterations; 1 of 3 iterations outside, as far as 0.6; "
+                   "does not count: the phase takes under 10% of the iteration",
+    }  # fmt: skip
+    adaptive = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 6.0}
+    assert list_checks(run, adaptive)[1]["limit"].startswith("KL to the reference over 12 nats")
+
+
+def test_iterations_that_become_slow_are_found_with_their_phases(tmp_path: Path) -> None:
+    def run(times: list[float]) -> list[Iteration]:
+        return [
+            Iteration(i, {"timing/all": s, "timing/gen": s / 2, "timing/ref": 0.4}, s)
+            for i, s in enumerate(times, 1)
+        ]
+
+    (found,) = find_illnesses(tmp_path, run([1.0] * 30 + [1.7] * 30), [])
+    assert (found["level"], found["iteration"]) == ("watch", 31)
+    assert found["text"].startswith("iterations take 1.7 s from iteration 31 on, 1.7 times the 1 s")
+    assert found["remedy"].startswith("slower phases: gen 1.7 times; compare response_length/")
+    (ended,) = find_slow_stretches(run([1.0] * 30 + [2.0] * 12 + [1.0] * 20))
+    assert (ended.first, ended.last, ended.before, ended.now) == (31, 42, 1.0, 2.0)
+    both = [Iteration(i, {"timing/all": s, "timing/gen": s}, s) for i, s in
+            enumerate([1.0] * 30 + [2.0] * 30, 1)]  # fmt: skip
+    assert find_illnesses(tmp_path, both, [])[0]["remedy"].startswith("all long phases")
+    assert find_slow_stretches(run([1.0] * 30 + [9.0] * 4 + [1.0] * 30)) == []
+    assert find_slow_stretches(run([1.0] * 30 + [1.4] * 30)) == []
 
 
 def test_a_rule_of_health_is_told_with_its_end(tmp_path: Path) -> None:
