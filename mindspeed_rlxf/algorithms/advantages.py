@@ -62,8 +62,8 @@ def _sum_errors(
     """Sum the discounted TD errors from each step on.
 
     rewards, values: [batch, steps], those of `counts` steps and then 0; counts: [batch]
-    Rows of more than one block are summed in fp64 on the host, which has it whatever the device,
-    and rounded once; the others in their own precision, one after the other.
+    Rows of more than one block are summed in fp64 if the tensors are on the CPU, and rounded once;
+    on another device, which may have no fp64, and in shorter rows, in the precision of `values`.
     """
     sums = torch.zeros_like(values)
     long = counts > BLOCK

@@ -40,7 +40,10 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
 
 
 def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
-    """Sum as `discounted_sums` says, place after place from the last; [rows, width <= BLOCK]."""
+    """Compute `discounted_sums` place after place from the last.
+
+    inputs: [rows, width <= BLOCK]; factors: [rows], one for all places of a row
+    """
     # A copy in which a place of all rows is one piece of memory.
     places = inputs.t().clone(memory_format=torch.contiguous_format)
     for place in reversed(range(len(places) - 1)):

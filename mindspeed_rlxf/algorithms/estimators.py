@@ -29,7 +29,9 @@ from mindspeed_rlxf.config.registry import add
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Responses of whole groups with their rewards.
+    """The responses of one data-parallel rank, which are whole groups, and their rewards.
+
+    An estimator must give a response the same advantages however groups are spread over ranks.
 
     scores:        [batch] fp32, penalties included
     rewards:       [batch, slots] fp32: the scores on their slots, and the KL penalty

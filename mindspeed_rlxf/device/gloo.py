@@ -21,7 +21,11 @@ from torch import Tensor
 
 
 def wrap_collectives() -> None:
-    """Wrap three collectives in `torch.distributed`, where Megatron looks them up."""
+    """Wrap three collectives in `torch.distributed`, where Megatron looks them up.
+
+    all_to_all_single then takes sizes as tensors too, all_gather and reduce_scatter take parts of
+    different sizes.
+    """
     dist.all_to_all_single = _with_listed_sizes(dist.all_to_all_single)
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)

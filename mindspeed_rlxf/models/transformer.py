@@ -192,7 +192,10 @@ class TransformerModel(LanguageModule):
 
 
 def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return the norm of a device without Megatron's own: a fused one where it works, else ours."""
+    """Return the RMSNorm of a device without Megatron's own.
+
+    It is a fused one in half precision where that works, else ours.
+    """
     half = config.params_dtype in (torch.bfloat16, torch.float16)
     fused = kernels.find(kernels.Operator.NORM) if half else None
     if fused is None:

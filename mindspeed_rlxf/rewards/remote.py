@@ -155,7 +155,7 @@ def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> No
 
 
 def _read(answer: bytes, count: int) -> list[Outcome]:
-    """Read the scores of an answer. Raises ScoreFailure where it has another form."""
+    """Read an answer {"scores": [...]} with `count` scores. Raises ScoreFailure for another."""
     try:
         scores = parse_json(answer)["scores"]
         found = len(scores)

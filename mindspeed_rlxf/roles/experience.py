@@ -151,7 +151,10 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
 def _token_rows(
     inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
 ) -> TokenRows | None:
-    """Gather what is logged of each token; None where nothing is. kl: as in `_report`"""
+    """Gather advantages, KL and values of each token for the token log; None without one.
+
+    kl: as in `_report`
+    """
     if inputs.token_log is None:
         return None
     rollouts = inputs.rollouts

@@ -74,7 +74,7 @@ class RunCheckpoints:
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
-        """Return whether to save after this iteration: by interval, by time, and at the end.
+        """Return whether to save after this iteration: by interval, by time, and always at the end.
 
         stops: the run ends early, after this iteration
         """

@@ -15,7 +15,7 @@ from mindspeed_rlxf.files.safe import PRIVATE, mode_within, replace_file
 from mindspeed_rlxf.reporting.report.content import RunFolder, name_runs
 from mindspeed_rlxf.reporting.report.page import make_report
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
-from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, Split
+from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import EXPORTED
@@ -42,9 +42,10 @@ def write_report(
     return len(content)
 
 
-def open_runs(runs: Sequence[Path], split: Split | None = None) -> list[RunFolder]:
-    """Return the run folders with their states and tokenizers.
+def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[RunFolder]:
+    """Return the run folders with their states and the splitters of their responses into tokens.
 
+    split: used for all runs; None = that of each run's own tokenizer, where it can be loaded
     Raises UserError that lists the folders without an iteration.
     """
     if problems := [found for run in runs if (found := find_problem(run))]:
@@ -82,7 +83,7 @@ def find_state(run: Path) -> str:
     return "stopped"
 
 
-def load_split(run: Path) -> Split | None:
+def load_split(run: Path) -> TokenSplitter | None:
     """Return the splitter of the run's tokenizer, which loads at its first use.
 
     None where the run names none, or where it is not there any more.

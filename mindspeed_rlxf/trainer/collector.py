@@ -132,7 +132,10 @@ class Collector:
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
-        """Return the metrics of dynamic sampling; none without it."""
+        """Return counts of dynamic sampling, {} without it.
+
+        They are the generated batches, and the groups kept although their scores are all equal.
+        """
         if not self.algorithm.filter_groups:
             return {}
         return {

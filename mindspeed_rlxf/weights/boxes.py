@@ -67,7 +67,7 @@ def whole(shape: Shape) -> Box:
 
 
 def box_of(dim: int, start: int, size: int, shape: Shape) -> Box:
-    """Return a box of a tensor of `shape`: a range of axis `dim`, and the whole of other axes."""
+    """Return the box that has `size` places from `start` of axis `dim`, and all of other axes."""
     starts, sizes = [0] * len(shape), list(shape)
     starts[dim], sizes[dim] = start, size
     return Box(tuple(starts), tuple(sizes))

@@ -207,7 +207,7 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _whitening(config: RunConfig) -> Iterator[Problem]:
-    """Check that whitening has two tokens at least; every response has one."""
+    """Refuse whitening over a single sample of a single token."""
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,

@@ -42,7 +42,10 @@ class RayRanks:
         ]
 
     def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Run an all-reduce in each group; all groups at once, none with a dead process."""
+        """Run an all-reduce in each group, all groups at once; replace processes that are lost.
+
+        groups: without the processes that did not start again
+        """
         started = time.monotonic()
         opening = [
             self.processes[leader].start(open_store, self._ips[leader], timeout_s=timeout_s / 3)

@@ -20,7 +20,7 @@ from mindspeed_rlxf.reporting.report.records import (
     read_iterations,
     read_resumes,
 )
-from mindspeed_rlxf.reporting.report.samples import Split
+from mindspeed_rlxf.reporting.report.samples import TokenSplitter
 from mindspeed_rlxf.reporting.report.schedule import read_schedules
 
 METHODS = {
@@ -49,7 +49,7 @@ class RunFolder:
     path: Path
     name: str
     state: str
-    split: Split | None = None
+    split: TokenSplitter | None = None
 
 
 def gather(run: RunFolder) -> dict[str, Any]:

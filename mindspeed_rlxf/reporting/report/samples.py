@@ -22,7 +22,7 @@ VALIDATION_SHARE = (
 MAX_TEXT = 20_000  # characters of a prompt or a response that are shown
 KEY = re.compile(rb'\{"iteration": (\d+), "sample_id": (\d+),')
 
-Split = Callable[[list[int]], list[str]]
+TokenSplitter = Callable[[list[int]], list[str]]
 """Splits a response into the texts of its tokens: as many as ids, "" for a part of a character."""
 
 
@@ -61,7 +61,7 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
 
 
 def cut_for_page(
-    chosen: Chosen, run: Path, split: Split | None = None, every: int = 1
+    chosen: Chosen, run: Path, split: TokenSplitter | None = None, every: int = 1
 ) -> list[dict[str, Any]]:
     """Return the samples in the form that the page reads, with short names.
 
@@ -125,7 +125,10 @@ def _prompt_of(sample: dict[str, Any]) -> int:
 
 
 def _cut(
-    sample: dict[str, Any], kind: str, split: Split | None, numbers: dict[Any, dict[str, Any]]
+    sample: dict[str, Any],
+    kind: str,
+    split: TokenSplitter | None,
+    numbers: dict[Any, dict[str, Any]],
 ) -> dict[str, Any]:
     """Make the entry of a sample: short names, no control characters, tokens if known."""
     ids = sample.get("response_ids")

@@ -226,7 +226,7 @@ def limits_of(config: SandboxConfig) -> Limits:
 
 
 def _candidates(config: SandboxConfig) -> list[SandboxLevel]:
-    """List the levels to try, the strongest first."""
+    """List the levels to try, the strongest first; `limits` only where config.weak allows it."""
     asked = [config.level] if config.level is not SandboxLevel.AUTO else list(PREVENTS)
     return [level for level in asked if config.weak or level is not SandboxLevel.LIMITS]
 

@@ -190,7 +190,7 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
         ("algorithm.gamma", -0.1, "=-0.1 must be at least 0"),
         ("algorithm.kl_penalty", "k3", "='k3' must be one of kl, abs, mse, low_var_kl, full; "),
         ("algorithm.kl_ctrl", 0.1, "=0.1 must be a section of keys"),
-        ("algorithm.adv_estimator", "grop", "='grop' must be one of gae, grpo, dr_grpo, rloo, "),
+        ("algorithm.adv_estimator", "grop", "='grop' must be one of gae, "),
         ("reward.kind", "nosuch", "='nosuch' must be one of rule, model, huggingface"),
         ("model.small.num_layers", "two", "='two' must be an integer"),
         ("training.bf16", 1, "=1 must be true or false"),
