@@ -80,7 +80,8 @@ def _calibrate(
 ) -> int:
     """Measure this host's first device, write the file, say where; return the exit code.
 
-    config: its kind of device and threads are measured; found: what is wrong with it
+    config: its kind of device and threads are measured
+    found:  printed where a configuration was named and could not be read; the exit code is then 1
     Errors: UserError where a measurement fails.
     """
     from mindspeed_rlxf.ops.planning.calibrate import calibrate

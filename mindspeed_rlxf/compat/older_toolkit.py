@@ -315,8 +315,9 @@ def _algorithm(draft: Draft, sections: Tree) -> None:
 
 
 def _group_norm(draft: Draft, algorithm: Tree) -> None:
-    """Translate `group_norm` to grpo, whitened by default, with the k3 estimate in the loss.
+    """Translate `group_norm` to grpo, whitened by default. Rejects a `gamma` other than 1.
 
+    A `kl_penalty` of kl becomes low_var_kl where `kl_in` is unset or loss, as it computed that.
     The older toolkit puts the z-score of a group at the last token and sums from there; without a
     discount that is the z-score on every token.
     """

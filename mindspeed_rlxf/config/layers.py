@@ -129,7 +129,10 @@ def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree
 
 
 def _unfold(draft: Draft, sections: Tree) -> None:
-    """Move the roles under `actor_rollout_ref` to the top level."""
+    """Merge the roles under `actor_rollout_ref` into those of the top level, key by key.
+
+    Rejects a key that has two values.
+    """
     known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
     for role, values in draft.known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():
         for key, value in draft.mapping(f"{NESTED_ROLES}.{role}", values).items():
@@ -143,7 +146,10 @@ def _unfold(draft: Draft, sections: Tree) -> None:
 
 
 def _training(draft: Draft, values: Tree, name: str) -> Tree:
-    """Return the section training without the shared keys of roles. Loads the plugins it names."""
+    """Return the section training without the shared keys of roles, with its defaults.
+
+    name: default of `run_name`. Loads the plugins.
+    """
     own = fields(TrainingConfig)
     known = draft.known("training", values, own | SHARED_KEYS).items()
     training = {key: value for key, value in known if key in own}

@@ -141,7 +141,10 @@ class _Reader:
         return self._special.hide(row.prompt)
 
     def _tokenize(self, rows: list[TextRow]) -> Iterator[tuple[TextRow, list[int]]]:
-        """Yield each row with its token ids, in order, without EOS that the tokenizer appends."""
+        """Yield each row and its token ids, in order; only plain texts lose an appended EOS.
+
+        Special tokens that a row spells are text unless allowed; those of a template are tokens.
+        """
         encoded: dict[int, list[int]] = {}
         split = not self._data.allow_special_tokens
         for row in rows:

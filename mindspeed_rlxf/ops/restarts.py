@@ -53,7 +53,7 @@ def _is_newer(saved: str, before: str) -> bool:
 def smaller_pools(
     pools: Mapping[str, Mapping[str, Any]], free: Sequence[int]
 ) -> Iterator[dict[str, list[int]]]:
-    """Yield smaller shapes of the largest pool that fit the free devices, the largest first.
+    """Yield the largest pool alone, in smaller shapes that fit beside the others, largest first.
 
     pools: name -> `processes` on each node, and `step`: processes of one replica
     free:  devices of each node

@@ -137,7 +137,7 @@ class LineFile:
 
 
 def _compress(plain: Path) -> None:
-    """Compress a part into a file beside it, which has a hidden name until it is complete."""
+    """Compress a part into a file beside it, hidden until it is complete. The part itself stays."""
     final = plain.with_name(f"{plain.name}.gz")
     for left in find_hidden_files(final):
         left.unlink()

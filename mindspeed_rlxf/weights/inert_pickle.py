@@ -225,7 +225,10 @@ class InertUnpickler:
         self.stack.append(named_value(module, name))
 
     def _stack_global(self) -> None:
-        """Replace module and name on the stack by what they name (STACK_GLOBAL)."""
+        """Replace module and name on the stack by an inert stand-in (STACK_GLOBAL).
+
+        Raises Refused.
+        """
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
             raise Refused("a name that is no text: STACK_GLOBAL requires str")

@@ -207,7 +207,7 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _whitening(config: RunConfig) -> Iterator[Problem]:
-    """Refuse whitening over a single sample of a single token."""
+    """Refuse whitening over one sample of one token, in a batch or a mini-batch; pairs are exempt."""
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,

@@ -83,7 +83,7 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
 
 
 def read_resumes(run: Path) -> list[str]:
-    """Return the lines of driver.log that report from which iteration the run was resumed."""
+    """Return up to 100 lines from the end of driver.log that say where the run was resumed."""
     with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
         stream.seek(0, 2)
         stream.seek(max(stream.tell() - LOG_TAIL, 0))
