@@ -207,7 +207,7 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _whitening(config: RunConfig) -> Iterator[Problem]:
-    """Refuse whitening over one sample of one token, in a batch or a mini-batch; pairs are exempt."""
+    """Refuse whitening over one sample of one token, in a batch or a mini-batch; not of pairs."""
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,
