@@ -49,10 +49,16 @@ class Pending:
         self._replies: list[Reply] | None = None
         self._order: Sequence[int] | None = None
         self._check: Callable[[list[Any]], None] | None = None
+        self._before: list[Pending] = []
 
     def reorder(self, rows: Sequence[int]) -> Pending:
         """Let `rows` return these of the leaders' rows, in this order."""
         self._order = rows
+        return self
+
+    def after(self, other: Pending) -> Pending:
+        """Let what waits for this call wait for `other` first, whose rows it reads."""
+        self._before.append(other)
         return self
 
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
@@ -96,6 +102,8 @@ class Pending:
     def replies(self) -> list[Reply]:
         """Return the replies of all ranks; waits for them. Raises as `result`."""
         if self._replies is None:
+            for other in self._before:
+                other.replies()
             asked = time.time()
             with waiting(self.what[0] if self.what else ""):
                 self._replies = self._call.wait()

@@ -57,7 +57,7 @@ class RewardGroup:
         if self.group is self.scorers:
             return scored
         both = self.group.call(RewardRole.score_beside_rules, rollouts, scored.rows())
-        return both.require(self._check)
+        return both.after(scored).require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
         """Score as `score` does, but always by the rules, even when the reward is a model.

@@ -99,9 +99,10 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         probabilities:     [tokens] fp32, the weight of each token's result
         """
         experts = list(self.local_experts)
-        weights = ExpertWeights.of(experts) if len(experts) > 1 else None
+        weights = ExpertWeights.of(experts) if len(experts) > 1 and len(hidden) else None
         if weights is None:
             return super().forward(hidden, tokens_per_expert, probabilities)  # type: ignore[no-any-return]
+        _await_gathers(experts)
         counts = tokens_per_expert.to(hidden.device)
         if not weights.is_reversed:
             return _mlp(hidden, counts, probabilities, weights, experts), None
@@ -111,6 +112,17 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         hidden, probabilities = rows
         out = _mlp(hidden, counts.flip(0), probabilities, weights, experts[::-1])
         return _Permute.apply(out, back, order), None
+
+
+def _await_gathers(experts: list[Any]) -> None:
+    """Wait for the weights that `overlap_param_gather` gathers.
+
+    Megatron waits in hooks of the modules that own them, which a grouped product does not call.
+    """
+    for expert in experts:
+        for linear in (expert.linear_fc1, expert.linear_fc2):
+            for hook in list(linear._forward_pre_hooks.values()):
+                hook(linear, ())
 
 
 def _mlp(
@@ -156,7 +168,11 @@ class _Product(torch.autograd.Function):
         rows, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
         to_rows = _GROUPED(grad, ctx.stack, offs=ends)
-        return to_rows, None, None, *_GROUPED(grad.t(), rows, offs=ends).unbind(0)
+        to_weights = _GROUPED(grad.t(), rows, offs=ends)
+        # Some GPUs leave the gradient of an expert without tokens as it is (pytorch#172439).
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        to_weights.masked_fill_(empty[:, None, None], 0)
+        return to_rows, None, None, *to_weights.unbind(0)
 
 
 class _Permute(torch.autograd.Function):

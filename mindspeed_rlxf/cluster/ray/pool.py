@@ -21,7 +21,7 @@ from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.ray.message import Message, make_messages, read_request
-from mindspeed_rlxf.cluster.ray.rows import CallRows, RayHandle, WorkerRows, find_missing
+from mindspeed_rlxf.cluster.ray.rows import READERS, CallRows, RayHandle, WorkerRows, find_missing
 from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.witness import Watched, oom_kills
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 RESET_S = 3.0  # for the last calls of an ended pool, whose processes are kept
 
 
-READERS = 16  # calls of other workers that a worker answers at the same time
 _keys = itertools.count()  # of the rows of calls, unique in this driver
 
 
@@ -66,7 +65,7 @@ class RayWorker(WorkerProcess):
         secrets: environment variables hidden from Ray
         """
         os.environ.update(secrets)
-        self._rows.timeout_s = setup.collective_timeout_s
+        self._rank, self._rows.timeout_s = setup.rank, setup.collective_timeout_s
         try:
             self.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
@@ -82,11 +81,15 @@ class RayWorker(WorkerProcess):
         self._rows.kept.drop(asked.dropped)
         try:
             rows, reply = self.run(read_request(asked, built))
-        except WorkerError as error:
-            self._rows.kept.put(asked.key, error)
-            return error
-        self._rows.kept.put(asked.key, rows)
+            self._rows.kept.put(asked.key, rows)
+        except Exception as error:  # readers of the rows have to learn of any
+            failure = error if isinstance(error, WorkerError) else self._as_own(error, asked)
+            self._rows.kept.put(asked.key, failure)
+            return failure
         return reply
+
+    def _as_own(self, error: Exception, asked: Message) -> WorkerError:
+        return worker_error(error, asked.role, self._rank, asked.method)
 
     @ray.method(concurrency_group="rows")
     def give_rows(self, keys: Sequence[int]) -> dict[int, Any]:

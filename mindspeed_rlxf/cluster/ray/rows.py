@@ -6,6 +6,7 @@ for theirs, so that neither rows nor their bookkeeping pass through the driver.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError
 from mindspeed_rlxf.cluster.kept_rows import KeptRows, Outcome, copy_rows, count_bytes
@@ -23,7 +24,10 @@ from mindspeed_rlxf.data.batch import Rows
 if TYPE_CHECKING:
     from mindspeed_rlxf.cluster.ray.pool import RayPool
 
-ASK_S = 1.0  # longest that a process holds back its answer for rows that it is still making
+READERS = 16  # calls of other workers that a worker answers at the same time
+WAITING = READERS // 2  # of them those that may wait for rows that are still being made
+ASK_S = 1.0  # longest that a process holds back its answer for such rows
+PAUSE_S = 0.1  # before a process is asked again that had nothing new
 SHARED_BYTES = 64 * 1024  # larger rows go through the shared memory of hosts, once for all readers
 
 
@@ -97,6 +101,8 @@ class WorkerRows:
         self.kept, self.timeout_s = KeptRows(), 0.0
         self.process = ""  # the name of this actor
         self._actors: dict[str, Any] = {}
+        self._may_wait = threading.Semaphore(WAITING)
+        self._sharing = threading.Lock()
 
     def clear(self) -> None:
         self.kept.clear()
@@ -107,11 +113,18 @@ class WorkerRows:
 
         Large rows are an ObjectRef.
         """
-        found = self.kept.wait_for(keys, ASK_S)
-        return {key: self._share(key, outcome) for key, outcome in found.items()}
+        waits = self._may_wait.acquire(blocking=False)
+        try:
+            found = self.kept.wait_for(keys, ASK_S if waits else 0.0)
+        finally:
+            if waits:
+                self._may_wait.release()
+        with self._sharing:  # one reader moves the rows, the others find them moved
+            return {key: self._share(key, outcome) for key, outcome in found.items()}
 
     def _share(self, key: int, outcome: Outcome) -> Any:
         """Move large rows to shared memory; return the reference to them, or the outcome."""
+        outcome = self.kept.wait_for([key], 0.0).get(key, outcome)
         if not isinstance(outcome, Rows) or count_bytes(outcome) < SHARED_BYTES:
             return outcome
         ref = ray.put(outcome)
@@ -129,12 +142,15 @@ class WorkerRows:
         for handle in waiting.pop(self.process, []):
             values[handle] = self._read_own(handle)
         while waiting:
-            values |= self._ask(waiting, deadline)
-            left = {p: [h for h in found if h not in values] for p, found in waiting.items()}
-            waiting = {process: found for process, found in left.items() if found}
+            found = self._ask(waiting, deadline)
+            values |= found
+            left = {p: [h for h in asked if h not in values] for p, asked in waiting.items()}
+            waiting = {process: asked for process, asked in left.items() if asked}
             if waiting and time.monotonic() >= deadline:
                 late = ", ".join(repr(h) for h in handles if h not in values)
                 raise TimeoutError(f"{late} did not arrive within {self.timeout_s:g} s")
+            if waiting and not found:
+                time.sleep(PAUSE_S)
         for value in values.values():
             if isinstance(value, WorkerError):
                 raise value
@@ -168,7 +184,7 @@ class WorkerRows:
         left_s = max(deadline - time.monotonic(), 0)
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left_s)
         for ref in ready:
-            values |= _read_answer(ref, asked[ref])
+            values |= _read_answer(ref, asked[ref], deadline)
         return values
 
 
@@ -179,12 +195,18 @@ def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
     return found
 
 
-def _read_answer(ref: Any, handles: Sequence[KeptHandle]) -> dict[KeptHandle, Any]:
-    """Return what a process answered; where it is lost, the error of each rank's rows."""
+def _read_answer(ref: Any, handles: Sequence[KeptHandle], deadline: float) -> dict[KeptHandle, Any]:
+    """Return what a process answered; where it is lost, the error of each rank's rows.
+
+    Nothing where rows in shared memory do not arrive until the deadline.
+    """
     try:
         answer = ray.get(ref)
         shared = {key: each for key, each in answer.items() if isinstance(each, ray.ObjectRef)}
-        answer |= dict(zip(shared, ray.get(list(shared.values())), strict=True))
+        left_s = max(deadline - time.monotonic(), 0)
+        answer |= dict(zip(shared, ray.get(list(shared.values()), timeout=left_s), strict=True))
+    except GetTimeoutError:
+        return {}
     except RayError as error:
         return {handle: as_worker_error(error, handle.origin) for handle in handles}
     return {handle: answer[handle.key] for handle in handles if handle.key in answer}

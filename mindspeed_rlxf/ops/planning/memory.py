@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import memory
-from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
+from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, RewardKind, Role
 from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
@@ -350,7 +350,8 @@ class _Stage:
         micro_batches = memory.micro_batches(self.section, samples, self.length)
         chunks = self.section.model_chunks
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
-        together = (self.architecture.num_experts or 0) // self.ep
+        grouped = self.config.device.kind is not DeviceKind.NPU
+        together = (self.architecture.num_experts or 0) // self.ep if grouped else 1
         gradient = memory.weight_gradient_bytes(self.shared, self.experts, together, self.itemsize)
         other = gradient + self._sent(tokens) + self._head_gradient(samples)
         # The head's activations are freed before the backward pass reaches a layer.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.protocol import Reply
-from mindspeed_rlxf.cluster.reward_group import RewardsFailed, check_failures
+from mindspeed_rlxf.cluster.reward_group import RewardGroup, RewardsFailed, check_failures
 from mindspeed_rlxf.roles.reports import FailedSample
 
 
@@ -51,8 +54,10 @@ def test_a_long_list_of_samples_is_cut() -> None:
 
 class Ended:
     handles = ("rows",)
+    waited = 0
 
     def wait(self) -> list[Reply]:
+        self.waited += 1
         return [Reply("report", 1, 0.0)]
 
 
@@ -61,3 +66,14 @@ def test_a_call_passes_its_reports_to_its_check() -> None:
     pending = Pending(Ended(), [0], [1]).require(seen.append)
     assert pending.result() == ["report"] and seen == [["report"]]
     assert pending.rows().num_rows == 1 and len(seen) == 1, "rows are not reports"
+
+
+def test_scores_of_a_model_wait_for_those_of_the_functions() -> None:
+    """A call that nobody waits for would keep the rows that it reads."""
+    functions, model = Ended(), Ended()
+    group: Any = RewardGroup.__new__(RewardGroup)
+    group.streams, group._check = True, lambda _: None
+    group._score_by_functions = lambda _: Pending(functions, [0], [1])
+    group.scorers, group.group = object(), SimpleNamespace(call=lambda *_: Pending(model, [0], [1]))
+    group.score(None).result()
+    assert (functions.waited, model.waited) == (1, 1)

@@ -1,0 +1,53 @@
+"""Rows that many readers ask for at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.cluster.ray import rows
+from mindspeed_rlxf.cluster.ray.rows import READERS, SHARED_BYTES, WAITING, WorkerRows
+from tests.distributed.cluster.stand_ins import Numbers
+
+
+def test_large_rows_move_to_shared_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+
+    def put(outcome: Any) -> str:
+        time.sleep(0.01)  # the others come meanwhile
+        moved.append(outcome)
+        return "shared"
+
+    monkeypatch.setattr(rows.ray, "put", put)
+    worker = WorkerRows()
+    threading.Timer(0.05, worker.kept.put, (1, Numbers(torch.zeros(SHARED_BYTES)))).start()
+    with ThreadPoolExecutor(READERS) as readers:
+        answers = list(readers.map(lambda _: ask(worker, 1), range(READERS)))
+    assert answers == [{1: "shared"}] * READERS
+    assert len(moved) == 1
+
+
+def ask(worker: WorkerRows, key: int) -> dict[int, Any]:
+    """Ask as a reader does, until there is an answer."""
+    deadline = time.monotonic() + 20
+    while not (answer := worker.give([key])) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return answer
+
+
+def test_readers_that_wait_leave_threads_for_rows_that_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows, "ASK_S", 30.0)
+    worker = WorkerRows()
+    worker.kept.put(2, None)
+    with ThreadPoolExecutor(READERS) as readers:
+        waiting = [readers.submit(worker.give, [1]) for _ in range(READERS)]
+        assert readers.submit(worker.give, [2]).result(timeout=20) == {2: None}
+        assert sum(each.done() for each in waiting) == READERS - WAITING
+        worker.kept.put(1, None)
