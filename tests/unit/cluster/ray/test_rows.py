@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.ray import rows
-from mindspeed_rlxf.cluster.ray.rows import READERS, SHARED_BYTES, WAITING, WorkerRows
 from tests.distributed.cluster.stand_ins import Numbers
 
 
-def test_large_rows_move_to_shared_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rows() -> Any:
+    """The module. It imports Ray, which must not happen before an own cluster is started."""
+    from mindspeed_rlxf.cluster.ray import rows
+
+    return rows
+
+
+def test_large_rows_move_to_shared_memory_once(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[Any] = []
 
     def put(outcome: Any) -> str:
@@ -24,15 +30,15 @@ def test_large_rows_move_to_shared_memory_once(monkeypatch: pytest.MonkeyPatch) 
         return "shared"
 
     monkeypatch.setattr(rows.ray, "put", put)
-    worker = WorkerRows()
-    threading.Timer(0.05, worker.kept.put, (1, Numbers(torch.zeros(SHARED_BYTES)))).start()
-    with ThreadPoolExecutor(READERS) as readers:
-        answers = list(readers.map(lambda _: ask(worker, 1), range(READERS)))
-    assert answers == [{1: "shared"}] * READERS
+    worker, large = rows.WorkerRows(), Numbers(torch.zeros(rows.SHARED_BYTES))
+    threading.Timer(0.05, worker.kept.put, (1, large)).start()
+    with ThreadPoolExecutor(rows.READERS) as readers:
+        answers = list(readers.map(lambda _: ask(worker, 1), range(rows.READERS)))
+    assert answers == [{1: "shared"}] * rows.READERS
     assert len(moved) == 1
 
 
-def ask(worker: WorkerRows, key: int) -> dict[int, Any]:
+def ask(worker: Any, key: int) -> dict[int, Any]:
     """Ask as a reader does, until there is an answer."""
     deadline = time.monotonic() + 20
     while not (answer := worker.give([key])) and time.monotonic() < deadline:
@@ -41,13 +47,13 @@ def ask(worker: WorkerRows, key: int) -> dict[int, Any]:
 
 
 def test_readers_that_wait_leave_threads_for_rows_that_exist(
-    monkeypatch: pytest.MonkeyPatch,
+    rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "ASK_S", 30.0)
-    worker = WorkerRows()
+    worker = rows.WorkerRows()
     worker.kept.put(2, None)
-    with ThreadPoolExecutor(READERS) as readers:
-        waiting = [readers.submit(worker.give, [1]) for _ in range(READERS)]
+    with ThreadPoolExecutor(rows.READERS) as readers:
+        waiting = [readers.submit(worker.give, [1]) for _ in range(rows.READERS)]
         assert readers.submit(worker.give, [2]).result(timeout=20) == {2: None}
-        assert sum(each.done() for each in waiting) == READERS - WAITING
+        assert sum(each.done() for each in waiting) == rows.READERS - rows.WAITING
         worker.kept.put(1, None)
