@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.conftest import REPOSITORY
 from tests.distributed.traced_peak import SHAPES
 
-SHORT = ("actor, recompute full", "actor, offload")
+SHORT = ("actor, recompute full",)
 BOUNDS = {"forward": (0.95, 1.1), "update": (0.95, 1.1)}
 
 
