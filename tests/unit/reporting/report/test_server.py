@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,10 @@ def test_ctrl_c_ends_the_command_with_status_0(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 2)
     code = "import sys; from mindspeed_rlxf.cli.watch import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watch:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Programs in the background of a shell without job control ignore SIGINT.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **pipes, preexec_fn=heeds) as watch:
         assert watch.stdout and b"http://127.0.0.1:" in watch.stdout.readline()
         os.kill(watch.pid, signal.SIGINT)
         _, errors = watch.communicate(timeout=30)
