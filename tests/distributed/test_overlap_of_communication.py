@@ -79,9 +79,10 @@ def test_weights_in_buckets_of_their_own_are_read_when_they_are_gathered(
         gaps = [each.gap.total for each in group.call(ActorRole.log_probs, given).result()]
         found.append((report.steps, gaps))
     (plain, before), (overlapped, after) = found
-    # Sums over ranks are rounded bucket by bucket.
-    assert overlapped == [pytest.approx(step, rel=1e-5) for step in plain]
-    assert after == pytest.approx(before, rel=1e-5)
+    # A sum over ranks is rounded bucket by bucket; with one for each parameter there are many.
+    close = 1e-6 if kind is SmallBuckets else 1e-5
+    assert overlapped == [pytest.approx(step, rel=close) for step in plain]
+    assert after == pytest.approx(before, rel=close)
 
 
 def test_overlapped_reductions_and_gathers_change_no_number(
