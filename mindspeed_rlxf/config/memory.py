@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank, qkv_row
 FP32 = 4
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
 PREFILL_TOKENS = 16384  # tokens of one prefill pass at most (one row at least)
+EXCHANGE_TOKENS = 4096  # that the ranks of an expert-parallel group exchange at once, together
 PAGE = 64  # tokens by which the KV cache of a row grows
 GROWTH = 2 * PAGE  # tokens that a row has room for when it enters a cache of limited size
 

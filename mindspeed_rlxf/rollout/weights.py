@@ -15,7 +15,9 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head, hf_shapes, shard_slices, stage_parameters
+from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+from mindspeed_rlxf.rollout.rounds import Rounds
 
 
 class WeightSource(Protocol):
@@ -23,6 +25,10 @@ class WeightSource(Protocol):
 
     @property
     def module(self) -> TransformerModel: ...
+
+    @property
+    def rounds(self) -> Rounds:
+        """The rounds in which the module's ranks exchange tokens for experts."""
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Activate the module's parallel groups for Megatron inside the block."""
@@ -38,12 +44,16 @@ class WeightSource(Protocol):
 
 
 def rollout_module(
-    architecture: ArchitectureConfig, tp: int, dtype: torch.dtype
-) -> TransformerModel:
-    """Build a module with all layers and experts, in the active parallel groups."""
-    config = transformer_config(architecture, tp, 1, False, dtype)
-    module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
-    return module.requires_grad_(False)
+    architecture: ArchitectureConfig, groups: ParallelGroups, dtype: torch.dtype
+) -> tuple[TransformerModel, Rounds]:
+    """Build a module with all layers and this rank's experts, without gradients, and its rounds."""
+    tp, ep = groups.tp.size(), groups.ep.size()
+    config = transformer_config(architecture, tp, 1, False, dtype, ep=ep)
+    with groups.active():
+        module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
+    exchange = Exchange(groups.ep, groups.tp)
+    layers = share_experts(module, exchange) if ep > 1 else []
+    return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
 
 
 class OwnWeights:
@@ -55,8 +65,7 @@ class OwnWeights:
         """Build the module with weights of 0. A collective over the world."""
         self.architecture = architecture
         self.groups = ParallelGroups(tp, 1, seed)
-        with self.groups.active():
-            module = rollout_module(architecture, tp, dtype)
+        module, self.rounds = rollout_module(architecture, self.groups, dtype)
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
         for parameter in self.module.parameters():

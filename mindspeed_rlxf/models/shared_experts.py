@@ -1,0 +1,165 @@
+"""Experts of a layer that the ranks of an expert-parallel group share, without a gradient.
+
+Each rank has its own tokens and its own experts. In a pass all ranks gather the tokens of all, each
+computes its experts' part of every token, and the parts are summed where the token came from:
+
+    own tokens [tokens, h] -- all_gather --> [ep * size, h] -- own experts -->
+    parts [ep * size, h] fp32 -- reduce_scatter --> own tokens [tokens, h]
+
+The sizes are known on the host before the pass (`Exchange.size`), so that no rank waits for its
+device. A rank without tokens takes part with none. Tokens choose their experts on their own rank:
+computed again elsewhere, rounding could make another choice.
+
+Axes: h = hidden size, ep = ranks of the group, size = tokens of each rank in an exchange, padded
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.memory import EXCHANGE_TOKENS
+from mindspeed_rlxf.models.grouped_experts import ExpertWeights, gated_products, sort_by_expert
+
+
+@dataclass
+class Exchange:
+    """The expert-parallel group of a module.
+
+    tp:   sums over the parts of an expert
+    size: tokens of the rank that has the most in this pass; set before each pass, alike on all
+    """
+
+    ep: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    size: int = 0
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens of a rank that are exchanged at once, which limits the memory."""
+        return max(1, EXCHANGE_TOKENS // self.ep.size())
+
+
+class LocalExperts:
+    """This rank's experts of a layer; in grouped products where torch and the weights allow it."""
+
+    def __init__(self, module: Any) -> None:
+        """module: Megatron's module of the experts, whose weights stay where they are"""
+        self.module, self.count = module, len(module.local_experts)
+        # MindSpeed computes experts in its own way, which only the module knows.
+        fused = device.fuses_layers()
+        self.weights = None if fused else ExpertWeights.of(module.local_experts)
+
+    def __call__(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Sum the results of each token's experts on this rank, [tokens, h] fp32.
+
+        hidden:  [tokens, h]
+        numbers: [tokens, topk] int64, local numbers of the experts; `count` = on another rank
+        shares:  [tokens, topk] fp32, the weight of each expert's result
+        """
+        topk = numbers.size(1)
+        found = self._by_megatron if self.weights is None else self._grouped
+        pairs = found(hidden, numbers, shares.flatten())
+        return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
+
+    def _grouped(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Return the result of each pair of token and expert, [tokens * topk, h].
+
+        Never waits for the device: the pairs of other ranks are carried along at the end, where no
+        product reads or writes them, and end as zeros.
+        """
+        assert self.weights is not None, "checked by the caller"
+        topk, others = numbers.size(1), numbers.flatten() == self.count
+        if self.weights.is_reversed:
+            numbers = torch.where(numbers == self.count, numbers, self.count - 1 - numbers)
+        order, ends = sort_by_expert(numbers.flatten(), self.count)
+        rows = gated_products(hidden[order // topk], shares[order], ends, self.weights)
+        pairs = torch.empty_like(rows)
+        pairs[order] = rows
+        return pairs.masked_fill_(others[:, None], 0)  # they may be anything, nan too
+
+    def _by_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Return the same as `_grouped`; waits for the device to count the pairs."""
+        topk = numbers.size(1)
+        order, ends = sort_by_expert(numbers.flatten(), self.count)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).cpu()
+        order = order[: int(counts.sum())]
+        pairs = hidden.new_zeros(numbers.numel(), hidden.size(1))
+        if len(order):
+            pairs[order], _ = self.module(hidden[order // topk], counts, shares[order])
+        return pairs
+
+
+class SharedExperts(nn.Module):
+    """Replaces Megatron's layer of experts in a module that generates; has its parameters' names.
+
+    All ranks of the group call it for the same layer at the same time.
+    """
+
+    def __init__(self, layer: Any, exchange: Exchange) -> None:
+        """layer: Megatron's, with this rank's experts"""
+        super().__init__()
+        self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
+        self._local: LocalExperts | None = None
+
+    def bind(self) -> None:
+        """View the weights where they lie now. Call it whenever they may have moved."""
+        self._local = LocalExperts(self.experts)
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Compute the layer for [tokens, 1, h]; the result has the dtype and shape of `hidden`.
+
+        Sums in fp32 and rounds once. `_`: a padding mask of Megatron, None
+        """
+        tokens, exchange = hidden.flatten(0, 1), self.exchange
+        routes = self._route(hidden)
+        parts = []
+        for start in range(0, exchange.size, exchange.chunk):
+            part = slice(start, start + exchange.chunk)
+            size = min(exchange.chunk, exchange.size - start)
+            parts.append(self._exchange(tokens[part], routes[part], size))
+        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if exchange.tp.size() > 1 and len(tokens):
+            dist.all_reduce(out, group=exchange.tp)
+        return out.to(hidden.dtype).view_as(hidden), None
+
+    def _route(self, hidden: Tensor) -> Tensor:
+        """Return weights and numbers of each token's experts, [tokens, 2 * topk] fp32."""
+        topk = self.router.topk
+        if not hidden.numel():
+            return hidden.new_zeros(0, 2 * topk, dtype=torch.float32)
+        probabilities, _ = self.router(hidden)  # [tokens, experts], 0 where not chosen
+        shares, numbers = probabilities.topk(topk, dim=-1)
+        return torch.cat((shares.float(), numbers.float()), dim=-1)
+
+    def _exchange(self, hidden: Tensor, routes: Tensor, size: int) -> Tensor:
+        """Compute [tokens, h] fp32 of up to `size` tokens, together with the other ranks'."""
+        assert self._local is not None, "bind comes first"
+        group, count = self.exchange.ep, self._local.count
+        ranks, more = group.size(), (0, 0, 0, size - len(hidden))
+        everyone = hidden.new_empty(ranks * size, hidden.size(1))
+        their_routes = routes.new_empty(ranks * size, routes.size(1))
+        dist.all_gather_into_tensor(everyone, F.pad(hidden, more), group=group)
+        # No rank has an expert -1.
+        dist.all_gather_into_tensor(their_routes, F.pad(routes, more, value=-1.0), group=group)
+        shares, numbers = their_routes.chunk(2, dim=-1)
+        local = numbers.long() - group.rank() * count
+        local = torch.where((local < 0) | (local >= count), count, local)
+        summed = hidden.new_empty(size, hidden.size(1), dtype=torch.float32)
+        dist.reduce_scatter_tensor(summed, self._local(everyone, local, shares), group=group)
+        return summed[: len(hidden)]
+
+
+def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:
+    """Let the layers of a module share their experts with the other ranks; return these layers."""
+    shared = []
+    for layer in module.decoder.layers:  # type: ignore[union-attr]
+        layer.mlp = SharedExperts(layer.mlp, exchange)  # type: ignore[union-attr]
+        shared.append(layer.mlp)
+    return shared
