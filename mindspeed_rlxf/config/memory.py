@@ -171,6 +171,25 @@ def dispatch_bytes(
     return 3 * dispatched * a.hidden_size * itemsize
 
 
+def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
+    """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
+
+    Beside the routing and two copies of the results, of one exchange at a time: the tokens of all
+    ranks, their results in fp32, and for each choice of a token two hidden states, three parts of
+    the gated MLP, one of them in fp32 too, and numbers for sorting.
+
+    tokens: of the rank that has the most
+    """
+    own = tokens * (
+        2 * a.hidden_size * itemsize + 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
+    )
+    together = ep * min(tokens, max(1, EXCHANGE_TOKENS // ep))
+    width = a.mlp_hidden_size // tp
+    choice = 2 * a.hidden_size * itemsize + width * (3 * itemsize + FP32) + 40
+    gathered = together * a.hidden_size * (2 * itemsize + FP32)
+    return own + gathered + together * a.moe_router_topk * choice
+
+
 def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
     """Count the tokens of a rank's largest micro-batch of `samples` of at most `length` tokens."""
     limit = role.max_tokens_per_micro_batch
@@ -339,8 +358,8 @@ def communicators(
     if not experts:
         return dense
     sums = trains and ep > 1
-    sparse = sum((tp > 1, ep > 1, tp * ep > 1, sums and dp > ep, sums, generates and tp > 1))
-    return dense + sparse
+    training = sum((tp > 1, ep > 1, tp * ep > 1, sums and dp > ep, sums))
+    return dense + training + (sum((tp > 1, ep > 1)) if generates else 0)
 
 
 def sample_bytes(prompt: int, response: int) -> int:

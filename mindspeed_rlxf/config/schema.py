@@ -241,6 +241,11 @@ class RunConfig(Section):
         return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
 
     @property
+    def rollout_ep(self) -> int:
+        """Replicas that share the experts of a layer in generation."""
+        return 1 if self.parts else self.actor_rollout.expert_model_parallel_size
+
+    @property
     def rollout_layout(self) -> ParallelLayout:
         """Parallel groups of the ranks that generate: all of the actor, or the rest of its pool."""
         generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size

@@ -82,17 +82,17 @@ class LocalExperts:
         rows = gated_products(hidden[order // topk], shares[order], ends, self.weights)
         pairs = torch.empty_like(rows)
         pairs[order] = rows
-        return pairs.masked_fill_(others[:, None], 0)  # they may be anything, nan too
+        return pairs.masked_fill_(others[:, None], 0)  # may be anything, nan too
 
     def _by_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Return the same as `_grouped`; waits for the device to count the pairs."""
-        topk = numbers.size(1)
-        order, ends = sort_by_expert(numbers.flatten(), self.count)
-        counts = torch.diff(ends, prepend=ends.new_zeros(1)).cpu()
-        order = order[: int(counts.sum())]
-        pairs = hidden.new_zeros(numbers.numel(), hidden.size(1))
+        """Return the same as `_grouped`; waits for the device and sorts the pairs on the host."""
+        topk, flat = numbers.size(1), numbers.flatten().cpu()
+        counts = flat.bincount(minlength=self.count + 1)[: self.count]
+        order = flat.argsort(stable=True)[: int(counts.sum())]
+        pairs = hidden.new_zeros(len(flat), hidden.size(1))
         if len(order):
-            pairs[order], _ = self.module(hidden[order // topk], counts, shares[order])
+            token, order = (order // topk).to(hidden.device), order.to(hidden.device)
+            pairs[order], _ = self.module(hidden[token], counts, shares[order])
         return pairs
 
 
@@ -113,9 +113,9 @@ class SharedExperts(nn.Module):
         self._local = LocalExperts(self.experts)
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Compute the layer for [tokens, 1, h]; the result has the dtype and shape of `hidden`.
+        """Compute the layer for [tokens, 1, h], which may be none; returns [tokens, 1, h].
 
-        Sums in fp32 and rounds once. `_`: a padding mask of Megatron, None
+        `_`: a padding mask of Megatron, None
         """
         tokens, exchange = hidden.flatten(0, 1), self.exchange
         routes = self._route(hidden)
@@ -125,9 +125,7 @@ class SharedExperts(nn.Module):
             size = min(exchange.chunk, exchange.size - start)
             parts.append(self._exchange(tokens[part], routes[part], size))
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if exchange.tp.size() > 1 and len(tokens):
-            dist.all_reduce(out, group=exchange.tp)
-        return out.to(hidden.dtype).view_as(hidden), None
+        return out.view_as(hidden), None
 
     def _route(self, hidden: Tensor) -> Tensor:
         """Return weights and numbers of each token's experts, [tokens, 2 * topk] fp32."""
@@ -139,7 +137,11 @@ class SharedExperts(nn.Module):
         return torch.cat((shares.float(), numbers.float()), dim=-1)
 
     def _exchange(self, hidden: Tensor, routes: Tensor, size: int) -> Tensor:
-        """Compute [tokens, h] fp32 of up to `size` tokens, together with the other ranks'."""
+        """Compute [tokens, h] of up to `size` tokens, together with the other ranks'.
+
+        Sums over ranks in fp32 and rounds once: first over the experts, which leaves fewer tokens,
+        then over the parts of an expert.
+        """
         assert self._local is not None, "bind comes first"
         group, count = self.exchange.ep, self._local.count
         ranks, more = group.size(), (0, 0, 0, size - len(hidden))
@@ -150,10 +152,13 @@ class SharedExperts(nn.Module):
         dist.all_gather_into_tensor(their_routes, F.pad(routes, more, value=-1.0), group=group)
         shares, numbers = their_routes.chunk(2, dim=-1)
         local = numbers.long() - group.rank() * count
-        local = torch.where((local < 0) | (local >= count), count, local)
+        local = local.masked_fill((local < 0) | (local >= count), count)
         summed = hidden.new_empty(size, hidden.size(1), dtype=torch.float32)
         dist.reduce_scatter_tensor(summed, self._local(everyone, local, shares), group=group)
-        return summed[: len(hidden)]
+        own = summed[: len(hidden)]
+        if self.exchange.tp.size() > 1 and len(own):  # the ranks of a replica have the same tokens
+            dist.all_reduce(own, group=self.exchange.tp)
+        return own.to(hidden.dtype)
 
 
 def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:

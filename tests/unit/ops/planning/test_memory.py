@@ -208,7 +208,7 @@ def expert_bytes(config: RunConfig, share: int) -> int:
     return 4 * 8 // share * 3 * 64 * 32 * 4
 
 
-def test_expert_ranks_hold_their_share_and_receive_the_rest(
+def test_expert_ranks_hold_their_share_in_training_and_generation(
     config: Callable[..., RunConfig],
 ) -> None:
     whole, shared = config(EXPERTS), config(EP4)
@@ -218,7 +218,12 @@ def test_expert_ranks_hold_their_share_and_receive_the_rest(
         assert one.weights - four.weights == saved
         assert one.optimizer - four.optimizer == (2 * saved if one.optimizer else 0)
     assert phase(whole, Role.ACTOR_ROLLOUT, "generate").other == 0
-    assert phase(shared, Role.ACTOR_ROLLOUT, "generate").other == saved
+    assert phase(shared, Role.ACTOR_ROLLOUT, "generate").other == 0
+    all_received, received = (
+        phase(config({**keys, **PP2}), Role.ACTOR_ROLLOUT, "generate").other
+        for keys in (EXPERTS, EP4)
+    )
+    assert all_received - received == saved // 2  # of the other stage's layers
 
 
 def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(
@@ -281,3 +286,21 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., 
     assert generate.kv_cache == 96 * 4 * 2 * 8 * 24 * 2 * 4
     assert (trains.rank, trains.processes) == (0, (6,))
     assert (generates.rank, generates.processes) == (6, (2,))
+
+
+@pytest.mark.parametrize(("limit", "together"), [(4096, 4 * 96), (40, 40), (2, 4)])
+def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_share_experts(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, limit: int, together: int
+) -> None:
+    monkeypatch.setattr(memory, "EXCHANGE_TOKENS", limit)
+    run = config({**EP4, "actor_rollout.num_samples_per_step": 12, "actor_rollout.bf16": True})
+    a = run.actor_rollout.architecture
+    dense = memory.layer_activation_bytes(a, 96, 1, False, 2)  # 12 prompts of 8
+    dense -= memory.mlp_activation_bytes(a, 96, 1, False, 2)
+    # results and their copy, 8 probabilities and choices, two numbers of 4 and 12 bytes of a choice
+    own = 96 * (2 * 64 * 2 + 5 * 8 + 20 * 2)
+    # hidden size 64, width 32: tokens twice in bf16 and once in fp32; two choices with two hidden
+    # states, three parts of the MLP in bf16 and one in fp32, five numbers of 8 bytes
+    shared = together * (64 * 8 + 2 * (2 * 64 * 2 + 32 * 10 + 40))
+    expected = dense + own + shared + memory.row_state_bytes(12, 16)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
