@@ -174,15 +174,14 @@ def dispatch_bytes(
 def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
     """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
 
-    Beside the routing and two copies of the results, of one exchange at a time: the tokens of all
-    ranks, their results in fp32, and for each choice of a token two hidden states, three parts of
-    the gated MLP, one of them in fp32 too, and numbers for sorting.
+    For all tokens: the routing and two copies of the results. For one exchange at a time: the
+    tokens of all ranks, their results in fp32, and for each choice of a token two hidden states,
+    three parts of the gated MLP, one of them in fp32 too, and numbers for sorting.
 
     tokens: of the rank that has the most
     """
-    own = tokens * (
-        2 * a.hidden_size * itemsize + 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
-    )
+    routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
+    own = tokens * (2 * a.hidden_size * itemsize + routing)
     together = ep * min(tokens, max(1, EXCHANGE_TOKENS // ep))
     width = a.mlp_hidden_size // tp
     choice = 2 * a.hidden_size * itemsize + width * (3 * itemsize + FP32) + 40
