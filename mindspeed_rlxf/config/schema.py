@@ -243,7 +243,8 @@ class RunConfig(Section):
     @property
     def rollout_ep(self) -> int:
         """Replicas that share the experts of a layer in generation."""
-        return 1 if self.parts else self.actor_rollout.expert_model_parallel_size
+        usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
+        return self.rollout.expert_model_parallel_size or usual
 
     @property
     def rollout_layout(self) -> ParallelLayout:

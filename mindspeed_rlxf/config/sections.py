@@ -295,6 +295,13 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int | None = key(
         None, "ranks that share a layer in generation; null = as in training", "reshard", ge=1
     )
+    expert_model_parallel_size: int | None = key(
+        None,
+        "replicas that share the experts of a layer in generation, which then make each step "
+        "together; null = as in training on the actor's devices, 1 on devices of its own",
+        "reshard",
+        ge=1,
+    )
 
 
 class LoggingConfig(Section):

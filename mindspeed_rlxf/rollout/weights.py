@@ -56,15 +56,19 @@ def rollout_module(
     return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
 
 
+Place = tuple[int, int, int, int]
+"""Tensor-parallel rank and size, expert-parallel rank and size."""
+
+
 class OwnWeights:
     """A module that keeps its own weights on the device, which it does not share with training."""
 
     def __init__(
-        self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int
+        self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int, ep: int = 1
     ) -> None:
         """Build the module with weights of 0. A collective over the world."""
         self.architecture = architecture
-        self.groups = ParallelGroups(tp, 1, seed)
+        self.groups = ParallelGroups(tp, 1, seed, ep=ep)
         module, self.rounds = rollout_module(architecture, self.groups, dtype)
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
@@ -81,8 +85,9 @@ class OwnWeights:
         """Do nothing: no training needs the memory."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        parameters, tp = dict(self.module.named_parameters()), self.groups.tp
-        load_stream(parameters, self.architecture, tp.rank(), tp.size(), tensors)
+        parameters, tp, ep = dict(self.module.named_parameters()), self.groups.tp, self.groups.ep
+        place = tp.rank(), tp.size(), ep.rank(), ep.size()
+        load_stream(parameters, self.architecture, place, tensors)
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,7 @@ class _Piece:
 def load_stream(
     parameters: dict[str, torch.nn.Parameter],
     architecture: ArchitectureConfig,
-    tp_rank: int,
-    tp: int,
+    place: Place,
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Fill a rank's parameters, of all layers, from Hugging Face tensors, one at a time.
@@ -114,7 +118,7 @@ def load_stream(
     tensors:    each with its Hugging Face name, whole, in any order, on any device
     Raises ValueError for a tensor that is missing or unknown, or has another shape.
     """
-    pieces = _pieces(parameters, architecture, tp_rank, tp)
+    pieces = _pieces(parameters, architecture, place)
     shapes = hf_shapes(architecture, Head.LANGUAGE_MODEL)
     missing = set(pieces)
     for name, tensor in tensors:
@@ -139,14 +143,14 @@ def load_stream(
 def _pieces(
     parameters: dict[str, torch.nn.Parameter],
     architecture: ArchitectureConfig,
-    tp_rank: int,
-    tp: int,
+    place: Place,
 ) -> dict[str, list[_Piece]]:
     """Map each Hugging Face name to its slices on this rank; a list may be empty."""
-    found: dict[str, list[_Piece]] = {}
-    for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
-        for source in parameter.sources:
-            found.setdefault(source, [])
+    tp_rank, tp, ep_rank, ep = place
+    found: dict[str, list[_Piece]] = {
+        name: [] for name in hf_shapes(architecture, Head.LANGUAGE_MODEL)
+    }
+    for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL, ep_rank=ep_rank, ep=ep):
         target, offset = parameters[parameter.name].data, 0
         for part in shard_slices(parameter, architecture, tp_rank, tp):
             piece = _Piece(target, part.dim, part.start, offset, part.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
 
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, ref
@@ -13,11 +12,16 @@ from mindspeed_rlxf.config.rules.batch import (
     check_loss_normalizer,
     check_token_budget,
 )
-from mindspeed_rlxf.config.rules.split import ROLLOUT_TP, TRAIN, check_split
+from mindspeed_rlxf.config.rules.split import (
+    ROLLOUT_TP,
+    TRAIN,
+    check_split,
+    find_uneven_experts,
+)
 from mindspeed_rlxf.config.rules.stages import check_stage
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import closest, divisors, multiples_around, neighbours, use
+from mindspeed_rlxf.config.suggest import closest, multiples_around, use
 
 
 def check(config: RunConfig) -> list[Problem]:
@@ -95,7 +99,10 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
     if section.architecture is None:
         return
     tp, known = section.tensor_model_parallel_size, pool in config.resource_pool
-    yield from _experts(config, role, config.layout(role).dp if known and not misplaced else None)
+    if section.architecture.num_experts is not None:
+        key, ep = f"{role.value}.expert_model_parallel_size", section.expert_model_parallel_size
+        dp = config.layout(role).dp if known and not misplaced else None
+        yield from find_uneven_experts(key, ep, section, dp)
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
         a = section.architecture
         yield from find_uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
@@ -112,24 +119,6 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
             colon=True,
             reads=(f"{role.value}.tensor_model_parallel_size",),
         )
-
-
-def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]:
-    """Check that the expert-parallel size divides the experts and the data-parallel size.
-
-    dp: data-parallel size of the role; None when the number of processes does not allow one
-    """
-    section = config.role(role)
-    experts, ep = section.architecture.num_experts, section.expert_model_parallel_size
-    if experts is None:
-        return
-    key = f"{role.value}.expert_model_parallel_size"
-    remedy = use(neighbours(ep, divisors(gcd(experts, dp or experts))))
-    if experts % ep:
-        number = ref(f"model.{section.model}.num_experts")
-        yield Problem(key, f"must divide {number}={experts}", ep, remedy)
-    if dp is not None and dp % ep:
-        yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:

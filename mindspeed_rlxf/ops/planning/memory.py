@@ -139,13 +139,13 @@ def is_split(config: RunConfig, pool: str) -> bool:
 
 
 def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of a rank that only generates: all layers and experts, and the KV cache."""
+    """Return the memory of a rank that only generates: all layers, and the KV cache."""
     assert config.parts is not None, "the pool is split"
-    actor, tp = config.actor_rollout, config.rollout_tp
+    actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     item = memory.itemsize(actor)
-    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1))
+    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
     weights = memory.weight_bytes(numbers, item)
-    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + POOL_GROUP
+    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + (ep > 1) + POOL_GROUP
     rollout = RoleMemory(
         Role.ACTOR_ROLLOUT,
         weights,

@@ -178,7 +178,7 @@ def _roles(config: RunConfig) -> list[list[object]]:
 def _rollout(config: RunConfig, precision: str) -> list[object]:
     """Make the row of ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
-    sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, 1]
+    sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
     model = config.actor_rollout.model
     return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
 

@@ -321,7 +321,7 @@ def _received(config: RunConfig, item: int) -> Work:
     actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
     a, tp = actor.architecture, layout.tp
     if config.parts:
-        numbers = _numbers(a, Head.LANGUAGE_MODEL, config.rollout_tp, 0, 1)
+        numbers = _numbers(a, Head.LANGUAGE_MODEL, config.rollout_tp, 0, 1, config.rollout_ep)
     else:
         place = (tp, 0, layout.pp, actor.model_chunks, actor.expert_model_parallel_size)
         numbers = received_numbers(a, Head.LANGUAGE_MODEL, *place)

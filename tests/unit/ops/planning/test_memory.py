@@ -267,6 +267,9 @@ SPLIT = {
 }
 
 
+ONE_TP = {"rollout.tensor_model_parallel_size": 1}
+
+
 def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., RunConfig]) -> None:
     """Training has no cache and no other weights; generation half of them all and no optimizer."""
     run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
@@ -280,6 +283,12 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., 
     assert (rollout.gradients, rollout.optimizer) == (0, 0)
     norms = 9 * 64 * 4  # on both ranks: two of each of four layers, and the last
     assert rollout.weights == (whole.weights - norms) // 2 + norms
+    shared, all_experts = (
+        pool_memories(config(SPLIT | ONE_TP | EXPERTS | keys), "actor")[1]
+        for keys in ({"rollout.expert_model_parallel_size": 2}, {})
+    )
+    saved = all_experts.roles[0].weights - shared.roles[0].weights
+    assert saved == expert_bytes(config(EXPERTS), 2)
     [receive, generate] = rollout.phases
     assert (receive.name, receive.total) == ("receive weights", rollout.weights)
     # all 96 samples on one replica, 4 layers, 2 of 4 groups of width 8, 24 tokens, keys and values
