@@ -63,15 +63,13 @@ class LocalExperts:
         numbers: [tokens, topk] int64, local numbers of the experts; `count` = on another rank
         shares:  [tokens, topk] fp32, the weight of each expert's result
         """
-        topk = numbers.size(1)
-        found = self._by_megatron if self.weights is None else self._grouped
-        pairs = found(hidden, numbers, shares.flatten())
-        return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
+        compute = self._by_megatron if self.weights is None else self._grouped
+        return compute(hidden, numbers, shares.flatten())
 
     def _grouped(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Return the result of each pair of token and expert, [tokens * topk, h].
+        """Compute in grouped products, as `__call__`, without a wait for the device.
 
-        Never waits for the device: the pairs of other ranks are carried along at the end, where no
+        Pairs of a token and an expert of another rank are carried along at the end, where no
         product reads or writes them, and end as zeros.
         """
         assert self.weights is not None, "checked by the caller"
@@ -82,18 +80,23 @@ class LocalExperts:
         rows = gated_products(hidden[order // topk], shares[order], ends, self.weights)
         pairs = torch.empty_like(rows)
         pairs[order] = rows
-        return pairs.masked_fill_(others[:, None], 0)  # may be anything, nan too
+        pairs.masked_fill_(others[:, None], 0)  # may be anything, nan too
+        return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 
     def _by_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Return the same as `_grouped`; waits for the device and sorts the pairs on the host."""
+        """Compute in Megatron's module, as `__call__`; sorts the pairs on the host.
+
+        NPU cannot sum in another dtype than that of the numbers, so they are in fp32 before.
+        """
         topk, flat = numbers.size(1), numbers.flatten().cpu()
         counts = flat.bincount(minlength=self.count + 1)[: self.count]
         order = flat.argsort(stable=True)[: int(counts.sum())]
-        pairs = hidden.new_zeros(len(flat), hidden.size(1))
+        pairs = hidden.new_zeros(len(flat), hidden.size(1), dtype=torch.float32)
         if len(order):
             token, order = (order // topk).to(hidden.device), order.to(hidden.device)
-            pairs[order], _ = self.module(hidden[token], counts, shares[order])
-        return pairs
+            out, _ = self.module(hidden[token], counts, shares[order])
+            pairs[order] = out.float()
+        return pairs.unflatten(0, (-1, topk)).sum(1)
 
 
 class SharedExperts(nn.Module):
