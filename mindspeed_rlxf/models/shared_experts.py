@@ -27,6 +27,10 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.memory import EXCHANGE_TOKENS
 from mindspeed_rlxf.models.grouped_experts import ExpertWeights, gated_products, sort_by_expert
 
+# Newer versions of torch have other names for them.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 @dataclass
 class Exchange:
@@ -150,14 +154,14 @@ class SharedExperts(nn.Module):
         ranks, more = group.size(), (0, 0, 0, size - len(hidden))
         everyone = hidden.new_empty(ranks * size, hidden.size(1))
         their_routes = routes.new_empty(ranks * size, routes.size(1))
-        dist.all_gather_into_tensor(everyone, F.pad(hidden, more), group=group)
+        _ALL_GATHER(everyone, F.pad(hidden, more), group=group)
         # No rank has an expert -1.
-        dist.all_gather_into_tensor(their_routes, F.pad(routes, more, value=-1.0), group=group)
+        _ALL_GATHER(their_routes, F.pad(routes, more, value=-1.0), group=group)
         shares, numbers = their_routes.chunk(2, dim=-1)
         local = numbers.long() - group.rank() * count
         local = local.masked_fill((local < 0) | (local >= count), count)
         summed = hidden.new_empty(size, hidden.size(1), dtype=torch.float32)
-        dist.reduce_scatter_tensor(summed, self._local(everyone, local, shares), group=group)
+        _REDUCE_SCATTER(summed, self._local(everyone, local, shares), group=group)
         own = summed[: len(hidden)]
         if self.exchange.tp.size() > 1 and len(own):  # the ranks of a replica have the same tokens
             dist.all_reduce(own, group=self.exchange.tp)
