@@ -6,15 +6,17 @@ computes its experts' part of every token, and the parts are summed where the to
     own tokens [tokens, h] -- all_gather --> [ep * size, h] -- own experts -->
     parts [ep * size, h] fp32 -- reduce_scatter --> own tokens [tokens, h]
 
-The sizes are known on the host before the pass (`Exchange.size`), so that no rank waits for its
+The sizes are known on the host before the pass (`Exchange.sizes`), so that no rank waits for its
 device. A rank without tokens takes part with none. Tokens choose their experts on their own rank:
 computed again elsewhere, rounding could make another choice.
 
-Axes: h = hidden size, ep = ranks of the group, size = tokens of each rank in an exchange, padded
+Axes: h = hidden size, ep = ranks of the group, size = tokens of the rank that has the most, to
+which the others pad
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +38,13 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 class Exchange:
     """The expert-parallel group of a module.
 
-    tp:   sums over the parts of an expert
-    size: tokens of the rank that has the most in this pass; set before each pass, alike on all
+    tp:    sums over the parts of an expert
+    sizes: tokens of each rank of `ep` in this pass; set before each pass, alike on all
     """
 
     ep: dist.ProcessGroup
     tp: dist.ProcessGroup
-    size: int = 0
+    sizes: Sequence[int] = ()
 
     @property
     def chunk(self) -> int:
@@ -127,10 +129,10 @@ class SharedExperts(nn.Module):
         tokens, exchange = hidden.flatten(0, 1), self.exchange
         routes = self._route(hidden)
         parts = []
-        for start in range(0, exchange.size, exchange.chunk):
+        for start in range(0, max(exchange.sizes), exchange.chunk):
             part = slice(start, start + exchange.chunk)
-            size = min(exchange.chunk, exchange.size - start)
-            parts.append(self._exchange(tokens[part], routes[part], size))
+            sizes = [min(max(size - start, 0), exchange.chunk) for size in exchange.sizes]
+            parts.append(self._exchange(tokens[part], routes[part], sizes))
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return out.view_as(hidden), None
 
@@ -143,29 +145,59 @@ class SharedExperts(nn.Module):
         shares, numbers = probabilities.topk(topk, dim=-1)
         return torch.cat((shares.float(), numbers.float()), dim=-1)
 
-    def _exchange(self, hidden: Tensor, routes: Tensor, size: int) -> Tensor:
-        """Compute [tokens, h] of up to `size` tokens, together with the other ranks'.
+    def _exchange(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Compute [tokens, h] of this rank's tokens, together with the other ranks'.
 
         Sums over ranks in fp32 and rounds once: first over the experts, which leaves fewer tokens,
         then over the parts of an expert.
+
+        sizes: tokens of each rank
         """
         assert self._local is not None, "bind comes first"
         group, count = self.exchange.ep, self._local.count
-        ranks, more = group.size(), (0, 0, 0, size - len(hidden))
-        everyone = hidden.new_empty(ranks * size, hidden.size(1))
-        their_routes = routes.new_empty(ranks * size, routes.size(1))
-        _ALL_GATHER(everyone, F.pad(hidden, more), group=group)
-        # No rank has an expert -1.
-        _ALL_GATHER(their_routes, F.pad(routes, more, value=-1.0), group=group)
-        shares, numbers = their_routes.chunk(2, dim=-1)
+        everyone = _gather(hidden, sizes, group)
+        routes = _gather(routes, sizes, group, padding=-1.0)  # no rank has an expert -1
+        shares, numbers = routes.chunk(2, dim=-1)
         local = numbers.long() - group.rank() * count
         local = local.masked_fill((local < 0) | (local >= count), count)
-        summed = hidden.new_empty(size, hidden.size(1), dtype=torch.float32)
-        _REDUCE_SCATTER(summed, self._local(everyone, local, shares), group=group)
-        own = summed[: len(hidden)]
+        own = _sum(self._local(everyone, local, shares), sizes, group)[: len(hidden)]
         if self.exchange.tp.size() > 1 and len(own):  # the ranks of a replica have the same tokens
             dist.all_reduce(own, group=self.exchange.tp)
         return own.to(hidden.dtype)
+
+
+def _gather(
+    rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, padding: float = 0.0
+) -> Tensor:
+    """Gather the rows of all ranks, one rank after the other; some of them may be padding.
+
+    sizes: rows of each rank
+    """
+    size = max(sizes)
+    gathered = rows.new_empty(len(sizes) * size, rows.size(1))
+    _ALL_GATHER(gathered, F.pad(rows, (0, 0, 0, size - len(rows)), value=padding), group=group)
+    if not _is_sparse(sizes):
+        return gathered
+    parts = zip(gathered.split(size), sizes, strict=True)
+    return torch.cat([part[:count] for part, count in parts if count])
+
+
+def _sum(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Sum rows in the order of `_gather` over the ranks; return this rank's, and padding."""
+    size = max(sizes)
+    if _is_sparse(sizes):
+        padded = rows.new_zeros(len(sizes), size, rows.size(1))
+        for filled, part in zip(padded, rows.split(list(sizes)), strict=True):
+            filled[: len(part)] = part
+        rows = padded.flatten(0, 1)
+    own = rows.new_empty(size, rows.size(1))
+    _REDUCE_SCATTER(own, rows, group=group)
+    return own
+
+
+def _is_sparse(sizes: Sequence[int]) -> bool:
+    """Whether so many rows are padding that to drop it costs less than to compute with it."""
+    return 2 * sum(sizes) <= len(sizes) * max(sizes)
 
 
 def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:

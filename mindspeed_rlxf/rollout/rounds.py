@@ -39,12 +39,12 @@ class Rounds:
         """
         assert tokens > 0, "a pass has tokens; 0 is the word of a rank that has finished"
         if self.layers:
-            self._agree(tokens)
+            self._exchange_sizes(tokens)
 
     def finish(self) -> int:
         """Take part in the others' passes until all ranks have finished; count these passes."""
         passes = 0
-        while self.layers and self._agree(0):
+        while self.layers and self._exchange_sizes(0):
             parameter = next(self.layers[0].parameters())
             nothing = parameter.new_empty(0, 1, self.layers[0].router.config.hidden_size)
             for layer in self.layers:
@@ -52,9 +52,9 @@ class Rounds:
             passes += 1
         return passes
 
-    def _agree(self, tokens: int) -> int:
-        """Return the largest announcement of a round, and give it to the exchange."""
-        most = torch.tensor(tokens)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host)
-        self.exchange.size = int(most)
-        return self.exchange.size
+    def _exchange_sizes(self, tokens: int) -> bool:
+        """Set the tokens of each rank for the next pass; return whether any rank has some."""
+        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.host.size())]
+        dist.all_gather(sizes, torch.tensor(tokens), group=self.host)
+        self.exchange.sizes = [int(size) for size in sizes]
+        return any(self.exchange.sizes)

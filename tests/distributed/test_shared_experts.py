@@ -254,7 +254,7 @@ class ExchangeProbe:
             expert.linear_fc1.weight.copy_(widens)
             expert.linear_fc2.weight.copy_(narrows)
         usual, shared_experts.EXCHANGE_TOKENS = shared_experts.EXCHANGE_TOKENS, chunk
-        exchange = shared_experts.Exchange(self.groups.ep, self.groups.tp, max(counts))
+        exchange = shared_experts.Exchange(self.groups.ep, self.groups.tp, counts)
         layer = shared_experts.SharedExperts(Layer(AnyRouter(), local), exchange)
         layer.bind()
         torch.manual_seed(3)
