@@ -276,7 +276,7 @@ class ExchangeProbe:
         return RoleOutput(report=(error, layer._local.weights is not None))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_an_exchange_computes_what_one_expert_after_the_other_does(
     warm_runtime: Any, size: int
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,6 +92,7 @@ def held_in_training(
 
 @settings(max_examples=25, deadline=None)
 @given(layouts(), st.sampled_from([5, 50, 10**6]))
+@example(("experts", TrainingLayout(ParallelLayout(4), 1, 2), ParallelLayout(4, 1), 4), 50)
 def test_every_number_arrives_once_and_where_it_belongs(
     case: tuple[str, TrainingLayout, ParallelLayout, int], limit: int
 ) -> None:
