@@ -95,7 +95,7 @@ class RolloutEngine(Protocol):
         """Yield one result for each request as soon as its response ends, in no fixed order.
 
         The engine must be awake until the last result has been taken. Ranks that share experts
-        need one another: take all results, or close the iterator.
+        need one another: take all results, or close the iterator after some.
         """
 
     def score(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,9 @@ class AnyRouter(nn.Module):
     topk = TOPK
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        scores = (hidden.flatten(0, -2).float() @ torch.randn(HIDDEN, EXPERTS)).exp()
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.randn(HIDDEN, EXPERTS, generator=generator) / 4
+        scores = (hidden.flatten(0, -2).float() @ weight).exp()
         scores[:, -1] *= 1e-3
         least = scores.topk(TOPK).values[:, -1:]
         return scores.masked_fill(scores < least, 0.0), None
@@ -236,65 +239,60 @@ class ExchangeProbe:
     def error(
         self, width: int, dtype: torch.dtype, counts: tuple[int, ...], chunk: int, is_reversed: bool
     ) -> RoleOutput:
-        """Largest difference from one expert after the other in fp32, whether grouped.
+        """Largest relative error from one expert after the other in fp32, and whether grouped.
 
-        chunk: tokens of all ranks that are exchanged at once
+        counts: tokens of each rank; chunk: of all ranks that are exchanged at once
         """
         torch.manual_seed(7)
         experts = [Expert(width, dtype) for _ in range(EXPERTS)]
-        tokens = [torch.randn(count, HIDDEN).to(dtype) for count in counts]
+        weights = [[p.detach().float() for p in expert.parameters()] for expert in experts]
         rank, share = self.groups.ep.rank(), EXPERTS // self.groups.ep.size()
-        own = experts[rank * share : (rank + 1) * share]
-        numbers = [[p.detach().float() for p in expert.parameters()] for expert in experts]
-        local = Experts(own[::-1] if is_reversed else own)
-        stack_experts(local)
-        if is_reversed:
-            local = Experts(own)
-        for expert, (widens, narrows) in zip(own, numbers[rank * share :], strict=False):
-            expert.linear_fc1.weight.copy_(widens)
-            expert.linear_fc2.weight.copy_(narrows)
-        usual, shared_experts.EXCHANGE_TOKENS = shared_experts.EXCHANGE_TOKENS, chunk
+        own = slice(rank * share, (rank + 1) * share)
+        stack_experts(Experts(experts[own][::-1] if is_reversed else experts[own]))
+        for expert, numbers in zip(experts[own], weights[own], strict=True):
+            for parameter, values in zip(expert.parameters(), numbers, strict=True):
+                parameter.copy_(values)
         exchange = shared_experts.Exchange(self.groups.ep, self.groups.tp, counts)
-        layer = shared_experts.SharedExperts(Layer(AnyRouter(), local), exchange)
+        router = AnyRouter()
+        layer = shared_experts.SharedExperts(Layer(router, Experts(experts[own])), exchange)
         layer.bind()
-        torch.manual_seed(3)
-        out, _ = layer(tokens[rank][:, None])
+        tokens = [torch.randn(count, HIDDEN).to(dtype) for count in counts][rank]
+        usual, shared_experts.EXCHANGE_TOKENS = shared_experts.EXCHANGE_TOKENS, chunk
+        out, _ = layer(tokens[:, None])
         shared_experts.EXCHANGE_TOKENS = usual
         assert out.dtype is dtype and out.shape == (counts[rank], 1, HIDDEN)
-        torch.manual_seed(3)
-        error = 0.0
-        if counts[rank]:
-            shares, _ = layer.router(tokens[rank])
-            for found, token, weights in zip(out[:, 0], tokens[rank], shares, strict=True):
-                expected = torch.zeros(HIDDEN)
-                for weight, (widens, narrows) in zip(weights, numbers, strict=True):
-                    gate, up = (widens @ token.float()).chunk(2)
-                    expected += weight * (narrows @ (F.silu(gate) * up))
-                off = (found.float() - expected).abs().max() / expected.abs().max()
-                error = max(error, float(off))
+        shares = router(tokens)[0] if len(tokens) else []
+        largest = 0.0
+        for row, token, each in zip(out[:, 0], tokens, shares, strict=True):
+            expected = one_by_one(token, each, weights)
+            error = (expected - row).abs().max() / expected.abs().max()
+            largest = max(largest, float(error))
         assert layer._local is not None
-        return RoleOutput(report=(error, layer._local.weights is not None))
+        return RoleOutput(report=(largest, layer._local.weights is not None))
 
 
+def one_by_one(token: Tensor, shares: Tensor, weights: list[list[Tensor]]) -> Tensor:
+    """Sum what each expert makes of a token, fp32."""
+    total = torch.zeros(HIDDEN)
+    for share, (widens, narrows) in zip(shares, weights, strict=True):
+        gate, up = (widens @ token.float()).chunk(2)
+        total += share * (narrows @ (F.silu(gate) * up))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "grouped"),
+    # rows of 12 numbers in bf16 begin at no multiple of 16 bytes
+    [(12, torch.float32, True), (8, torch.bfloat16, True), (12, torch.bfloat16, False)],
+)
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_an_exchange_computes_what_one_expert_after_the_other_does(
-    warm_runtime: Any, size: int
+    warm_runtime: Any, size: int, width: int, dtype: torch.dtype, grouped: bool
 ) -> None:
-    layout = ParallelLayout(size, 1)
-    group = build_group(warm_runtime, layout, ExchangeProbe)
-    # rows of 12 numbers in bf16 begin at no multiple of 16 bytes
-    for width, dtype, grouped in (
-        (12, torch.float32, True),
-        (8, torch.bfloat16, True),
-        (12, torch.bfloat16, False),
-    ):
-        for counts in ((5, 5), (0, 7), (9, 1)):
-            for chunk in (4096, 6):
-                for is_reversed in (False, True):
-                    each = counts if size == 2 else (*counts, 3, 0)
-                    found = group.call(
-                        ExchangeProbe.error, width, dtype, each, chunk, is_reversed
-                    ).result()
-                    for error, was_grouped in found:
-                        assert error < (1e-5 if dtype is torch.float32 else 3e-2), (each, error)
-                        assert was_grouped == (grouped and GROUPED)
+    group = build_group(warm_runtime, ParallelLayout(size, 1), ExchangeProbe)
+    for first, chunk, is_reversed in product(((5, 5), (0, 7), (9, 1)), (4096, 6), (False, True)):
+        counts = first if size == 2 else (*first, 3, 0)
+        case = width, dtype, counts, chunk, is_reversed
+        for error, was_grouped in group.call(ExchangeProbe.error, *case).result():
+            assert error < (1e-5 if dtype is torch.float32 else 3e-2), case
+            assert was_grouped == (grouped and GROUPED)
