@@ -48,7 +48,9 @@ def rollout_module(
 ) -> tuple[TransformerModel, Rounds]:
     """Build a module with all layers and this rank's experts, without gradients, and its rounds."""
     tp, ep = groups.tp.size(), groups.ep.size()
-    config = transformer_config(architecture, tp, 1, False, dtype, ep=ep)
+    config = transformer_config(architecture, tp, 1, False, dtype)
+    # Set afterwards, because megatron-core 0.12 refuses TP and EP without sequence parallelism.
+    config.expert_model_parallel_size = ep
     with groups.active():
         module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
     exchange = Exchange(groups.ep, groups.tp)
