@@ -174,18 +174,21 @@ def dispatch_bytes(
 def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
     """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
 
-    For all tokens: the routing and two copies of the results. For one exchange at a time: the
-    tokens of all ranks, their results in fp32, and for each choice of a token two hidden states,
-    three parts of the gated MLP, one of them in fp32 too, and numbers for sorting.
+    For all tokens: the routing and the results. For one exchange at a time: the tokens of all
+    ranks, their results in fp32, and for each choice of a token numbers for sorting, and the most
+    of: its result, also in fp32; a hidden state and two parts of the gated MLP; three parts of it,
+    one also in fp32.
 
     tokens: of the rank that has the most
     """
     routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
-    own = tokens * (2 * a.hidden_size * itemsize + routing)
+    own = tokens * (a.hidden_size * itemsize + routing)
     together = ep * min(tokens, max(1, EXCHANGE_TOKENS // ep))
     width = a.mlp_hidden_size // tp
-    choice = 2 * a.hidden_size * itemsize + width * (3 * itemsize + FP32) + 40
-    gathered = together * a.hidden_size * (2 * itemsize + FP32)
+    result = a.hidden_size * (itemsize + FP32)
+    widened = a.hidden_size * itemsize + 2 * width * itemsize
+    choice = 40 + max(result, widened, width * (3 * itemsize + FP32))
+    gathered = together * a.hidden_size * (itemsize + FP32)
     return own + gathered + together * a.moe_router_topk * choice
 
 

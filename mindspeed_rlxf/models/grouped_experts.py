@@ -102,9 +102,11 @@ def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWe
             last end are undefined
     """
     assert _GROUPED is not None, "checked in `ExpertWeights.of`"
-    widens, narrows = weights.transposed
+    (widens, narrows), dtype = weights.transposed, rows.dtype
     gate, up = _GROUPED(rows, widens, offs=ends).chunk(2, dim=-1)
-    inner = (F.silu(gate) * up * shares[:, None]).to(rows.dtype)
+    del rows  # in a prefill these tensors are large
+    inner = (F.silu(gate) * up * shares[:, None]).to(dtype)
+    del gate, up
     return _GROUPED(inner, narrows, offs=ends)  # type: ignore[no-any-return]
 
 

@@ -86,6 +86,7 @@ class LocalExperts:
         rows = gated_products(hidden[order // topk], shares[order], ends, self.weights)
         pairs = torch.empty_like(rows)
         pairs[order] = rows
+        del rows  # its memory is for the sum
         pairs.masked_fill_(others[:, None], 0)  # may be anything, nan too
         return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 

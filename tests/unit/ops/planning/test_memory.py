@@ -297,19 +297,28 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., 
     assert (generates.rank, generates.processes) == (6, (2,))
 
 
-@pytest.mark.parametrize(("limit", "together"), [(4096, 4 * 96), (40, 40), (2, 4)])
+@pytest.mark.parametrize(
+    ("limit", "together", "width", "choice"),
+    # a result of 64 in bf16 and fp32; or of a width of 64 three parts in bf16 and one in fp32
+    [(4096, 4 * 96, 32, 64 * 6), (40, 40, 64, 64 * 10), (2, 4, 32, 64 * 6)],
+)
 def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_share_experts(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, limit: int, together: int
+    config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int,
+    together: int,
+    width: int,
+    choice: int,
 ) -> None:
     monkeypatch.setattr(memory, "EXCHANGE_TOKENS", limit)
-    run = config({**EP4, "actor_rollout.num_samples_per_step": 12, "actor_rollout.bf16": True})
+    keys = {"actor_rollout.num_samples_per_step": 12, "actor_rollout.bf16": True}
+    run = config({**EP4, **keys, "model.small.moe_ffn_hidden_size": width})
     a = run.actor_rollout.architecture
     dense = memory.layer_activation_bytes(a, 96, 1, False, 2)  # 12 prompts of 8
     dense -= memory.mlp_activation_bytes(a, 96, 1, False, 2)
-    # results and their copy, 8 probabilities and choices, two numbers of 4 and 12 bytes of a choice
-    own = 96 * (2 * 64 * 2 + 5 * 8 + 20 * 2)
-    # hidden size 64, width 32: tokens twice in bf16 and once in fp32; two choices with two hidden
-    # states, three parts of the MLP in bf16 and one in fp32, five numbers of 8 bytes
-    shared = together * (64 * 8 + 2 * (2 * 64 * 2 + 32 * 10 + 40))
+    # results, 8 probabilities and choices, two numbers of 4 and 12 bytes of a choice
+    own = 96 * (64 * 2 + 5 * 8 + 20 * 2)
+    # tokens in bf16, results in fp32; two choices with five numbers of 8 bytes
+    shared = together * (64 * 6 + 2 * (40 + choice))
     expected = dense + own + shared + memory.row_state_bytes(12, 16)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
