@@ -24,7 +24,13 @@ from torch.distributed.rendezvous import rendezvous
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.deadlines import collective_timeout_s
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall, ThreadCall, outcomes
+from mindspeed_rlxf.cluster.host_agent import (
+    Function,
+    HostAgent,
+    HostCall,
+    ThreadCall,
+    collect_outcomes,
+)
 from mindspeed_rlxf.cluster.nodes import machine_id
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
@@ -201,7 +207,7 @@ class LocalHostCall:
         self._call, self._rank, self._what, self._world = call, rank, what, world
 
     def result(self) -> Any:
-        (outcome,) = outcomes([self._call]) if self._call else [None]
+        (outcome,) = collect_outcomes([self._call]) if self._call else [None]
         return self._world.exchange(outcome, self._what)[self._rank]
 
 

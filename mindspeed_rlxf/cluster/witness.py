@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.errors import DIED, HostError, Origin, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
+from mindspeed_rlxf.cluster.host_agent import HostAgent, collect_outcomes
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.files.safe import make_private_folder, mode_within, open_file, replace_file
 
@@ -90,7 +90,7 @@ def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, i
         subjects = [Subject(w.rank, w.place.pid, w.log) for w in found]
         calls.append(agent.start(inspect_workers, subjects, stacks, timeout_s=ANSWER_S))
     answers: dict[tuple[str, int], Sighting] = {}
-    for found, reply in zip(by_agent.values(), outcomes(calls), strict=True):
+    for found, reply in zip(by_agent.values(), collect_outcomes(calls), strict=True):
         if isinstance(reply, HostError):
             logger.warning(
                 "cannot fetch stacks and logs of the ranks on %s: %s", reply.host, reply.cause

@@ -86,14 +86,14 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     """Make a WorkerError with a one-line cause of an error of Ray."""
     cause = describe_end(error)
-    return died(origin, cause, str(error)) if cause.startswith(DIED) else origin.error(cause)
+    return died(origin, cause, str(error)) if cause.startswith(DIED) else origin.make_error(cause)
 
 
 def died(origin: Origin, cause: str, details: str = "") -> WorkerError:
     """Make the error of a process that died. cause: begins with DIED; details: for the log"""
     if origin.log:
         cause += f"; its last output is in {origin.log}"
-    return origin.error(cause, remote_traceback=details)
+    return origin.make_error(cause, remote_traceback=details)
 
 
 def describe_end(error: RayError) -> str:

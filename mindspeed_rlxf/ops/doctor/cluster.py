@@ -145,7 +145,7 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
             "install the same there, and start Ray there again",
             d.hosts,
         )
-        for d in installed.differences(by_host.items())
+        for d in installed.find_differences(by_host.items())
     ]
     return found or [ok(check, f"the same on {len(by_host)} hosts")]
 
