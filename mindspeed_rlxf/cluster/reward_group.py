@@ -69,6 +69,7 @@ class RewardGroup:
         """Score by the rules or functions alone, even when the reward is a model.
 
         Rows: Scores. Reports: ScoreReport, with the answers found in the responses.
+        With scorers, `Pending.result` raises RewardsFailed if too many samples failed.
         """
         if self.scorers is not None:
             return self._score_by_functions(rollouts, True)

@@ -119,7 +119,9 @@ class ActorGroup(TrainedGroup):
     ) -> Pending:
         """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
 
-        kl_coef: coefficient of a KL term in the loss
+        lengths:   waits for the lengths of the responses, where they are balanced
+        iteration: shuffles the mini-batches, together with the seed
+        kl_coef:   coefficient of a KL term in the loss
         Reports: UpdateReport, the same from each replica.
         """
         orders = mini_batch_order(
@@ -142,8 +144,10 @@ class ActorGroup(TrainedGroup):
 
 
 class RolloutGroup:
-    """The ranks that generate. Their replicas are the tensor-parallel groups of the actor's ranks,
-    or of the other part of a split pool."""
+    """The ranks that generate: those of the actor, or the other part of a split pool.
+
+    A replica is a tensor-parallel group of these ranks.
+    """
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.pool = config, pool
@@ -238,6 +242,7 @@ class CriticGroup(TrainedGroup):
     ) -> Pending:
         """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
 
+        lengths, iteration: see `ActorGroup.update_policy`
         Reports: UpdateReport, the same from each replica.
         """
         orders = mini_batch_order(

@@ -97,7 +97,7 @@ def _longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def split_groups(groups: Sequence[Rows], count: int) -> list[Rows]:
-    """Halve the group with the most rows until there are `count` groups, or one per row."""
+    """Return the groups after halving the largest until there are `count`, or one per row."""
     result = list(groups)
     while len(result) < count:
         largest = max(range(len(result)), key=lambda i: len(result[i]))

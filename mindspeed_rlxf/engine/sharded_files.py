@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 def name_with_free_space(error: BaseException, folder: Path) -> str:
-    """Describe an error by its class and text, with the free space of the folder's disk."""
+    """Return class and text of an error, with the free space of the folder's disk.
+
+    0 MiB where the folder does not exist
+    """
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     return f"{type(error).__name__}: {error} ({free / 2**20:.0f} MiB are free there)"
 

@@ -23,8 +23,9 @@ Slots = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """The slots that this rank has of a parameter: the moments, and `fp32_param` unless the
-    parameter itself is fp32.
+    """Adam's tensors (slots) of a parameter on this rank.
+
+    slots: the moments, and `fp32_param` unless the parameter itself is fp32
 
     start: offset of this rank's slice in the flattened parameter; no other replica has the slice.
            None = every replica has the slots of the whole parameter
