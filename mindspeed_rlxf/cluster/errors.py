@@ -23,12 +23,12 @@ class Origin:
 
     @property
     def call(self) -> str:
-        """`critic.values`"""
+        """Name the call: `critic.values`."""
         return f"{self.role}.{self.phase}"
 
     @property
     def rows(self) -> str:
-        """`rows of critic.values from rank 1`"""
+        """Name the rows of the call: `rows of critic.values from rank 1`."""
         return f"rows of {self.call} from rank {self.rank}"
 
     def make_error(self, cause: str, remote_traceback: str = "") -> WorkerError:

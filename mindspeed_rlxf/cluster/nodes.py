@@ -145,7 +145,7 @@ def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None)
 def describe_shortage(
     pool: str, shape: Sequence[int], resource: str, address: str, nodes: Sequence[Node]
 ) -> str:
-    """Describe the devices that a pool waits for, and list every node."""
+    """Return a message with the devices that a pool needs, the nodes there are, and a remedy."""
     each = f"{list(shape)}, one entry per node" if len(shape) > 1 else f"{shape[0]} on one node"
     return (
         f"resource_pool.{pool} needs {resource}: {each}; the cluster at {address} has "
@@ -155,7 +155,10 @@ def describe_shortage(
 
 
 def list_nodes(nodes: Sequence[Node]) -> str:
-    """Format nodes for a message, sorted by address; counts those beyond MAX_SHOWN."""
+    """Format nodes for a message, sorted by address; those beyond MAX_SHOWN are only counted.
+
+    A text that says so where there are none.
+    """
     shown = [str(node) for node in sort_by_address(nodes)[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
         shown.append(f"and {len(nodes) - MAX_SHOWN} more nodes")

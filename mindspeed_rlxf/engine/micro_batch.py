@@ -33,10 +33,11 @@ class MicroBatch:
     trained_ids: Tensor  # [trained tokens of all rows] int64
 
     def prediction_places(self, slots: Tensor) -> Tensor:
-        """Return the flat indices of the hidden states that predict the marked response tokens.
+        """Return the flat index of the hidden state one token before each marked slot.
 
-        slots: [rows, response] bool, True = marked; token t is predicted by the state before it
-        The result is [marked tokens], row after row.
+        That state predicts the slot's token. The result is [marked slots], row after row.
+        slots: [rows, slots] bool, True = marked; slot t is the position of response token t, the
+               last one may be behind the response
         """
         row, slot = slots.nonzero(as_tuple=True)
         return self._flat(row, self.prompt_lengths[row] - 1 + slot)

@@ -253,7 +253,7 @@ def tensors_of(
         return {Part.WEIGHTS: module.parameters}
 
     def optimizer() -> Iterator[Tensor]:
-        """Yield moments and main weights, except main weights that are the model's own."""
+        """Yield moments and main weights on the device, except those that are model weights."""
         own = {_key(parameter) for parameter in module.parameters()}
         for adam in adams:
             mains = (main for group in adam.param_groups for main in group["params"])

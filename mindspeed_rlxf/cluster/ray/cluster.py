@@ -55,7 +55,10 @@ class RayCluster:
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
-        """Disconnect from Ray; kill the processes and remove the folder of an own cluster."""
+        """Disconnect from Ray. For an own cluster also kill its processes and remove its folder.
+
+        These are all child processes of this process.
+        """
         import ray
 
         processes = psutil.Process().children(recursive=True) if self.own else []
