@@ -112,7 +112,8 @@ class Pending:
     def replies(self) -> list[Reply]:
         """Wait for all ranks, then record the call for the timeline; return the replies by rank.
 
-        Later calls return the same replies. Raises WorkerError, RuntimeTimeout.
+        Waits for the calls of `after` first. Later calls return the same replies. Raises
+        WorkerError, RuntimeTimeout.
         """
         if self._replies is None:
             for other in self._before:

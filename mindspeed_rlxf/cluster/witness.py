@@ -204,9 +204,9 @@ def explain_timeout(
 def _late_producers(
     producers: Sequence[Origin], seen: Mapping[tuple[str, int], Sighting]
 ) -> list[Origin]:
-    """Return the producers that do not wait for other ranks themselves.
+    """Return the producers that do not wait for other ranks themselves; empty where all wait.
 
-    Only those of one call; empty where all wait.
+    Only ranks of the first such producer's call, each once.
     """
     late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())

@@ -119,7 +119,7 @@ def connect_schedule(
 ) -> None:
     """Set the functions in `config` with which Megatron's schedule scales and reduces gradients.
 
-    Without them the schedule skips the reduction.
+    The reduction is paused until the last micro-batch. Without these functions it is skipped.
     """
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

@@ -95,7 +95,10 @@ def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
 
 
 def make_death_error(origin: Origin, cause: str, details: str = "") -> WorkerError:
-    """Return the error of a process that died; it names the log. cause: begins with DIED"""
+    """Return the error of a process that died; its cause names the log, if there is one.
+
+    cause: begins with DIED; details: becomes the traceback in the driver's log
+    """
     if origin.log:
         cause += f"; its last output is in {origin.log}"
     return origin.make_error(cause, remote_traceback=details)
