@@ -76,7 +76,7 @@ def prepare(config: RunConfig) -> Prepared:
     directory = RunDirectory.choose(config)
     problems = [
         *RunDirectory.check(config),
-        *environment.problems(config.device.kind, config.pool_settings.env),
+        *environment.find_problems(config.device.kind, config.pool_settings.env),
         *check_train_iters(config, find_newest_checkpoint(config, directory)),
         *check_checkpoints(config, directory),
     ]
