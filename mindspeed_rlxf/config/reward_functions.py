@@ -1,4 +1,4 @@
-"""Read the reward functions that the YAML names: find the file, run it, check the signature."""
+"""Read the reward functions of the YAML: find each file, run it, check the signature."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ FORM = "path/to/file.py:name"
 
 
 def read_functions(draft: Draft, reward: Tree) -> None:
-    """Replace what `reward.function` and `reward.functions` name by complete entries.
+    """Complete the entries of `function` and `functions` in the section `reward`, in place.
 
-    The files are run here, in the driver, and carried to the processes that score.
+    Runs their files in this process, and registers the texts for the processes that score.
+    Entries with mistakes are rejected; `function` is None then.
     """
     if reward.get("function") is not None:
         reward["function"] = _entry(draft, "reward.function", reward["function"])
@@ -32,12 +33,15 @@ def read_functions(draft: Draft, reward: Tree) -> None:
 
 
 def _entry(draft: Draft, key: str, given: Any) -> Any:
-    """Complete one entry; None where it is rejected."""
+    """Return an entry as a dict with name, absolute file and SHA-256; None where it is rejected.
+
+    given: a text such as FORM, or a dict of keys of FunctionConfig
+    """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
         draft.reject(Problem(key, f"must name a function, {FORM}", given, "correct it"))
         return None
-    entry = draft.known(key, entry, fields(FunctionConfig))
+    entry = draft.keep_known(key, entry, fields(FunctionConfig))
     function = entry.get("function")
     if not isinstance(function, str):
         return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}
@@ -50,7 +54,10 @@ def _entry(draft: Draft, key: str, given: Any) -> Any:
 
 
 def _of_file(key: str, entry: Tree, function: str) -> Tree:
-    """Find the function in its file and check it. Raises UserError."""
+    """Return the completed entry of a function in a file; of a built-in rule with its name only.
+
+    Runs the file. Errors: UserError for a bad name, file or signature.
+    """
     if (named := split_name(function)) is None or not named[1]:
         if ".py" in function or "/" in function:
             raise UserError(

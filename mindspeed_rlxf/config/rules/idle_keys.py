@@ -1,8 +1,8 @@
 """Find keys without effect, because another key switches their feature off.
 
-They are what people leave in a YAML while they switch something on and off: legal, and listed in a
-note. A key that has its default value is never reported. What contradicts the stage or the method
-is an error, see `contradictions`.
+They are legal, so that a user can switch a feature on and off, and are listed in a note. A key that
+has its default value is never reported. Keys that contradict the stage or the estimator are errors,
+see `contradictions`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Idle(NamedTuple):
 def find_idle_keys(
     config: RunConfig, origins: Mapping[tuple[str, str], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (`no effect ...`, `key=value` as the user wrote it) of each key for a note.
+    """Yield (`no effect ...`, `key=value`) for each key that has no effect and not its default.
 
-    origins: (section, key) -> YAML key. A YAML key that several roles share is idle only where it
-             is idle for all of them.
+    origins: (section, key) -> key as the user wrote it. One that sets several roles is yielded
+             only if it has no effect in any of them
     """
     reasons = {(idle.section, key): idle.reason for idle in _idle(config) for key in idle.keys}
     for (section, key), reason in reasons.items():
@@ -70,7 +70,7 @@ def find_idle_keys(
 
 
 def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, Any]:
-    """Return value and default of a key of a section, or of its architecture or optimizer."""
+    """Return (value, default) of a key of a section, its architecture or its optimizer."""
     holder: BaseModel = attrgetter(section)(config)
     if key not in type(holder).model_fields:
         nested = [getattr(holder, name, None) for name in ("architecture", "optimizer")]
@@ -79,9 +79,9 @@ def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, A
 
 
 def _idle(config: RunConfig) -> Iterator[Idle]:
-    """Yield all keys without effect, also those left at their default.
+    """Yield all keys without effect, also those that have their default value.
 
-    A key may come twice, with different reasons; the caller shows the last one.
+    A key may come twice, with different reasons; the last one counts.
     """
     yield from _of_training(config)
     yield from _of_validation(config)
@@ -218,7 +218,7 @@ def _of_generation(config: RunConfig) -> Iterator[Idle]:
 
 
 def _of_model(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Yield idle keys of a role's architecture, which `model.<name>` shares between roles."""
+    """Yield keys of a role's architecture that have no effect in this role."""
     scaling = config.role(role).architecture.rope_scaling_type
     if scaling is None:
         factors = ("rope_scaling_factor", *OF_LLAMA3)
@@ -263,7 +263,7 @@ def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
 
 
 def _of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Weights leave the device when another role needs it."""
+    """Yield `offload.weights` where no other role has a model on the role's devices."""
     others = [other for other in config.roles_of(config.pool_of(role)) if other is not role]
     rule = config.reward.kind is RewardKind.RULE
     if all(other is Role.REWARD and rule for other in others):
