@@ -139,8 +139,11 @@ class ArchitectureConfig(Section):
             )
 
     def _check_experts(self, experts: int) -> Iterator[Problem]:
-        """Yield problems of a model with `experts` per layer: too many in all layers together,
-        a wrong number per token, biases in attention, a loss weight without effect."""
+        """Yield problems of a model with `experts` per layer.
+
+        Too many experts in all layers together, a `moe_router_topk` that is too large or that needs
+        `moe_router_pre_softmax`, biases in attention, or a loss weight without effect.
+        """
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
             yield Problem(
                 "num_experts",

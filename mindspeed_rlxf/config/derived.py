@@ -97,8 +97,8 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     """Write `resource_pool` (pool -> processes per node), `placement` (role -> pool) and
     `pool_settings` into the payload.
 
-    A role without a placement gets the pool of its own name. A reference that nothing reads gets
-    none, and a rule reward needs no devices of its own.
+    A role without a placement gets the pool of its own name; a rule reward without one shares
+    another role's pool. A reference whose log-probs nothing reads is not placed.
     """
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
@@ -141,9 +141,10 @@ def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
 
 
 def _place_rule(draft: Draft, is_placed: bool) -> None:
-    """Place a reward without a model of ours on another role's pool, unless the YAML places it.
+    """Place a rule reward on another role's pool, unless the YAML gives it a pool.
 
-    Adds a note where the reward alone is on a pool, whose devices are then idle.
+    is_placed: whether the YAML's `placement` has the reward
+    Adds a note where the reward alone is on a pool, whose devices are idle then.
     """
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:

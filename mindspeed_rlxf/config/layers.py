@@ -95,7 +95,8 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
 def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
     """Return every section of TOP_LEVEL as a dict, {} where absent; report unknown sections.
 
-    Keys get underscores, and roles inside `actor_rollout_ref` move to the top level.
+    Keys get underscores, `runtime: WORD` becomes {kind: WORD}, and roles inside
+    `actor_rollout_ref` move to the top level. A value that is no section is rejected.
     """
     sections = _underscore_keys(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
@@ -172,7 +173,8 @@ def _make_training(draft: Draft, values: Tree, name: str) -> Tree:
 def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
     """Put each role's section into the payload, merged from model, training and its own keys.
 
-    `critic` is None where the stage has no critic. Notes keys that no role reads.
+    `critic` is None where the stage has no critic. Runs files of reward functions, rejects models
+    that do not exist, and notes keys that no role reads.
     """
     known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
     models = {
@@ -282,7 +284,7 @@ def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
 
 
 def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Merge the section `offload` of all layers key by key; a later layer wins.
+    """Return the section `offload`, merged from `layers` key by key; a later layer wins.
 
     `optimizer` of a shared section is ignored for a role without an optimizer. Records origins.
     """
@@ -300,7 +302,7 @@ def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree
 
 
 def _nest_sections(role: Role, merged: Tree) -> Tree:
-    """Move keys of the architecture and the optimizer into sections of these names."""
+    """Return `merged` with the keys of architecture and optimizer in sections of these names."""
     nested = {"architecture": ARCHITECTURE_KEYS}
     if "optimizer" in fields(ROLE_SECTIONS[role]):
         nested["optimizer"] = OPTIMIZER_KEYS

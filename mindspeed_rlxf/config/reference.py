@@ -94,7 +94,8 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
 
 def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
-    """Return the keys of a role that no shared table has, or that mean something else in it."""
+    """Return the keys of a role without those of optimizers, of nested sections, and those whose
+    description is the same for all roles."""
     common = {
         name
         for name, field in RoleConfig.model_fields.items()

@@ -14,5 +14,5 @@ def add(registry: dict[str, T], name: str, part: T, what: str) -> None:
     """
     if name in registry:
         taken = ", ".join(sorted(registry))
-        raise ValueError(f"{what} {name!r} is there already; choose a name other than {taken}")
+        raise ValueError(f"{what} {name!r} is registered already; use a name other than {taken}")
     registry[name] = part

@@ -155,7 +155,7 @@ def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _replace_wrong_value(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Remove the wrong value at `place` in place, or set a stand-in where the key is required.
+    """Remove the wrong value at `place` from `payload`, or set a stand-in if the key is required.
 
     A wrong item of a list removes the whole list.
     """

@@ -137,7 +137,7 @@ class RewardConfig(RoleConfig):
 
     def _check_timeout(self) -> Iterator[Problem]:
         """Yield a problem if `timeout_s` can end scoring before the time limit of its programs."""
-        needed = self.sandbox.response_s * max(1, self._parts_with_programs())
+        needed = self.sandbox.response_s * max(1, self._count_program_functions())
         if self.runs_programs and self.timeout_s <= needed:
             times = "" if needed == self.sandbox.response_s else ", for each part with programs"
             shown = f"{ref('sandbox.response_s')}={self.sandbox.response_s:g}{times}"
@@ -145,7 +145,7 @@ class RewardConfig(RoleConfig):
             remedy = f"raise it above {needed:g}, or lower {ref('sandbox.response_s')}"
             yield Problem("timeout_s", rule, self.timeout_s, remedy)
 
-    def _parts_with_programs(self) -> int:
+    def _count_program_functions(self) -> int:
         """Return the largest number of functions that run programs for one sample."""
         sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
         return max(

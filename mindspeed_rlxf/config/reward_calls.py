@@ -40,9 +40,10 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the keyword arguments that every run passes to this function.
+    """Return the names of the keyword arguments that the run passes to this function.
 
-    Those of the YAML's `arguments` come on top.
+    GIVEN, and `data_source` if the function has a parameter of that name. The YAML's `arguments`
+    are not included.
     """
     takes = DATA_SOURCE in inspect.signature(function).parameters
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN

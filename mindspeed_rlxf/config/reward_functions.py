@@ -19,23 +19,24 @@ def read_functions(draft: Draft, reward: Tree) -> None:
     """Complete the entries of `function` and `functions` in the section `reward`, in place.
 
     Runs their files in this process, and registers the texts for the processes that score.
-    Entries with mistakes are rejected; `function` is None then.
+    Wrong entries are rejected: `function` becomes None, and `functions` loses them.
     """
     if reward.get("function") is not None:
-        reward["function"] = _entry(draft, "reward.function", reward["function"])
+        reward["function"] = _read_entry(draft, "reward.function", reward["function"])
     given = reward.get("functions")
     if given is None:
         reward.pop("functions", None)
     else:
         entries = given if isinstance(given, list) else [given]
-        found = [_entry(draft, "reward.functions", entry) for entry in entries]
+        found = [_read_entry(draft, "reward.functions", entry) for entry in entries]
         reward["functions"] = [entry for entry in found if entry is not None]
 
 
-def _entry(draft: Draft, key: str, given: Any) -> Any:
-    """Return an entry as a dict with name, absolute file and SHA-256; None where it is rejected.
+def _read_entry(draft: Draft, key: str, given: Any) -> Any:
+    """Return an entry as a dict with name, absolute path and SHA-256; None where it is rejected.
 
     given: a text such as FORM, or a dict of keys of FunctionConfig
+    An entry without a function, as of a `url`, only gets a name.
     """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
@@ -46,17 +47,18 @@ def _entry(draft: Draft, key: str, given: Any) -> Any:
     if not isinstance(function, str):
         return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}
     try:
-        return _of_file(key, entry, function)
+        return _complete_entry(key, entry, function)
     except UserError as error:
         for problem in error.problems:
             draft.reject(problem)
         return None
 
 
-def _of_file(key: str, entry: Tree, function: str) -> Tree:
-    """Return the completed entry of a function in a file; of a built-in rule with its name only.
+def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
+    """Return `entry` with name, absolute path and SHA-256; for a built-in rule only with its name.
 
-    Runs the file. Errors: UserError for a bad name, file or signature.
+    Runs the file and registers its text (`carry`).
+    Errors: UserError for a bad name, file or signature.
     """
     if (named := split_name(function)) is None or not named[1]:
         if ".py" in function or "/" in function:

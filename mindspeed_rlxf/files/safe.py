@@ -53,9 +53,9 @@ def mode_within(folder: Path) -> int:
 
 
 def make_private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
-    """Create a folder for files of `file_mode`, with its parents; set the mode if it exists.
+    """Create a folder for files of `file_mode`, with its parents; a folder that exists is kept.
 
-    The mode is set only on a folder of this user. New parents have the default mode.
+    Sets the folder's mode by `folder_mode` if this user owns it. New parents have the default mode.
     Errors: OSError, also where the path is a link or a file.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)

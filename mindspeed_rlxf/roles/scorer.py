@@ -1,4 +1,4 @@
-"""The role that scores responses as they finish, in the process that generates them."""
+"""The scorer role: it scores responses as they finish, in the process that generates them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mindspeed_rlxf.rewards.votes import AnswerFinder
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.protocol import GenerationResult
 
-KEPT_GENERATIONS = 2  # whose samples may still be asked for
+KEPT_GENERATIONS = 2  # latest calls of `follow` whose scores can still be read
 
 
 class ScorerRole:
-    """Scores by functions and rules in processes of its own.
+    """Scores responses by functions and rules, in child processes.
 
-    `follow` starts the scoring of each response when it is finished, and `score` waits for it. Rows
-    that were not followed are scored when they are asked for.
+    `follow` starts to score each response when it is finished, and `score` waits for the result.
+    Rows that `follow` has not seen are scored in `score`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -39,7 +39,10 @@ class ScorerRole:
     def follow(
         self, prompts: Prompts, results: Iterable[GenerationResult]
     ) -> Iterator[GenerationResult]:
-        """Yield the results of a generation; start to score each before it is passed on."""
+        """Yield the results unchanged; start to score each one first, on a leader rank.
+
+        Does not score if a model alone gives the reward.
+        """
         begun: dict[tuple[int, ...], Scoring] = {}
         self._started = [*self._started, begun][-KEPT_GENERATIONS:]
         for result in results:
@@ -58,9 +61,10 @@ class ScorerRole:
             yield result
 
     def score(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
-        """Return the score of each row, `reward.failed_score` where scoring failed.
+        """Wait for the score of each row; `reward.failed_score` where scoring failed.
 
-        find_answers: report the answer of each response too
+        Rows: RuleScores. Report: ScoreReport with parts and failures. Both only on a leader rank.
+        find_answers: also report the answer extracted from each response
         """
         if not self.is_leader:
             return RoleOutput()
@@ -85,7 +89,10 @@ class ScorerRole:
     def _scoring(
         self, rollouts: Rollouts, row: int, prompt: list[int], response: list[int]
     ) -> Scoring:
-        """Return the scoring that `follow` started, or start one."""
+        """Return the running scoring of a row that `follow` started, else start one.
+
+        It is returned once: a second call for the same row starts another.
+        """
         key = _key(rollouts.sample_ids[row], response)
         for begun in reversed(self._started):
             if key in begun:
@@ -112,7 +119,7 @@ def _key(sample_id: int, response: Sequence[int]) -> tuple[int, ...]:
 
 
 def _failures(sample_ids: Sequence[int], outcomes: Sequence[Outcome]) -> list[FailedSample | None]:
-    """Return a failure for each sample, None where it was scored."""
+    """Return one entry per sample: its failure, or None where it was scored."""
     return [
         FailedSample(sample_id, outcome.cause.value, outcome.message) if outcome.cause else None
         for sample_id, outcome in zip(sample_ids, outcomes, strict=True)

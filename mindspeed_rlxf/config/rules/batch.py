@@ -62,7 +62,8 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
     """Yield problems if the samples cannot be divided equally among the ranks of every role.
 
-    Also if the responses to a prompt, where an estimator compares them, would be on several ranks.
+    Also if the responses to a prompt, where an estimator compares them, would be on several ranks,
+    or if greedy responses (one per prompt) cannot be divided among the reward's replicas.
     """
     prompts, per_prompt = (
         config.training.global_batch_size,

@@ -48,7 +48,7 @@ def _contradictions(config: RunConfig) -> Iterator[Idle]:
         yield Idle("actor_rollout", OF_POLICY_LOSS, stage)
     else:
         yield Idle("actor_rollout", ("dpo_beta", "dpo_loss_type"), stage)
-        yield from _of_estimator(config)
+        yield from _find_idle_of_estimator(config)
     if not config.algorithm.filter_groups:
         filters = f"with {ref('algorithm.filter_groups')}=false"
         yield Idle("algorithm", ("max_num_gen_batches",), filters)
@@ -57,7 +57,7 @@ def _contradictions(config: RunConfig) -> Iterator[Idle]:
         yield Idle("algorithm", ("overlong_penalty_factor",), buffer)
 
 
-def _of_estimator(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_estimator(config: RunConfig) -> Iterator[Idle]:
     """Yield the keys that nothing reads with this estimator, these lambdas, this KL control or
     these clip ranges."""
     algorithm, actor = config.algorithm, config.actor_rollout

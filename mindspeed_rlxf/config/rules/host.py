@@ -25,8 +25,11 @@ PROCESS_BYTES = GIB // 2
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """Return problems of missing devices or memory of this host, of a number of processes other
-    than torchrun's, of a wrong Ray resource and of a megatron-core that is too old."""
+    """Return problems of missing devices or memory of this host, of pools of another size than
+    torchrun's world, of a wrong Ray resource and of a megatron-core that is too old.
+
+    Devices and memory are not checked for a Ray cluster that is joined.
+    """
     sizes = _pool_sizes(config).values()
     problems = [*_check_shared_groups(config)]
     if config.runtime.kind is RuntimeKind.LOCAL:
@@ -85,7 +88,7 @@ def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_resource(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `device.resource_name` is not the one that Ray uses for this device."""
+    """Yield a problem, unless on CPU, if `device.resource_name` is not Ray's name of the kind."""
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name

@@ -22,7 +22,10 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 
 
 def check_stage(config: RunConfig) -> Iterator[Problem]:
-    """Yield broken rules between the stage, the estimator, the rewards and the samples."""
+    """Yield broken rules between the stage, the estimator, the rewards and the samples.
+
+    A key that has no effect with this stage or estimator is also a problem.
+    """
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield from _check_pairs(config)
     else:
