@@ -69,8 +69,8 @@ class RolloutRole:
         Prompts that have fixed responses get those, with log-probs by the engine.
         seed:   with the sample ids it determines every sampled token
         greedy: take the most likely tokens, also with `do_sample` (ReMax)
-        The engine takes device memory, for weights and KV cache, only during the call. With a scorer
-        it starts to score responses as they finish.
+        The engine takes device memory (weights, KV cache) only during the call. With a scorer it
+        starts to score responses as they finish.
         """
         with self.replica.room():
             return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
