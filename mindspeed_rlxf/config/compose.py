@@ -38,8 +38,8 @@ from mindspeed_rlxf.files.plain import read_text
 from mindspeed_rlxf.files.plain_yaml import MAX_BYTES, check_yaml
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FEW = 16  # interpolations: at worst they make a text some hundred times longer
-MAX_TEXT = 4096  # characters of a value, where interpolations are resolved in this process
+FEW = 16  # most interpolations resolved in this process: they lengthen a text some hundred times
+MAX_TEXT = 4096  # characters of the longest text resolved in this process
 CPU_S, MEMORY_BYTES = 1, 2**30
 _REFUSED = (
     HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError,
@@ -206,8 +206,8 @@ class PlainFileSource(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Read one YAML file in Hydra's form.
 
-        Errors: ConfigLoadError where it is missing; what `check_yaml` raises where it is too
-        large, nests too deep or repeats too much by aliases.
+        Errors: ConfigLoadError where it is missing; OSError where it is larger than MAX_BYTES or no
+        regular file; yaml.YAMLError where it nests too deep or expands too much by aliases.
         """
         name = self._normalize_file_name(config_path)
         file = os.path.realpath(os.path.join(self.path, name))
@@ -216,7 +216,7 @@ class PlainFileSource(FileConfigSource):
         text = read_text(file, MAX_BYTES)
         check_yaml(text, file)
         stream = io.StringIO(text)
-        stream.name = file  # what errors of the parser call it
+        stream.name = file  # for errors of the parser
         return ConfigResult(
             config=OmegaConf.load(stream),
             path=f"{self.scheme()}://{self.path}",
@@ -228,7 +228,7 @@ class PlainFileSource(FileConfigSource):
 @contextmanager
 def _checked_files() -> Iterator[None]:
     """Make hydra read files through `PlainFileSource` inside the block."""
-    Plugins.instance()  # registers its own sources, once
+    Plugins.instance()  # its first call registers hydra's sources
     known = SourcesRegistry.instance().types
     before = known["file"]
     known["file"] = PlainFileSource

@@ -44,7 +44,7 @@ PATHS = {
 }
 MODEL_KINDS = (RewardKind.MODEL, RewardKind.HUGGING_FACE)
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
-"""Of arXiv:2507.18071, section 5.1: the ratio of a response is a mean over its tokens."""
+"""Default clip range of GSPO (arXiv:2507.18071, 5.1), whose ratio is a mean over a response."""
 
 
 def has_critic(stage: object, section: object) -> bool:

@@ -31,7 +31,7 @@ class Stage(str, Enum):
     """Training algorithm."""
 
     RAY_PPO = "ray_ppo"  # with a critic
-    RAY_GRPO = "ray_grpo"  # without: advantages from several responses, or from returns alone
+    RAY_GRPO = "ray_grpo"  # no critic: advantages from several responses, or from returns alone
     RAY_ONLINE_DPO = "ray_online_dpo"  # the better of two responses is preferred to the other
 
 
@@ -40,7 +40,7 @@ class AdvEstimator(str, Enum):
 
     GAE = "gae"  # needs a critic
     GRPO = "grpo"  # z-score within the group of a prompt
-    DR_GRPO = "dr_grpo"  # the same, not divided by the standard deviation
+    DR_GRPO = "dr_grpo"  # GRPO without division by the standard deviation
     RLOO = "rloo"  # minus the mean of the other responses to the prompt
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"  # rewards to go, whitened over the batch
     REINFORCE_PLUS_PLUS_BASELINE = (

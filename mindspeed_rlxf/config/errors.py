@@ -9,7 +9,7 @@ from os import PathLike
 from mindspeed_rlxf.config.suggest import format_value
 from mindspeed_rlxf.files.printable import printable
 
-MAX_LINE = 8000  # characters of a line for people, whatever value it quotes
+MAX_LINE = 8000  # characters of a problem as text; a longer one is cut
 REF = "\0"
 """Marks the start and end of a key inside a text, see `ref`. No YAML, path or flag has it."""
 

@@ -12,7 +12,7 @@ from mindspeed_rlxf.config.enums import AdvEstimator, KlIn, LossNormalizer
 class EstimatorTraits:
     """Needs of one advantage estimator.
 
-    needs_critic:   reads values; only stage ray_ppo has them, and only ray_grpo allows False
+    needs_critic:   reads a critic's values: True for stage ray_ppo, False for ray_grpo
     compares_group: needs several responses to a prompt, which stay on one rank
     reads_greedy:   needs the score of a greedy response to each prompt
     discounts:      reads the reward of each token; False = the total score of a response
@@ -45,4 +45,4 @@ TRAITS: dict[str, EstimatorTraits] = {
     ),
     AdvEstimator.REMAX.value: EstimatorTraits(reads_greedy=True, discounts=True),
 }
-"""By the word of `algorithm.adv_estimator`; `algorithms.estimators` has the functions."""
+"""Name in `algorithm.adv_estimator` -> traits; `algorithms.estimators` has the functions."""

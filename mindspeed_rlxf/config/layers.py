@@ -141,8 +141,8 @@ def _unfold(draft: Draft, sections: Tree) -> None:
     for role, values in draft.keep_known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():
         for key, value in draft.mapping(f"{NESTED_ROLES}.{role}", values).items():
             path = f"{NESTED_ROLES}.{role}.{key}"
-            there = sections[role].setdefault(key, value)
-            if there is not value and there != value:  # a nan equals nothing
+            kept = sections[role].setdefault(key, value)
+            if kept is not value and kept != value:  # `is` for NaN, which differs from itself
                 draft.reject(
                     Problem(path, f"and {ref(f'{role}.{key}')} are the same key", remedy="keep one")
                 )
@@ -208,7 +208,7 @@ def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
         layers = {f"model.{chosen}": architecture or {}, "training": training}
         merged = _merge(draft, role, {**layers, role.value: own})
         if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
-            del merged["micro_batch_size"]  # tokens are counted in its place
+            del merged["micro_batch_size"]  # max_tokens_per_micro_batch replaces it
         draft.payload[role.value] = _nest_sections(role, merged)
         if architecture is None:
             del draft.payload[role.value]["architecture"]

@@ -162,7 +162,7 @@ def chunk_activation_bytes(
         return layers * (layer - mlp), mlp
     if role.recompute_method is RecomputeMethod.UNIFORM:
         return layers // size * entry, size * layer
-    # Layers that are kept follow the others, so that they are freed before one is recomputed.
+    # Activations that are kept are of later layers, so they are freed before one is recomputed.
     return size * entry + (layers - size) * layer, layer if size == layers else 0
 
 

@@ -50,7 +50,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
         problem
         for detail in error.errors(include_url=False)
         for problem in (
-            detail["ctx"]["error"].problems  # of rules between its keys
+            detail["ctx"]["error"].problems  # broken rules between its keys
             if detail["type"] == "value_error"
             else [explain(".".join(map(str, detail["loc"])), [detail])]
         )

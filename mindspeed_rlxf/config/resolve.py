@@ -61,7 +61,7 @@ def resolve_with_notes(
     if (config := _validate(draft)) is not None:
         draft.add_problems(_section_rules(draft, config))
         if not any(key in path for path in draft.broken for key in LAYOUT_KEYS):
-            # A dry run shows its plan before what this host lacks: see `cli.train`.
+            # A dry run checks the host after it has printed its plan: see `cli.train`.
             draft.add_problems([*check(config), *([] if config.dry_run else check_host(config))])
     if draft.problems:
         raise ConfigError(list({str(problem): problem for problem in draft.problems}.values()))

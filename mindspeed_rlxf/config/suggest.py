@@ -18,7 +18,7 @@ def closest(word: str, words: Iterable[str]) -> str | None:
     None when none is similar, or `word` is longer than MAX_WORD.
     """
     if len(word) > MAX_WORD:
-        return None  # nearness takes the square of the length
+        return None  # the time to compare grows with the square of the length
     known = sorted(words, key=lambda name: (len(name), name))
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     longer = [name for name in known if len(word) > 2 and name.startswith(word)]

@@ -1,4 +1,4 @@
-"""Reports of role methods to the driver: plain numbers, of a size that responses do not change."""
+"""Reports of role methods to the driver: plain Python values, without tensors."""
 
 from __future__ import annotations
 

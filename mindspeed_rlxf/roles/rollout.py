@@ -50,7 +50,7 @@ class RolloutRole:
         self.scorer = scorer
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
-        self.sync_s = 0.0  # spent on weights since the last report
+        self.sync_s = 0.0  # seconds of waiting for weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:
         """Give the engine the actor's weights, which have had `version` updates.

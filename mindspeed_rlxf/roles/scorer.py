@@ -31,10 +31,10 @@ class ScorerRole:
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rewards = StreamingRewards(config.reward)
         self.answers = AnswerFinder(dict(config.reward.rules), config.verifiers)
-        self.is_leader = True  # set by the rollout: this rank of its replica scores
+        self.is_leader = True  # whether this rank scores for its replica; set by RolloutRole
         by_rule = config.reward.kind is RewardKind.RULE
-        self._streams = by_rule or bool(config.reward.parts)  # else it scores validation alone
-        self._started: list[dict[tuple[int, ...], Scoring]] = []  # by generation
+        self._streams = by_rule or bool(config.reward.parts)  # else it only scores validation
+        self._started: list[dict[tuple[int, ...], Scoring]] = []  # one for each call of `follow`
 
     def follow(
         self, prompts: Prompts, results: Iterable[GenerationResult]

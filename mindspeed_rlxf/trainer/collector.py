@@ -93,7 +93,7 @@ class Collected:
         return self._chosen(batch.prompts.sample_ids for batch in self.batches)
 
     def generate_reports(self) -> list[GenerateReport]:
-        """Wait for generation; return the reports of all ranks on all samples, dropped ones too.
+        """Wait for generation; return each replica's reports, on all samples, dropped ones too.
 
         Greedy responses of ReMax are not in them.
         """

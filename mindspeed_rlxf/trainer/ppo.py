@@ -187,9 +187,8 @@ class PpoTrainer:
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
             if stops:
                 self.checkpoints.settle(note)
-            whole_s = (
-                measured["timing/save"] + self.checkpoints.write_s
-            )  # a last save waits for both
+            # Seconds of a save that is waited for, as the last one of a run is.
+            whole_s = measured["timing/save"] + self.checkpoints.write_s
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise self.stop.ended()

@@ -80,9 +80,8 @@ def prepare(config: RunConfig) -> Prepared:
         *check_train_iters(config, find_newest_checkpoint(config, directory)),
         *check_checkpoints(config, directory),
     ]
-    if (
-        not directory.is_used and not config.validation.only
-    ):  # the exports in a used folder are those of this run
+    # Weights in the `save` folders of a used run directory are exports of that run.
+    if not directory.is_used and not config.validation.only:
         problems += check_save_folders(config)
     for role in config.roles:
         problems += check_weights(config, role)
@@ -264,7 +263,7 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
         return [
             f"config.json must agree with the model YAML {fields}"
         ], "correct the YAML or give the folder of that model"
-    folder = _open_weights(section)  # after config.json, by which a Megatron folder is read
+    folder = _open_weights(section)  # a Megatron folder is read by the config.json checked above
     expected = hf_shapes(section.architecture, head)
     if role is Role.CRITIC and "score.weight" not in folder:
         del expected["score.weight"]  # a language model; the head starts untrained

@@ -211,7 +211,7 @@ class Run:
         """Log and report an error, remove unfinished checkpoints, and set the exit code."""
         if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
-        if self._started:  # a full disk has no room for the report otherwise
+        if self._started:  # makes room for the report on a full disk
             with contextlib.suppress(OSError):
                 RunStore(self._started.checkpoints).clear_unfinished()
         failure.report(self._started, error, self._stop)

@@ -74,7 +74,7 @@ def _find_idle_of_estimator(config: RunConfig) -> Iterator[Idle]:
         control = f"with {ref('algorithm.kl_ctrl.type')}=fixed"
         yield Idle("algorithm.kl_ctrl", ("target_kl", "horizon"), control)
     if traits.reads_greedy or not traits.discounts:
-        # Total scores count; a greedy baseline's plain score fits no return that is rescaled.
+        # They read total scores, or subtract a greedy score, which is not discounted or whitened.
         yield Idle("algorithm", OF_TOKEN_REWARDS, estimator)
     if None not in (actor.clip_ratio_low, actor.clip_ratio_high):
         both = f"with both {ref('actor_rollout.clip_ratio_low')} and clip_ratio_high"

@@ -199,7 +199,7 @@ def _of_runtime(config: RunConfig) -> Iterator[Idle]:
         yield Idle("training", restarts, alone)
         yield Idle("device", ("devices_per_node",), alone)
         yield Idle("pool_settings", ("wait_s", "bad_nodes"), alone)
-        if not is_local:  # processes of torchrun may stand on several hosts
+        if not is_local:  # processes of torchrun may run on several hosts
             yield Idle("training", ("no_shared_storage",), alone)
     if all(len(nodes) == 1 for nodes in config.resource_pool.values()):
         yield Idle("pool_settings", ("tensor_parallel_spans_nodes",), "with pools of one node each")

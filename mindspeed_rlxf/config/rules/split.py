@@ -30,7 +30,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
             config.rollout_tp,
             f"remove it, or give the rollout devices of its own by {ref(TRAIN)} and {ref(INFER)}",
         )
-    if train is None or infer is None:  # one of both alone is refused in the actor's section
+    if train is None or infer is None:  # one without the other is refused by ActorConfig
         return
     pool = config.pool_of(Role.ACTOR_ROLLOUT)
     size, key = sum(config.resource_pool.get(pool, [train + infer])), ref(f"resource_pool.{pool}")
