@@ -71,7 +71,10 @@ def needs_reference(payload: Tree) -> bool:
 
 def set_stage_defaults(draft: Draft) -> None:
     """Set absent keys of `algorithm` and `actor_rollout` to the defaults of the stage, the
-    estimator, GSPO and a KL penalty in the loss."""
+    estimator, GSPO and a KL penalty in the loss.
+
+    For online DPO only `n_samples_per_prompt`.
+    """
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]
     if stage == Stage.RAY_ONLINE_DPO.value:
@@ -103,7 +106,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
     _read_environment(draft)
-    pools = _pools(draft, given)
+    pools = _read_pools(draft, given)
     roles = [role.value for role in CONFIGURED if draft.payload[role.value] is not None]
     placed = sections["placement"]
     if Role.CRITIC.value in placed and Role.CRITIC.value not in roles:
@@ -161,15 +164,15 @@ def _place_rule(draft: Draft, is_placed: bool) -> None:
         )
 
 
-def _pools(draft: Draft, given: Tree) -> dict[str, list[int]]:
-    """Return the processes per node of each pool of the YAML's section `given`.
+def _read_pools(draft: Draft, section: Tree) -> dict[str, list[int]]:
+    """Return the processes per node of each pool of the YAML's section `resource_pool`.
 
     Names of roles get underscores. Empty pools are left out, with a note unless they are named
     after a role. Rejects wrong sizes, and a section without pools.
     """
     pools = {}
     per_node = _devices_per_node(draft)
-    for name, size in given.items():
+    for name, size in section.items():
         if name in SETTINGS:
             continue
         sizes = _node_sizes(draft, f"resource_pool.{name}", size, per_node)

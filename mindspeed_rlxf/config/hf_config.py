@@ -56,11 +56,11 @@ OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
 
 def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
-    """Return config.json of a Hugging Face folder, with types and sizes of its fields checked.
+    """Return the content of config.json of a Hugging Face folder, checked by `find_bad_fields`.
 
     wanted: the kind of folder that the user should give, for messages
     Errors: ValueError when the folder or file is missing, the file is a link out of the folder or
-    no JSON object, or a field has a wrong type or size.
+    no JSON object, or a field is bad.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -81,10 +81,11 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 
 
 def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each field of a config.json with a wrong type or size.
+    """Yield a line for each number out of bounds, and each object, text or list of a wrong type.
 
-    Fields of nested `*_config` objects too; absent ones are fine. Checking sizes first keeps
-    later code from allocating a list per layer, or a table per token, of a false number.
+    Fields of nested `*_config` objects too. Absent fields are fine, and so is text in place of a
+    number, which `parse_architecture` refuses. Bounds keep later code from allocating a list per
+    layer, or a table per token, of a false number.
     """
     for name, most in MOST.items():
         value = config.get(name)
@@ -107,18 +108,20 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json by their names in ArchitectureConfig.
 
-    The value None: config.json has no such field. The model type is not checked.
+    None = neither config.json nor transformers has a value. The model type is not checked.
     Errors: ValueError when a field is of another type than transformers writes.
     """
     try:
-        return _fields(config) | _expert_fields(config)
+        return _dense_fields(config) | _expert_fields(config)
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"config.json: a field has a wrong type ({error}); correct it") from None
 
 
-def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of attention, MLP and embeddings of a config.json; absent ones are None.
+def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of attention, MLP and embeddings of a config.json.
 
+    Absent fields are None, or have the default of transformers (key-value heads, head width, rotary
+    base, tying).
     transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
     and `rope_scaling` at the top.
     """

@@ -196,7 +196,7 @@ def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
             if isinstance(keys := own.get("sandbox"), dict):
                 own["sandbox"] = draft.keep_known("reward.sandbox", keys, fields(SandboxConfig))
         if str(own.get("kind")) in WITHOUT_ARCHITECTURE:
-            _reward_without_architecture(draft, own, sections["training"])
+            _make_reward_section(draft, own, sections["training"])
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:
@@ -217,10 +217,11 @@ def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
     _note_unread(draft, training, models)
 
 
-def _reward_without_architecture(draft: Draft, own: Tree, training: Tree) -> None:
+def _make_reward_section(draft: Draft, own: Tree, training: Tree) -> None:
     """Put the reward's section into the payload, for a kind in WITHOUT_ARCHITECTURE.
 
     own, training: sections of the YAML. Keys that the kind does not read are left out, with a note.
+    An absent `load` of a classifier is taken from `training`.
     """
     keys = WITHOUT_ARCHITECTURE[own["kind"]]
     draft.payload[Role.REWARD.value] = {key: own[key] for key in keys if key in own}

@@ -63,7 +63,7 @@ class ActorRole:
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
             return RoleOutput()
-        gaps = _gaps(rollouts, result)
+        gaps = _measure_gaps(rollouts, result)
         if self.algorithm.max_log_prob_gap is not None:
             _check_gaps(gaps, rollouts, self.algorithm.max_log_prob_gap)
         mask, weight = rollouts.trained_mask, None
@@ -112,7 +112,7 @@ class ActorRole:
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 
 
-def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
+def _measure_gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
     """Return [batch, response]: |log-prob of training - log-prob of generation|, 0 where masked."""
     gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
     return gaps * rollouts.trained_mask

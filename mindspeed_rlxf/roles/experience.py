@@ -63,15 +63,15 @@ class ExperienceMaker:
         given_old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
         old = None if self.old_are_of_update else fit_columns(given_old, width)
         ref = None if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
-        kl = self._kl(inputs, old, ref)
+        kl = self._compute_kl(inputs, old, ref)
         zero = torch.zeros(trained.shape)
         given = self._make_rewarded(inputs, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
-        experience = self._experience(given, estimate, old, ref)
-        report = _report(experience, given, kl)
-        return RoleOutput(experience, report, _token_rows(inputs, experience, kl))
+        experience = self._gather_experience(given, estimate, old, ref)
+        report = _summarize(experience, given, kl)
+        return RoleOutput(experience, report, _gather_token_rows(inputs, experience, kl))
 
-    def _kl(
+    def _compute_kl(
         self, inputs: ExperienceInputs, old: Tensor | None, ref: Tensor | None
     ) -> Tensor | None:
         """Return [batch, response]: the KL of each token, by `kl_penalty`.
@@ -98,7 +98,7 @@ class ExperienceMaker:
             algorithm.score_position,
             inputs.slot_limit,
         )
-        scores = self._score(rollouts, inputs.scores)
+        scores = self._shape_scores(rollouts, inputs.scores)
         kl_coef = inputs.kl_coef if self.objective.kl_in_reward else 0.0
         rewards = token_rewards(fit_columns(kl, mask.size(1)), scores, mask, kl_coef)
         if algorithm.whiten_rewards:
@@ -107,7 +107,7 @@ class ExperienceMaker:
         if inputs.values is not None:
             values = fit_columns(inputs.values.values, mask.size(1)) * mask
         if inputs.greedy is not None and inputs.greedy_scores is not None:
-            greedy = self._score(inputs.greedy, inputs.greedy_scores)
+            greedy = self._shape_scores(inputs.greedy, inputs.greedy_scores)
         return Rewarded(
             scores=scores,
             rewards=rewards,
@@ -122,7 +122,7 @@ class ExperienceMaker:
             lam_alpha=algorithm.lam_alpha,
         )
 
-    def _score(self, rollouts: Rollouts, scores: Scores) -> Tensor:
+    def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
         """Return [batch]: scores after scaling, clipping and penalties.
 
         Errors: ValueError for NaN or inf; with `nan_policy: skip` they give NaN.
@@ -131,7 +131,7 @@ class ExperienceMaker:
             _check_finite(scores.scores, rollouts.sample_ids)
         return self.shaping.penalize(scores.scores, rollouts.response_lengths, rollouts.has_eos)
 
-    def _experience(
+    def _gather_experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None
     ) -> Experience:
         """Return the Experience; columns that the run does not need have width 0."""
@@ -160,7 +160,7 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
         )
 
 
-def _token_rows(
+def _gather_token_rows(
     inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
 ) -> TokenRows | None:
     """Return advantages, KL and values of each token for the token log; None without a token log.
@@ -180,7 +180,7 @@ def _token_rows(
     )
 
 
-def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
+def _summarize(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
     """Return summaries of a replica's experience for the metrics.
 
     kl: [batch, response]; None = not computed, reported as []

@@ -70,14 +70,14 @@ class ScorerRole:
             return RoleOutput()
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         scorings = [
-            self._scoring(rollouts, row, prompts[row], responses[row])
+            self._take_scoring(rollouts, row, prompts[row], responses[row])
             for row in range(rollouts.num_rows)
         ]
         outcomes = [scoring.outcome() for scoring in scorings]
         failed_score = self.reward.failed_score
         scores = [o.result.score if o.result else failed_score for o in outcomes]
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
-        failures = _failures(rollouts.sample_ids, outcomes)
+        failures = _list_failures(rollouts.sample_ids, outcomes)
         rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
         answers = self._find_answers(rollouts) if find_answers else []
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
@@ -86,7 +86,7 @@ class ScorerRole:
         texts = self.tokenizer.batch_decode(rollouts.response_tokens(), skip_special_tokens=True)
         return self.answers.find(texts, rollouts.data_sources)
 
-    def _scoring(
+    def _take_scoring(
         self, rollouts: Rollouts, row: int, prompt: list[int], response: list[int]
     ) -> Scoring:
         """Return the running scoring of a row that `follow` started, else start one.
@@ -118,7 +118,9 @@ def _key(sample_id: int, response: Sequence[int]) -> tuple[int, ...]:
     return (sample_id, *response)
 
 
-def _failures(sample_ids: Sequence[int], outcomes: Sequence[Outcome]) -> list[FailedSample | None]:
+def _list_failures(
+    sample_ids: Sequence[int], outcomes: Sequence[Outcome]
+) -> list[FailedSample | None]:
     """Return one entry per sample: its failure, or None where it was scored."""
     return [
         FailedSample(sample_id, outcome.cause.value, outcome.message) if outcome.cause else None

@@ -123,7 +123,8 @@ def _sources(prepared: Prepared) -> set[str]:
 
 
 def _find_config_folder(config: RunConfig) -> str | None:
-    """Return the folder whose generation_config.json is the actor's; None without `load`."""
+    """Return the folder whose generation_config.json is the actor's: its `load`, else the
+    tokenizer's. None without `load`."""
     load = config.actor_rollout.load
     try:
         return load and str(find_description(load, config.training.tokenizer_name_or_path))

@@ -245,7 +245,10 @@ class Run:
 
 @contextlib.contextmanager
 def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
-    """Add what the worker's host shows to a WorkerError of the block, while the cluster runs."""
+    """Add what the worker's host shows to a WorkerError of the block, while the cluster runs.
+
+    Copies the logs of other hosts to this one.
+    """
     try:
         yield
     except WorkerError as error:
