@@ -105,7 +105,10 @@ class Run:
         return self._start_on_ray()
 
     def _start_on_ray(self) -> PpoTrainer | None:
-        """Join or start a Ray cluster, and return the trainer on it, as `start` does."""
+        """Create the run directory, join or start a Ray cluster, and return the trainer on it.
+
+        None where the run only validates. Reports what a restart needs to the supervisor.
+        """
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
         directory = self._set_directory(RunDirectory.create(self.config))
@@ -119,9 +122,10 @@ class Run:
         return self._build_trainer(directory, runtime)
 
     def _start_locally(self) -> PpoTrainer | None:
-        """Return the trainer in this process, as `start` does, without Ray.
+        """Create the run directory and return the trainer in this process, without Ray.
 
-        Every process of torchrun calls it; only the first one writes files.
+        None where the run only validates. Every process of torchrun calls it; only the first one
+        writes files.
         """
         from mindspeed_rlxf.cluster.local import LocalRuntime
 
