@@ -1,4 +1,4 @@
-"""Rules across sections. `Section.broken_rules` has the rules within one section."""
+"""Rules between keys of several sections. `Section.broken_rules` has those within a section."""
 
 from __future__ import annotations
 
@@ -25,22 +25,27 @@ from mindspeed_rlxf.config.suggest import closest, multiples_around, use
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Find every broken rule across sections. Nothing here looks at the host."""
-    problems = [*_pools(config), *_lengths(config), *_validation(config)]
+    """Return a problem for each broken rule between sections. Does not look at the host.
+
+    Batch sizes are checked only if every role has a pool and whole replicas.
+    """
+    problems = [*_check_pools(config), *_check_lengths(config), *_check_validation(config)]
     problems += [*check_stage(config), *check_split(config)]
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
-            problems += _model(config, role)
-        problems += _parallel(config, role)
+            problems += _check_model(config, role)
+        problems += _check_parallel(config, role)
     problems += check_loss_normalizer(config)
     # Without whole replicas of every role there is no data-parallel size to check batches by.
-    if not any(_pools(config)) and not any(_replicas(config, role) for role in config.roles):
+    if not any(_check_pools(config)) and not any(
+        _check_replicas(config, role) for role in config.roles
+    ):
         problems += check_batches(config)
     return problems
 
 
-def _pools(config: RunConfig) -> Iterator[Problem]:
-    """Check that every role is on a known pool, and every pool holds a role."""
+def _check_pools(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of roles placed on a pool that does not exist, and of pools without a role."""
     known = ", ".join(config.resource_pool)
     for role, pool in config.placement.items():
         if pool not in config.resource_pool:
@@ -58,8 +63,8 @@ def _pools(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _replicas(config: RunConfig, role: Role) -> Problem | None:
-    """Return the problem of a role whose processes are no multiple of TP x PP."""
+def _check_replicas(config: RunConfig, role: Role) -> Problem | None:
+    """Return a problem if the processes of a role are no multiple of TP x PP, else None."""
     pool, section = config.pool_of(role), config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     size = sum(config.processes_of(role)) if pool in config.resource_pool else tp * pp
@@ -73,8 +78,9 @@ def _replicas(config: RunConfig, role: Role) -> Problem | None:
     )
 
 
-def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Check that a role has a folder to load, and positions for the sequence length."""
+def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
+    """Yield problems of a role without a folder to load, or with fewer positions than
+    `seq_length`."""
     section = config.role(role)
     if section.load is None:
         kind = f" with {ref('reward.kind')}={config.reward.kind.value}"
@@ -91,9 +97,14 @@ def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
         )
 
 
-def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Check how the ranks of one role share its model: TP, PP, experts, nodes, token budget."""
-    misplaced, section, pool = _replicas(config, role), config.role(role), config.pool_of(role)
+def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
+    """Yield problems of a role's parallel sizes (TP, PP, experts, the rollout's TP), of its token
+    limit, and of tensor-parallel groups that span nodes."""
+    misplaced, section, pool = (
+        _check_replicas(config, role),
+        config.role(role),
+        config.pool_of(role),
+    )
     if misplaced:
         yield misplaced
     if section.architecture is None:
@@ -121,8 +132,8 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
         )
 
 
-def _lengths(config: RunConfig) -> Iterator[Problem]:
-    """Check that the longest sample fits the sequence length."""
+def _check_lengths(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if the longest prompt and response together exceed `seq_length`."""
     actor, total = config.actor_rollout, config.training.seq_length
     if actor.max_prompt_length + actor.max_new_tokens > total:
         prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")
@@ -134,7 +145,7 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _validation(config: RunConfig) -> Iterator[Problem]:
+def _check_validation(config: RunConfig) -> Iterator[Problem]:
     validation = config.validation
     needs = {"interval": (validation.interval, "0"), "only": (validation.only, "false")}
     for name, (value, without) in needs.items():

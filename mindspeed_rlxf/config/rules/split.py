@@ -1,4 +1,4 @@
-"""Rules of an actor whose pool is split: some devices train, the others generate."""
+"""Rules of an actor whose pool is split: some devices only train, all others only generate."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 
 
 def check_split(config: RunConfig) -> Iterator[Problem]:
-    """Check that a split pool is of the right size, of the actor alone, on Ray, in whole TP groups.
+    """Yield problems of an actor's pool that is split into training and generating devices.
 
-    Without a split, the rollout's tensor and expert parallel sizes must be the actor's.
+    It must have the sum of both numbers, no other role, whole TP groups and the Ray runtime.
+    Without a split, rollout sizes (tensor, expert parallel) other than the actor's are a problem.
     """
     train, infer = config.actor_rollout.num_gpus_for_train, config.actor_rollout.num_gpus_for_infer
     if train is None and infer is None:
@@ -40,7 +41,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
                     "remove it, or give the rollout devices of its own by "
                     f"{ref(TRAIN)} and {ref(INFER)}",
                 )
-    if train is None or infer is None:  # one of both alone is refused in the actor's section
+    if train is None or infer is None:  # one without the other is refused by ActorConfig
         return
     pool = config.pool_of(Role.ACTOR_ROLLOUT)
     size, key = sum(config.resource_pool.get(pool, [train + infer])), ref(f"resource_pool.{pool}")
@@ -60,7 +61,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
             pool,
             f"add resource_pool.{role.value} and use it, or remove {ref(TRAIN)} and {ref(INFER)}",
         )
-    yield from _replicas(config, train, infer)
+    yield from _check_replicas(config, train, infer)
     if config.runtime.kind is RuntimeKind.LOCAL:
         yield Problem(
             "runtime.kind",
@@ -71,8 +72,11 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
-    """Check that generation has whole tensor-parallel groups, each on one node."""
+def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
+    """Yield a problem unless the generating ranks form whole tensor-parallel groups on each node.
+
+    train, infer: numbers of ranks that train and that generate
+    """
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
     if infer % tp and config.rollout.tensor_model_parallel_size is None:
         yield Problem(
