@@ -172,24 +172,28 @@ def explain_timeout(
     pool: str,
     producers: Sequence[Origin],
     seen: Mapping[tuple[str, int], Sighting],
+    keepers: Sequence[Origin] = (),
 ) -> RuntimeTimeout:
     """Return a new RuntimeTimeout, whose message has the states of the missing ranks.
 
     Missing ranks that only wait for other ranks are not named as late. If all wait for rows, the
-    late ranks are the producers of the rows.
+    late ranks are the producers of the rows, and keepers of rows that cannot give them any more.
 
     pool:      pool of the missing ranks
     producers: ranks that make the rows which the missing ranks wait for
     seen:      what inspection found, by (pool, rank)
+    keepers:   ranks that have made rows and keep them for unfinished calls
     """
     waiting = [rank for rank in error.missing if (s := seen.get((pool, rank))) and s.waits]
+    if waiting:
+        producers = [*(each for each in keepers if not _can_answer(each, seen)), *producers]
     late = [rank for rank in error.missing if rank not in waiting] or error.missing
     hosts = [host for rank, host in zip(error.missing, error.hosts, strict=False) if rank in late]
     parts = _states({rank: seen.get((pool, rank)) for rank in error.missing})
     if producers:
         parts.append("waiting for " + ", ".join(each.rows for each in producers))
         for each in producers:
-            if each.pool != pool:
+            if each.pool != pool or each.rank not in error.missing:
                 state = _states({each.rank: seen.get((each.pool, each.rank))})
                 parts += [f"{each.pool} {said}" for said in state]
     if any(seen.values()):
@@ -199,6 +203,12 @@ def explain_timeout(
         parts[0] = f"{what}: {parts[0]}"
         what, late, hosts = makers[0].call, [m.rank for m in makers], [m.host for m in makers]
     return RuntimeTimeout(what, error.seconds, late, "; ".join(parts), hosts)
+
+
+def _can_answer(worker: Origin, seen: Mapping[tuple[str, int], Sighting]) -> bool:
+    """Return whether a worker can answer calls; False if its host did not answer."""
+    sighting = seen.get((worker.pool, worker.rank))
+    return sighting is not None and sighting.state not in (STOPPED, GONE, SILENT)
 
 
 def _late_producers(

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -184,9 +184,13 @@ class RayCall:
         """Return handles of the input rows of these ranks that do not exist yet."""
         requests = self._pool.under_way[self._key]
         both = zip(self._origins, requests, strict=True)
-        waiting = [request for origin, request in both if origin.rank in ranks]
-        refs = [ref for request in waiting for ref in find_refs(request.args)]
-        return find_missing([piece.handle for ref in refs for piece in ref.pieces])
+        return find_missing(_list_inputs(request for o, request in both if o.rank in ranks))
+
+
+def _list_inputs(requests: Iterable[Request]) -> list[RayHandle]:
+    """Return the handles of all rows that requests read."""
+    refs = [ref for request in requests for ref in find_refs(request.args)]
+    return [piece.handle for ref in refs for piece in ref.pieces]
 
 
 class RayPool:
@@ -243,6 +247,11 @@ class RayPool:
         """Return the Origin of a method on a rank."""
         host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
         return Origin(role, rank, host, phase, log, self.name)
+
+    def list_input_origins(self) -> list[Origin]:
+        """Return the ranks that made the rows which unfinished calls read, with repeats."""
+        requests = [request for call in list(self.under_way.values()) for request in call]
+        return [handle.origin for handle in _list_inputs(requests)]
 
     def list_workers(self) -> list[Watched]:
         """Return the workers of this pool for diagnosis, in the order of ranks."""

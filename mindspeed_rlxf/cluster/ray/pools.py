@@ -157,7 +157,10 @@ class RayPools:
         inputs: handles of rows that these ranks wait for
         """
         producers = [handle.origin for handle in inputs]
-        return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
+        made = dict.fromkeys(origin for each in self._pools for origin in each.list_input_origins())
+        keepers = [origin for origin in made if origin not in producers]
+        seen = self.inspect_workers(stacks=True)
+        return explain_timeout(error, pool.name, producers, seen, keepers)
 
     def explain_death(self, error: WorkerError) -> WorkerError:
         """Inspect all workers; return the error, with a note if its host ran out of memory."""

@@ -166,6 +166,23 @@ def test_the_ranks_that_make_the_rows_are_reported() -> None:
     assert found.role == "critic", "the judge waits for others itself"
 
 
+def test_a_rank_that_made_rows_and_cannot_give_them_is_named() -> None:
+    """It replied, so no call of its own is late."""
+    keepers = [Origin("rollout", rank, "b", "generate", pool="main") for rank in (1, 2)]
+    error = RuntimeTimeout("actor_rollout.log_probs", 30, [0], hosts=["a"])
+    idle = ("has no call to work on", False)
+    seen = sightings(("waits for rows", True), (STOPPED, False), idle)
+    found = explain_timeout(error, "main", [], seen, keepers)
+    assert str(found).startswith(
+        "rollout.generate: rank 1 did not arrive within 30 s; actor_rollout.log_probs: rank 0 "
+        "waits for rows; waiting for rows of rollout.generate from rank 1; "
+        f"main rank 1 {STOPPED}; the"
+    )
+    assert (found.role, found.phase, found.rank, found.host) == ("rollout", "generate", 1, "b")
+    busy = sightings(("is in scoring.call", False), (STOPPED, False), idle)
+    assert explain_timeout(error, "main", [], busy, keepers).role == "actor_rollout"
+
+
 def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Path) -> None:
     place, agent = Place("node2", "10.0.0.2", 0, ()), InProcess("node2")
     workers = [
