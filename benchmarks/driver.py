@@ -3,10 +3,11 @@
 The trainer, its role groups, metrics and files are real; the workers answer at once. 32 of them are
 processes of a pool with a world of their own, then 512 are stand-ins, 64 to a process, which
 answer without reading their inputs. Each iteration has nine phases; between iterations the driver
-makes as many calls of bare actors, one for each process of the pool, that return their argument:
-all calls, then all answers, as the trainer does. CPU time is that of the whole driver process,
-Ray's threads included. Prints one JSON line. A real worker needs about 0.2 GiB and 3 s of CPU time
-to start.
+calls bare actors, one for each process of the pool, that return their argument. It makes as many
+calls as the trainer did, twice: one call at a time, as one bare call costs; and all calls of a
+phase before all answers, where calls share the wake-ups of Ray's threads. CPU time is that of the
+whole driver process, Ray's threads included. Prints one JSON line. A real worker needs about
+0.2 GiB and 3 s of CPU time to start.
 
     python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
 """
@@ -127,8 +128,7 @@ class ManyRanks:
 
 
 class Bare:
-    def same(self, value: Any, after_s: float = 0.0) -> Any:
-        time.sleep(after_s)
+    def same(self, value: Any) -> Any:
         return value
 
 
@@ -141,10 +141,10 @@ class Measured(PpoTrainer):
         self.bare, self.ray = bare, ray
         self.module = SimpleNamespace(make_messages=pool.make_messages, gather=pool.gather)
         self.cpu: list[float] = []
-        self.bare_cpu: list[float] = []
-        self.main_cpu: list[float] = []  # of it in the main thread
+        self.single_cpu: list[float] = []  # of a bare call that is waited for before the next
+        self.bare_cpu: list[float] = []  # of one of many bare calls at once
+        self.main_cpu: list[float] = []  # of `cpu` in the main thread
         self.bare_main: list[float] = []
-        self.spread_cpu: list[float] = []  # of bare calls whose answers come one by one
         self.num_calls = self.num_phases = 0  # of the iteration under way
         self.num_replies = self.bytes_out = self.bytes_in = 0
 
@@ -168,7 +168,7 @@ class Measured(PpoTrainer):
         super()._finish(*arguments)
         self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
         self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
-        self._bare_calls(arguments[-1] / self.num_phases)
+        self._bare_calls()
         asked = self.num_phases * self.actor.train.pool.world_size
         self.facts = {
             "phases": self.num_phases,
@@ -179,25 +179,19 @@ class Measured(PpoTrainer):
         }
         self.num_phases = self.num_calls = self.num_replies = 0
 
-    def _bare_calls(self, phase_s: float) -> None:
-        """Make the calls of an iteration on bare actors, whose answers come at once.
-
-        Then, two iterations long, calls whose answers come evenly over the time of a phase, as
-        those of workers do: Ray's threads wake for each of them.
-        """
-        size = self.actor.train.pool.world_size
-        count, actors = self.num_phases * size, self.bare
+    def _bare_calls(self) -> None:
+        """Make the calls of an iteration on bare actors: one at a time, then a phase at once."""
+        size, actors, get = self.actor.train.pool.world_size, self.bare, self.ray.get
+        count = self.num_phases * size
+        began = cpu_s()
+        for i in range(count):
+            get(actors[i % len(actors)].same.remote(i))
+        self.single_cpu.append((cpu_s() - began) / count)
         began, main = cpu_s(), time.thread_time()
         for _ in range(self.num_phases):
-            self.ray.get([actors[i % len(actors)].same.remote(i) for i in range(size)])
+            get([actors[i % len(actors)].same.remote(i) for i in range(size)])
         self.bare_cpu.append((cpu_s() - began) / count)
         self.bare_main.append((time.thread_time() - main) / count)
-        if len(actors) == size and self.iteration > WARM and len(self.spread_cpu) < 2:
-            began = cpu_s()
-            for _ in range(self.num_phases):
-                after_s = [phase_s * i / size for i in range(size)]
-                self.ray.get([a.same.remote(0, s) for a, s in zip(actors, after_s, strict=True)])
-            self.spread_cpu.append((cpu_s() - began) / count)
         self._began = cpu_s(), time.thread_time()
 
     def fit(self) -> None:
@@ -311,16 +305,16 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
             ray.kill(actor)
     per_call = statistics.median(trainer.cpu[WARM:])
     bare = statistics.median(trainer.bare_cpu[WARM:])
-    spread = statistics.median(trainer.spread_cpu) if trainer.spread_cpu else None
+    single = statistics.median(trainer.single_cpu[WARM:])
     return {
         **trainer.facts,
         "cpu_ms_per_worker_and_phase": round(per_call * 1e3, 3),
         "of_it_main_thread_ms": round(statistics.median(trainer.main_cpu[WARM:]) * 1e3, 3),
-        "bare_call_cpu_ms": round(bare * 1e3, 3),
+        "bare_call_cpu_ms": round(single * 1e3, 3),
+        "ratio_to_bare_call": round(per_call / single, 2),
+        "bare_calls_at_once_cpu_ms": round(bare * 1e3, 3),
         "of_it_bare_main_thread_ms": round(statistics.median(trainer.bare_main[WARM:]) * 1e3, 3),
-        "ratio_to_bare_call": round(per_call / bare, 2),
-        "spread_bare_call_cpu_ms": spread and round(spread * 1e3, 3),
-        "ratio_to_spread_bare_call": spread and round(per_call / spread, 2),
+        "ratio_to_bare_calls_at_once": round(per_call / bare, 2),
         "idle_cpu_ms_per_s": round(idle * 1e3, 1),
         "driver_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "build_s": round(built_s, 1),

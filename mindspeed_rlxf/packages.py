@@ -18,7 +18,11 @@ SUFFIX = "PRE_RELEASE"
 
 
 def version(distribution: str) -> str | None:
-    """Version that would be imported; None where there is no package, or no version of it."""
+    """Return the version that an import would find; None without the package or its version.
+
+    distribution: as pip names it. Sources on the path come before an installed megatron-core or
+    mindspeed, because they hide it.
+    """
     from_sources = SOURCES.get(distribution, lambda: None)
     return from_sources() or _installed(distribution)
 
@@ -32,7 +36,10 @@ def _installed(distribution: str) -> str | None:
 
 
 def folder_of(module: str) -> Path | None:
-    """Return the folder that a package would be imported from; imports its parents only."""
+    """Return the folder that a package would be imported from; None if there is none.
+
+    Imports its parent packages, not the package.
+    """
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -42,13 +49,13 @@ def folder_of(module: str) -> Path | None:
 
 
 def megatron_core() -> str | None:
-    """Return the version of Megatron's sources on the path, which may hide a wheel."""
+    """Return the version in the files of the megatron-core that would be imported, else None."""
     folder = folder_of("megatron.core")
     return core_version(folder) if folder else None
 
 
 def core_version(folder: Path) -> str | None:
-    """Version of the megatron-core in a folder."""
+    """Return the version in `package_info.py` of a folder megatron/core; None if it has none."""
     values = _constants(folder / "package_info.py")
     if not values.keys() >= set(NUMBERS):
         return None
@@ -56,13 +63,13 @@ def core_version(folder: Path) -> str | None:
 
 
 def mindspeed() -> str | None:
-    """Version of a checkout on the path, from its setup.py."""
+    """Return the version in setup.py of a MindSpeed checkout on the path; None without one."""
     folder = folder_of("mindspeed")
     return setup_version(folder) if folder else None
 
 
 def setup_version(folder: Path) -> str | None:
-    """Version that the setup.py beside a package's folder names."""
+    """Return `__version__` in the setup.py beside a package's folder; None if it has none."""
     return _constants(folder.resolve().parent / "setup.py").get("__version__")
 
 
@@ -70,7 +77,10 @@ SOURCES = {MEGATRON: megatron_core, "mindspeed": mindspeed}
 
 
 def _constants(file: Path) -> dict[str, str]:
-    """Return the constants at the top level of a Python file; none where it cannot be read."""
+    """Return name -> text of the constants at the top level of a Python file, without running it.
+
+    Empty where the file cannot be read or parsed.
+    """
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

@@ -1,6 +1,6 @@
-"""Token rewards, generalised advantage estimation and rewards to go, over the slots of responses.
+"""Token rewards, generalised advantage estimation and rewards to go.
 
-Slots: see `slots`.
+Axes: slots = positions of rewards and values, one more than tokens of a response (`slots`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mindspeed_rlxf.algorithms.slots import last_slots
 
 
 def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Return -kl_coef * KL on every token, plus the score on the last slot.
+    """Return [batch, slots] rewards: -kl_coef * kl, plus the score on each row's last slot.
 
-    kl: [batch, slots] fp32, 0 where not learnt from; scores: [batch]
-    mask: [batch, slots] bool, `slots.value_mask`
-    Returns [batch, slots].
+    kl:     [batch, slots] fp32, 0 where not learnt from
+    scores: [batch]
+    mask:   [batch, slots] bool, `slots.value_mask`; its last True slot takes the score
     """
     rewards = -kl_coef * kl
     return rewards.scatter_add(1, last_slots(mask)[:, None], scores[:, None])
@@ -31,39 +31,41 @@ def estimate_gae(
 
     rewards: [batch, slots] fp32, KL penalty already added
     values:  [batch, slots] fp32
-    mask:    [batch, slots] bool, True = slot that is learnt from. Value and running advantage are
-             carried unchanged across other slots, which are no steps of the policy: the steps of
-             a response are moved together, so that a row of BLOCK steps or fewer has the same bits
-             whatever values are between and beside them.
+    mask:    [batch, slots] bool, True = slot that is learnt from. Other slots are skipped, as if
+             they were cut out of the row: the slot after a True slot is the next True slot
     lam:     of all responses, or [batch] fp32
-    Returns two [batch, slots] tensors, 0 where masked; advantages are not whitened, returns are
-    advantages + values.
+    Returns (advantages, returns), each [batch, slots], 0 where masked. Advantages are not whitened;
+    returns are advantages + values.
     """
     counts = mask.sum(1)
-    taken = torch.arange(mask.size(1), device=mask.device) < counts[:, None]
-    if bool((taken == mask).all()):
-        advantages = _sum_errors(rewards * mask, values * mask, counts, gamma, lam)
-    else:
-        places, steps = mask.flatten().nonzero()[:, 0], taken.flatten().nonzero()[:, 0]
-        reward, value = (_moved(column, places, steps) for column in (rewards, values))
-        advantages = _moved(_sum_errors(reward, value, counts, gamma, lam), steps, places)
+    packed = torch.arange(mask.size(1), device=mask.device) < counts[:, None]
+    if bool((packed == mask).all()):
+        advantages = _sum_td_errors(rewards * mask, values * mask, counts, gamma, lam)
+    else:  # move the True slots to the front, so that what is between them changes no bit
+        slots, steps = mask.flatten().nonzero()[:, 0], packed.flatten().nonzero()[:, 0]
+        reward, value = (_move(column, slots, steps) for column in (rewards, values))
+        advantages = _move(_sum_td_errors(reward, value, counts, gamma, lam), steps, slots)
     return advantages, (advantages + values) * mask
 
 
-def _moved(column: Tensor, places: Tensor, to: Tensor) -> Tensor:
-    """Return a column of the same shape, its values at flat `places` moved `to` other places."""
-    flat = torch.zeros_like(column).flatten()
-    return flat.index_copy_(0, to, column.flatten().index_select(0, places)).view(column.shape)
+def _move(values: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+    """Return a tensor of the same shape with the values at `sources` moved to `targets`, else 0.
+
+    sources, targets: indices of the flattened tensor
+    """
+    flat = torch.zeros_like(values).flatten()
+    moved = values.flatten().index_select(0, sources)
+    return flat.index_copy_(0, targets, moved).view(values.shape)
 
 
-def _sum_errors(
+def _sum_td_errors(
     rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float | Tensor
 ) -> Tensor:
-    """Sum the discounted TD errors from each step on.
+    """Return [batch, steps]: from each step on, the TD errors discounted by gamma * lam, summed.
 
-    rewards, values: [batch, steps], those of `counts` steps and then 0; counts: [batch]
-    Rows of more than one block are summed in fp64 if the tensors are on the CPU, and rounded once;
-    on another device, which may have no fp64, and in shorter rows, in the precision of `values`.
+    rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
+    counts:          [batch] int64
+    Rows of more than BLOCK steps are summed in fp64 on the CPU; other devices may have no fp64.
     """
     sums = torch.zeros_like(values)
     long = counts > BLOCK
@@ -82,19 +84,19 @@ def _sum_errors(
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """Return lambda = 1 - 1 / (alpha * l) of responses of l tokens (VAPO, arXiv:2504.05118, 4.2).
 
-    With gamma = 1 the weights of all TD errors, 1 / (1 - lambda), then sum up to alpha * l: a
-    reward at the end reaches the same share of a short and of a long response. Departure: 0 where
-    alpha * l < 1, for which the formula gives a negative number.
+    The longer a response, the closer to 1. Departure: 0 where alpha * l < 1, for which the formula
+    gives a negative number.
     lengths: [batch] int64, at least 1 -> [batch] fp32
     """
     return (1.0 - 1.0 / (alpha * lengths.float())).clamp(min=0.0)
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Sum the discounted rewards from each slot on: the return of REINFORCE.
+    """Return [batch, slots]: from each slot on, the discounted rewards summed; 0 where masked.
 
-    rewards: [batch, slots] fp32; mask: [batch, slots] bool, as in `estimate_gae`
-    Returns [batch, slots], 0 where masked.
+    This is the return of REINFORCE.
+    rewards: [batch, slots] fp32
+    mask:    [batch, slots] bool, True = slot that is learnt from; others are skipped
     """
     _, returns = estimate_gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     return returns

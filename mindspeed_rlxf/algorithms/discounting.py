@@ -1,4 +1,4 @@
-"""Discounted sums over the rest of a row, without a loop over its places."""
+"""Discounted sums from each position of a row to its end, without a loop over all positions."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 128
-"""Places that are added one after the other; longer rows are cut into blocks of so many."""
+"""Positions that one loop adds up; longer rows are cut into blocks of this length."""
 
 
 def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
-    """Return x with x_t = inputs_t + factor^stride * x_(t+1), 0 after the last place.
+    """Return x [rows, width] with x_t = inputs_t + factor^stride * x_(t+1), and 0 after the end.
 
-    inputs: [rows, width]; factors: [rows], 0 to 1, of the same dtype
-    stride: places that one of `inputs` stands for
-    A row of several blocks is summed within each block, all blocks at once; the sums that the
-    blocks begin with are summed the same way, and each block adds what follows it. So there are
-    BLOCK steps for each power of BLOCK in the width.
+    inputs:  [rows, width]
+    factors: [rows], 0 to 1, of the same dtype
+    stride:  exponent of the factors; only the recursion sets it
+    A row of several blocks is summed within each block, all blocks at once. The sums at the starts
+    of the blocks are then summed by this function, and added, discounted, to the blocks before.
 
-    Every term is multiplied by a power of its factor that is at most 1, and nothing is divided, so
-    a power that underflows stands for a term that does not count. With unit roundoff u and n
-    levels, the error is at most n (3 BLOCK + 4) u times the same sum over |inputs|: 1.3e-13 in
-    fp64 and 7e-5 in fp32 for up to BLOCK^3 places.
+    Terms are multiplied by powers of at most 1, and nothing is divided. With unit roundoff u and n
+    levels of recursion, the error is at most n (3 BLOCK + 4) u times the same sum over |inputs|:
+    1.3e-13 in fp64 and 7e-5 in fp32 for widths up to BLOCK^3.
     """
     width = inputs.size(1)
     if width <= BLOCK:
@@ -40,12 +39,12 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
 
 
 def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
-    """Compute `discounted_sums` place after place from the last.
+    """Return `discounted_sums` by a loop from the last position to the first.
 
-    inputs: [rows, width <= BLOCK]; factors: [rows], one for all places of a row
+    inputs: [rows, width]; factors: [rows]
     """
-    # A copy in which a place of all rows is one piece of memory.
-    places = inputs.t().clone(memory_format=torch.contiguous_format)
-    for place in reversed(range(len(places) - 1)):
-        places[place] += factors * places[place + 1]
-    return places.t()
+    # A copy in which the same position of all rows is contiguous in memory.
+    columns = inputs.t().clone(memory_format=torch.contiguous_format)
+    for t in reversed(range(len(columns) - 1)):
+        columns[t] += factors * columns[t + 1]
+    return columns.t()

@@ -1,7 +1,7 @@
 """Advantage estimators by their names in `algorithm.adv_estimator`.
 
-Axes: batch = samples, those of one prompt next to each other; response = tokens; slots = places of
-rewards and values (`slots`), one more than tokens.
+Axes: batch = samples, those of one prompt next to each other; response = tokens; slots = positions
+of rewards and values (`slots`), one more than tokens.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from mindspeed_rlxf.config.registry import add
 
 @dataclass(frozen=True)
 class Rewarded:
-    """The responses of one data-parallel rank, which are whole groups, and their rewards.
+    """Input of an estimator: rewards and masks of the responses of one data-parallel rank.
 
-    An estimator must give a response the same advantages however groups are spread over ranks.
+    All responses to a prompt are on one rank. An estimator must give a response the same advantages
+    however prompts are distributed over ranks.
 
     scores:        [batch] fp32, penalties included
-    rewards:       [batch, slots] fp32: the scores on their slots, and the KL penalty
+    rewards:       [batch, slots] fp32: the score on the last slot, and the KL penalty if it is in
+                   the reward
     value_mask:    [batch, slots] bool, True = slot that is learnt from
     trained_mask:  [batch, response] bool, True = token that is learnt from
     values:        [batch, slots] fp32, 0 where masked; None without a critic
@@ -58,7 +60,11 @@ class Rewarded:
 
 
 class Estimate(NamedTuple):
-    """advantages: [batch, response], read where trained; returns: [batch, slots], with a critic."""
+    """Output of an estimator.
+
+    advantages: [batch, response]; used only where `trained_mask` is True
+    returns:    [batch, slots], what the critic learns; None without a critic
+    """
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -68,10 +74,10 @@ Estimator = Callable[[Rewarded], Estimate]
 
 
 def gae(given: Rewarded) -> Estimate:
-    """Estimate generalised advantages and returns with the critic's values.
+    """Return GAE advantages and returns by the critic's values, which must be given.
 
-    The returns may have a lambda of their own, and that of the advantages may follow the length of
-    the response (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
+    With `lam_alpha` the advantages' lambda depends on the response's length, and with `critic_lam`
+    the returns have a lambda of their own (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
     """
     assert given.values is not None, "GAE needs the values of a critic"
     of_slots = given.rewards, given.values, given.value_mask, given.gamma
@@ -86,21 +92,27 @@ def gae(given: Rewarded) -> Estimate:
 
 
 def reinforce_plus_plus(given: Rewarded) -> Estimate:
-    """Return discounted rewards to go (REINFORCE++, arXiv:2501.03262), whitened afterwards."""
+    """Return the discounted rewards to go of each token (REINFORCE++, arXiv:2501.03262).
+
+    The paper's whitening is done by the caller.
+    """
     returns = rewards_to_go(given.rewards, given.value_mask, given.gamma)
     return Estimate(returns[:, : given.trained_mask.size(1)])
 
 
 def remax(given: Rewarded) -> Estimate:
-    """Return rewards to go less the score of the greedy response (ReMax, arXiv:2310.10505)."""
+    """Return rewards to go minus the score of the greedy response, which must be given.
+
+    ReMax, arXiv:2310.10505.
+    """
     assert given.greedy_scores is not None, "ReMax needs the scores of greedy responses"
     return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
 
 
-def for_groups(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
-    """Make an estimator that gives all tokens of a response the same advantage.
+def make_group_estimator(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
+    """Return an estimator that gives all trained tokens of a response the same advantage.
 
-    advantages: (total rewards of responses [batch], group_size) -> [batch]
+    advantages: function of (total reward of each response [batch], group_size) -> [batch]
     """
 
     def estimate(given: Rewarded) -> Estimate:
@@ -112,21 +124,21 @@ def for_groups(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
 
 ESTIMATORS: dict[str, Estimator] = {
     AdvEstimator.GAE.value: gae,
-    AdvEstimator.GRPO.value: for_groups(grpo_advantages),
-    AdvEstimator.DR_GRPO.value: for_groups(dr_grpo_advantages),
-    AdvEstimator.RLOO.value: for_groups(rloo_advantages),
+    AdvEstimator.GRPO.value: make_group_estimator(grpo_advantages),
+    AdvEstimator.DR_GRPO.value: make_group_estimator(dr_grpo_advantages),
+    AdvEstimator.RLOO.value: make_group_estimator(rloo_advantages),
     AdvEstimator.REINFORCE_PLUS_PLUS.value: reinforce_plus_plus,
-    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: for_groups(dr_grpo_advantages),
+    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: make_group_estimator(dr_grpo_advantages),
     AdvEstimator.REMAX.value: remax,
 }
-"""`config.estimators.TRAITS` has what each needs, under the same names."""
+"""Name -> estimator; `config.estimators.TRAITS` has the needs of each under the same name."""
 
 
 def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimator], Estimator]:
-    """Decorate a function to make it a choice of `algorithm.adv_estimator`.
+    """Return a decorator that makes a function a choice of `algorithm.adv_estimator`.
 
-    traits: what the configuration has to provide; where `whitens`, advantages are whitened after
-            the estimator. Raises ValueError for a name that is taken.
+    traits: needs of the estimator, and whether the caller whitens its advantages by default
+    Errors: ValueError, when it decorates, for a name that is taken.
     """
 
     def register(estimator: Estimator) -> Estimator:

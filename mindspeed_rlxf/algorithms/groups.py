@@ -1,7 +1,7 @@
-"""Advantages of whole responses, from the rewards of responses to the same prompt.
+"""Advantages of whole responses, from the rewards of all responses to the same prompt (a group).
 
-Axes: batch = samples; those of one prompt stand next to each other, `group_size` of them. Rewards
-are totals of a response: score, penalties, and the KL penalty where it is part of the reward.
+Axes: batch = samples; the `group_size` (2 or more) samples of one prompt are next to each other.
+Rewards are totals of a response: score, penalties, and the KL penalty if it is in the reward.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ EPSILON = 1e-8
 
 
 def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """Normalise rewards in their group: (R - mean) / (std + 1e-8) (arXiv:2402.03300, 4.1.2).
+    """Return (R - mean) / (std + 1e-8) of each group (GRPO, arXiv:2402.03300, 4.1.2).
 
-    The standard deviation has divisor n - 1. rewards: [batch] -> [batch].
+    The standard deviation has divisor n - 1. rewards: [batch] -> [batch]
     """
     groups = _groups(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
@@ -25,20 +25,26 @@ def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """Centre rewards in their group, R - mean (arXiv:2503.20783, 3.2). [batch] -> [batch]"""
+    """Return R - mean of each group (Dr. GRPO, arXiv:2503.20783, 3.2). [batch] -> [batch]"""
     groups = _groups(rewards, group_size)
     return _flat(groups - groups.mean(1, keepdim=True), rewards)
 
 
 def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """Compute R - mean of the others in the group (RLOO, arXiv:2402.14740). [batch] -> [batch]"""
+    """Return R - mean of the other responses of the group (RLOO, arXiv:2402.14740).
+
+    rewards: [batch] -> [batch]
+    """
     groups = _groups(rewards, group_size)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
     return _flat(groups - others, rewards)
 
 
 def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
-    """Return the indices of groups whose scores differ, or are not finite."""
+    """Return the indices of groups with unequal scores, or with a score that is NaN or inf.
+
+    scores: of all samples, group after group
+    """
     groups = [scores[i : i + group_size] for i in range(0, len(scores), group_size)]
     return [
         number
@@ -48,11 +54,10 @@ def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    """View rewards as [groups, group_size] fp64.
+    """Return rewards as [groups, group_size] fp64.
 
     In fp32 the mean of equal rewards may differ from them, which 1 / std would amplify.
-
-    rewards: on the host, as an NPU makes fp32 of fp64
+    rewards: [batch] on the host, because an NPU converts fp64 to fp32
     """
     assert group_size >= 2 and len(rewards) % group_size == 0, "whole groups of two or more"
     return rewards.double().view(-1, group_size)
@@ -63,9 +68,10 @@ def _flat(groups: Tensor, like: Tensor) -> Tensor:
 
 
 def preference_of_pairs(rewards: Tensor) -> Tensor:
-    """Return +1 for the better of two neighbours, -1 for the other, 0 for both if equal.
+    """Return +1 for the better response of a pair, -1 for the worse, 0 for both if they are equal.
 
-    rewards: [batch], pairs next to each other -> [batch]; NaN for both where one is.
+    rewards: [batch], two responses of a pair next to each other -> [batch]
+    NaN for both responses where the reward of one is NaN.
     """
     first, second = rewards.view(-1, 2).unbind(1)
     difference = first - second

@@ -1,4 +1,4 @@
-"""KL between policy and reference from sampled tokens, and its coefficient."""
+"""KL between policy and reference, estimated from sampled tokens, and the penalty's coefficient."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ MAX_LOW_VAR_KL = 10.0
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> Tensor:
-    """Estimate the KL of each token (http://joschu.net/blog/kl-approx.html); any shape, fp32.
+    """Return an estimate of the KL of each token, of the arguments' shape (any), fp32.
 
-    `kl` is k1, `mse` k2, `low_var_kl` k3 of that note. k3 grows as exp(-d): d is held within +-20
-    and the estimate within +-10 (verl's bounds), with gradient 0 beyond them; NaN stays NaN.
+    With d = log_probs - ref_log_probs: `kl` d, `abs` |d|, `mse` d^2 / 2, `low_var_kl` exp(-d) - 1
+    + d (k1, k2 and k3 of http://joschu.net/blog/kl-approx.html). For `low_var_kl` d is clamped to
+    +-20 and the estimate to +-10 (verl's bounds), with gradient 0 beyond them; NaN stays NaN.
+    AssertionError for `full`, which is no estimate from samples.
     """
     difference = log_probs - ref_log_probs
     if kind is KlPenalty.KL:
@@ -33,9 +35,9 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> T
 
 
 class KlController:
-    """The KL coefficient; `adaptive` follows arXiv:1909.08593, section 2.2.
+    """The KL coefficient `value`, fixed or adaptive (arXiv:1909.08593, section 2.2).
 
-    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon, once per iteration.
+    Adaptive: value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon per iteration.
     """
 
     def __init__(self, kl_coef: float, adaptive: bool, target_kl: float, horizon: float) -> None:
@@ -43,9 +45,9 @@ class KlController:
         self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adapt the coefficient to this iteration's KL; a fixed one stays.
+        """Change `value` by this iteration's KL; do nothing if the coefficient is fixed.
 
-        kl: mean over the iteration's samples of their mean KL per token; NaN changes nothing
+        kl:          mean over samples of their mean KL per token; NaN changes nothing
         num_samples: of the iteration
         """
         if not self._adaptive or math.isnan(kl):

@@ -1,7 +1,7 @@
-"""Losses of PPO and its relatives, per token or per pair; callers sum and normalise.
+"""Losses of PPO, GSPO, DPO and the value model, per token or per pair; callers sum and normalise.
 
-Token arguments are flat [tokens] fp32 tensors of tokens that count, response after response:
-nothing is masked here.
+Arguments per token are flat [tokens] fp32 tensors of the trained tokens only, response after
+response; there is no mask.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from mindspeed_rlxf.config.enums import DpoLoss
 
 
 class TokenLoss(NamedTuple):
-    """loss: [tokens] with gradient; clipped: [tokens] bool, True where the clip is what counts."""
+    """loss: [tokens] with gradient; clipped: [tokens] bool, True where clipping changed it."""
 
     loss: Tensor
     clipped: Tensor
 
 
 class ClipRange(NamedTuple):
-    """The ratio is held within 1 - low .. 1 + high; `dual` bounds the loss of A < 0 by -A dual.
+    """Clip range of the ratio: 1 - low to 1 + high.
 
-    high > low is DAPO's clip-higher (arXiv:2503.14476, section 3.1), `dual` is the dual clip of
-    arXiv:1912.09729.
+    dual: upper bound -A * dual of the loss where the advantage A < 0 (dual clip,
+          arXiv:1912.09729); None = no bound
+    high > low is DAPO's clip-higher (arXiv:2503.14476, section 3.1).
     """
 
     low: float
@@ -38,23 +39,23 @@ class ClipRange(NamedTuple):
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
-    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
 
-    PPO, arXiv:1707.06347, section 3. The log-ratio is held within +-20: a token beyond that has no
-    gradient, where an overflow of exp would make it NaN.
+    PPO, arXiv:1707.06347, section 3; bounded by `clip.dual` if given. The log-ratio is clamped to
+    +-20 against overflow of exp, so a token beyond that has no gradient.
     """
     ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
-    return _clipped(ratio, advantages, clip)
+    return _clip_loss(ratio, advantages, clip)
 
 
 def sequence_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
 ) -> TokenLoss:
-    """Compute the clipped loss with one ratio per response (GSPO-token, arXiv:2507.18071, 4.3).
+    """Return the clipped loss with one ratio per response (GSPO-token, arXiv:2507.18071, 4.3).
 
-    The ratio is exp(mean of log_probs - old_log_probs over the response); its gradient reaches each
-    token with weight 1. The mean is held within +-20, as the log-ratio of a token.
-    lengths: [responses] int64, tokens of each response, summing up to [tokens]
+    The ratio of all tokens of a response is exp(mean of log_probs - old_log_probs over it). Its
+    gradient flows to each token's own log_prob, with weight 1. The mean is clamped to +-20.
+    lengths: [responses] int64, tokens of each response; they add up to the length of `log_probs`
     """
     lengths = lengths.to(log_probs.device)
     row = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
@@ -62,11 +63,11 @@ def sequence_policy_loss(
     sums = torch.zeros_like(difference[: len(lengths)]).index_add(0, row, difference)
     means = (sums / lengths)[row]
     ratio = torch.exp(bounded_log_ratio(means + (log_probs - log_probs.detach())))
-    return _clipped(ratio, advantages, clip)
+    return _clip_loss(ratio, advantages, clip)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
-    """Compute the clipped loss of a ratio, with a bound for negative advantages if `clip.dual`."""
+def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
+    """Return the clipped loss of ratios, also bounded where A < 0 if `clip.dual` is given."""
     free = -advantages * ratio
     held = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
     loss, clipped = torch.maximum(free, held), held > free
@@ -78,10 +79,10 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
 
 
 def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """min(exp(old_log_probs - rollout_log_probs), cap): the importance weight of a token that was
-    sampled by the rollout, under the training model (https://fengyao.notion.site/off-policy-rl).
+    """Return min(exp(old_log_probs - rollout_log_probs), cap), of the arguments' shape, detached.
 
-    any shape; no gradient. The log-ratio is held within +-20.
+    The importance weight of tokens that the rollout sampled, for the training model
+    (https://fengyao.notion.site/off-policy-rl). The log-ratio is clamped to +-20.
     """
     ratio = torch.exp(bounded_log_ratio(old_log_probs - rollout_log_probs))
     return ratio.clamp(max=cap).detach()
@@ -90,11 +91,9 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> TokenLoss:
-    """Compute 0.5 * max((v - R)^2, (v_clip - R)^2), v_clip close to the old value.
+    """Return 0.5 * max((v - R)^2, (v_clip - R)^2), v_clip = v clamped to old value +- range.
 
-    cliprange_value: most that v_clip may differ from the old value; None = 0.5 * (v - R)^2
-
-    cliprange_value: None = 0.5 * (v - R)^2
+    cliprange_value: the range; None = 0.5 * (v - R)^2, nothing is clipped
     """
     moved = values - old_values
     if cliprange_value is None:
@@ -108,7 +107,7 @@ def clipped_value_loss(
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: DpoLoss) -> Tensor:
-    """Compute the loss of direct preference optimisation for each pair.
+    """Return [pairs]: the loss of direct preference optimisation of each pair.
 
     chosen, rejected: [pairs] log(pi / pi_ref) of the whole response
     sigmoid: -log sigmoid(beta h), h = chosen - rejected (arXiv:2305.18290, equation 7)

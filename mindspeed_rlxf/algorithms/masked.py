@@ -1,6 +1,6 @@
-"""Means and whitening over masked tensors, optionally summed over data-parallel ranks.
+"""Means and whitening over masked tensors, optionally over all data-parallel ranks.
 
-all_reduce: adds a tensor up over the ranks that share the batch; the identity on one process.
+all_reduce: returns a tensor's sum over the ranks that share the batch
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """The `all_reduce` of a single process."""
+    """Return the tensor itself: the `all_reduce` of a single process."""
     return tensor
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the mean of `values` where `mask` is True, over `dim` or over all.
+    """Return the mean of `values` where `mask` is True, over `dim`; None = over all elements.
 
-    Errors: none; a row without any True gives nan.
+    NaN where the mask has no True.
     """
     if dim is None:
         return (values * mask).sum() / mask.sum()
@@ -35,14 +35,14 @@ def masked_whiten(
     eps: float = 1e-8,
     shift_mean: bool = True,
 ) -> Tensor:
-    """Whiten values to mean 0 and variance 1 over all True places of all ranks; 0 elsewhere.
+    """Return values scaled to mean 0 and variance 1 over the True elements of all ranks, else 0.
 
-    shift_mean: False keeps the mean as it was (TRL's whitening of rewards).
-
-    The variance has divisor n - 1 (as TRL's); sums run in fp64, so that the result does not depend
-    on how samples are spread over ranks.
-    values: [...] fp32; mask: [...] bool; both on the host, as an NPU makes fp32 of fp64
-    Errors: ValueError with fewer than two True places.
+    values:     [...] fp32, on the host (an NPU converts fp64 to fp32)
+    mask:       [...] bool, on the host
+    shift_mean: False keeps the mean (TRL's whitening of rewards)
+    The variance has divisor n - 1, as TRL's. Sums are in fp64, so that the result does not depend
+    on the distribution of samples over ranks.
+    Errors: ValueError with fewer than two True elements on all ranks together.
     """
     wide = values.double()
     first = all_reduce(torch.stack((mask.sum().double(), (wide * mask).sum())))

@@ -1,10 +1,10 @@
-"""Slots of a response: the places of rewards and values, derived from its masks.
+"""Slots of a response: the positions of rewards and values, derived from its masks.
 
-Slot t of a response is the state before its token t; its value is the model's output one token
-earlier. A response of n tokens has the slots 0 .. n - 1 and, with `score_position: after_eos`, one
-more slot n after an EOS, which takes the score; its value is the critic's at the EOS token. The
-extra slot exists only below the slot limit, so that it never reaches beyond what could be
-generated. Slots of tokens that are not learnt from have neither reward nor value.
+Slot t of a response is the state before its token t; its value is the critic's output at the token
+before. A response of n tokens has the slots 0 .. n - 1 and, with `score_position: after_eos`, an
+extra slot n after a final EOS, which takes the score; its value is the critic's output at the EOS.
+The extra slot exists only below the slot limit. Slots of tokens that are not trained have neither
+reward nor value.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mindspeed_rlxf.config.enums import ScorePosition
 
 
 def readable_slots(trained_mask: Tensor, response_mask: Tensor) -> Tensor:
-    """Return [batch, response + 1] bool: slots whose value may be needed at any score position.
+    """Return [batch, response + 1] bool: slots whose value may be read at either score position.
 
-    Those of trained tokens, and the one behind the last token.
+    The slots of trained tokens, and the slot after the last token of each response.
     """
     slots = pad(trained_mask, (0, 1))
     return slots.scatter(1, response_mask.sum(1, keepdim=True), True)
@@ -32,11 +32,14 @@ def value_mask(
     position: ScorePosition,
     slot_limit: int,
 ) -> Tensor:
-    """Return [batch, response + 1] bool: slots with a value to learn.
+    """Return [batch, response + 1] bool: slots with a reward, and a value that the critic learns.
 
-    trained_mask, response_mask: [batch, response] bool, True = token that is learnt from / is there
-    has_eos: [batch] bool, the last token is an EOS
-    slot_limit: slots that a response can have at most (`max_new_tokens`, or TRL's batch width)
+    The slots of trained tokens. With position AFTER_EOS also the extra slot of a response that ends
+    with a trained EOS and has fewer tokens than `slot_limit`.
+    trained_mask:  [batch, response] bool, True = token that is learnt from
+    response_mask: [batch, response] bool, True = token of the response
+    has_eos:       [batch] bool, the last token is an EOS
+    slot_limit:    most slots of a response (`max_new_tokens`, or TRL's batch width)
     """
     slots, lengths = pad(trained_mask, (0, 1)), response_mask.sum(1)
     if position is ScorePosition.EOS:
@@ -47,5 +50,8 @@ def value_mask(
 
 
 def last_slots(mask: Tensor) -> Tensor:
-    """[batch] int64: the last slot of each row of [batch, slots] bool."""
+    """Return [batch] int64: index of the last True of each row of `mask`; 0 where there is none.
+
+    mask: [batch, slots] bool
+    """
     return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).argmax(1)

@@ -21,7 +21,10 @@ Lengths = Callable[[], ResponseLengths]
 def balanced_steps(
     config: RunConfig, role: Role, orders: list[list[int]], mini_batch_size: int, lengths: Lengths
 ) -> list[RankSteps]:
-    """Return the share of each replica in the optimizer steps of a role that learns."""
+    """Return, for each replica, the rows of its samples and their optimizer steps.
+
+    orders: the order of the samples in each epoch
+    """
     replicas, together = config.layout(role).dp, config.kept_together(role)
     costs = _costs(config, role, lengths)
     return rank_steps(orders, mini_batch_size, replicas, costs, together)
@@ -35,23 +38,24 @@ def call_balanced(
     lengths: Lengths,
     *args: Any,
 ) -> Pending:
-    """Run a method that computes each row by itself; the result has the row order of `rollouts`.
+    """Submit a method that computes each row by itself, with equal work for each replica.
 
-    args: further arguments, the same for all replicas
+    The resulting rows have the order of `rollouts`. args: further arguments, the same for all
     """
     costs = _costs(config, group.role, lengths)
     if costs is None:
         return group.call(method, rollouts, *args)
     order = [row for part in equal_parts(costs, group.layout.dp) for row in part]
-    place = {row: i for i, row in enumerate(order)}
+    position = {row: i for i, row in enumerate(order)}
     pending = group.call(method, rollouts.take(order), *args)
-    return pending.reorder([place[row] for row in range(len(order))])
+    return pending.reorder([position[row] for row in range(len(order))])
 
 
 def _costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
-    """Return the cost of each sample; None where replicas get consecutive samples.
+    """Return the floating-point operations of each sample; waits for the lengths.
 
-    The reference follows the key of the actor, whose samples it computes.
+    None where the role's `balance_by_length` is off (the actor's for roles that do not learn), or
+    there is one replica: replicas then get consecutive samples.
     """
     section = config.role(role)
     learner = section if isinstance(section, LearningConfig) else config.actor_rollout

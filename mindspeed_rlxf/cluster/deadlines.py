@@ -13,8 +13,8 @@
 |                       | median, but no longer than the first                          |
 | a collective          | the longest of these + COLLECTIVE_MARGIN_S, on the workers    |
 
-A phase is a method of a role on a number of rows, to the next power of two, so that the first
-validation is not taken for a late call of training's generation. Free of Ray.
+A phase is a method of a role on a number of rows, rounded to a power of two. So the deadline of the
+first validation does not come from training's generations, which have fewer rows. Free of Ray.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class Deadlines:
         self._seen: dict[Phase, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def seconds_for(self, requests: Sequence[Request]) -> float:
-        """Return the seconds to wait for a call of all ranks, judged by earlier such calls."""
+        """Return the deadline of a call, in seconds: from the median of earlier calls of its phase.
+
+        `longest_s` for a phase's first call, for methods on storage, and for scorers.
+        requests: of all ranks
+        """
         phase = phase_of(requests)
         seen = self._seen.get(phase)
         scores = phase[0] == Role.SCORER.value  # late samples fail, each by reward.timeout_s
@@ -58,15 +62,16 @@ class Deadlines:
         return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, SHORTEST_S, usual))
 
     def record(self, requests: Sequence[Request], seconds: float) -> None:
-        """Note a call that ended well. seconds: of the wait, or of the method if it took longer"""
+        """Add the seconds of a call without error to the history of its phase."""
         self._seen[phase_of(requests)].append(seconds)
 
 
 def phase_of(requests: Sequence[Request]) -> Phase:
+    """Return (role, method, bit length of the number of rows of all leaders)."""
     rows = sum(request.num_rows or 0 for request in requests if request.keeps_rows)
     return requests[0].role.value, requests[0].method, rows.bit_length()
 
 
 def collective_timeout_s(*deadlines: float) -> float:
-    """Return the deadline of the collective libraries: longer than any wait of the driver."""
+    """Return the timeout of collectives, in seconds: longer than each deadline of the driver."""
     return max(deadlines) + COLLECTIVE_MARGIN_S

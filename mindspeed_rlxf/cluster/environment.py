@@ -27,7 +27,7 @@ DRIVER, POOL, OFFLOAD = "driver", "resource_pool.env", "offload"
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of the workers, for the plan. value: `***` for a secret"""
+    """An environment variable of the workers, for the plan. value: `***` for a secret"""
 
     name: str
     value: str
@@ -35,9 +35,9 @@ class Variable:
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Select the settings of communication libraries and of torch on NPU.
+    """Select the settings of communication libraries and of torch on NPU from `environment`.
 
-    Visibility of devices is never among them. Secrets are withheld, see `config.withheld`.
+    Lists of visible devices are left out. Secret values are withheld, see `config.withheld`.
     """
     return {
         name: withhold(name, value)
@@ -49,23 +49,26 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, str]:
     """Return the variables to set for a worker.
 
-    given:    `resource_pool.env`, which comes before the driver's
-    inherits: the worker has the driver's environment anyway, as on an own cluster
+    given:    `resource_pool.env`, which takes precedence over the driver's variables
+    inherits: True = workers inherit the driver's environment, so that only `given` is returned
     """
     return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
 
 
-def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
-    """Return the contradictions between the variables that the workers of a run would get.
+def find_problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
+    """Return a Problem for each contradiction between the variables that workers would get.
 
-    given: `resource_pool.env`, which comes after the forwarded variables of this process
+    given: `resource_pool.env`, which takes precedence over the variables of this process
     """
     given = reveal(worker_environment(given, inherits=False))
     return [Problem(*found) for found in device.environment_problems(kind, given)]
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
-    """Return settings of the allocator for a run that offloads; the user's own take precedence."""
+    """Return the allocator's environment variables for a run that offloads; else none.
+
+    Variables that the user has set, here or in `resource_pool.env`, are left out.
+    """
     offloads = [config.role(role).offload for role in config.roles]
     if not any(offload.weights or offload.optimizer for offload in offloads):
         return {}
@@ -74,13 +77,13 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in given}
 
 
-def variables(
+def list_variables(
     given: Mapping[str, str], offloading: Mapping[str, str] | None = None
 ) -> list[Variable]:
-    """List the variables that workers get, by name.
+    """List the variables that workers get, sorted by name, each with its source.
 
-    given:      `resource_pool.env`
-    offloading: `offload_environment`
+    given:      `resource_pool.env`, which replaces the driver's variables of the same names
+    offloading: what `offload_environment` returned
     """
     found = [Variable(n, v, DRIVER) for n, v in forwarded_environment(os.environ).items()]
     found = [variable for variable in found if variable.name not in given]

@@ -12,7 +12,7 @@ DIED = "the process died"  # start of the cause where a worker raised nothing
 
 @dataclass(frozen=True)
 class Origin:
-    """A rank at work, for messages. log: the file of its output"""
+    """Names a rank and the method that it runs, for messages. log: its log file; empty = none"""
 
     role: str
     rank: int
@@ -23,13 +23,15 @@ class Origin:
 
     @property
     def call(self) -> str:
+        """Name the call: `critic.values`."""
         return f"{self.role}.{self.phase}"
 
     @property
     def rows(self) -> str:
+        """Name the rows of the call: `rows of critic.values from rank 1`."""
         return f"rows of {self.call} from rank {self.rank}"
 
-    def error(self, cause: str, remote_traceback: str = "") -> WorkerError:
+    def make_error(self, cause: str, remote_traceback: str = "") -> WorkerError:
         return WorkerError(self.role, self.rank, self.host, self.phase, cause, remote_traceback)
 
 
@@ -69,8 +71,9 @@ class RuntimeTimeout(RuntimeError):
 
     what:    the call that was waited for, as `role.phase`
     missing: the ranks that did not arrive
-    hint:    what the ranks do, or wait for themselves, where that is known
-    hosts:   of the missing ranks, where they are known
+    hint:    what these ranks do, or wait for themselves; empty = unknown
+    hosts:   hosts of the missing ranks; empty = unknown
+    role, phase, rank, host: those of the first missing rank; rank and host may be None
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class DevicesMissing(RuntimeError):
 
 
 class TooFewDevices(UserError):
-    """An own cluster, which never grows, has too few devices. free: as `DevicesMissing`"""
+    """An own cluster, which never grows, has too few devices. free: of each node, free devices"""
 
     def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)
@@ -115,11 +118,11 @@ class TooFewDevices(UserError):
 
 
 class HostError(RuntimeError):
-    """A function on a host, beside the workers, raised, was lost, or was late.
+    """A function that a host's agent ran has raised, was lost with its process, or is late.
 
     phase:       the name of the function
-    cause:       `OSError: its message`, how its process ended, or what was waited for
-    is_late:     no result within the time given
+    cause:       `OSError: its message`, how its process ended, or what was waited for; one line
+    is_late:     True = it gave no result before its deadline
     """
 
     def __init__(

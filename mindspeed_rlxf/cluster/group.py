@@ -30,7 +30,7 @@ class Sharded:
 
 
 class Pending:
-    """A call under way; `rows` and `result` wait for it."""
+    """A submitted call of a role's ranks; `result` waits for it to end."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class Pending:
         pool: str = "",
         what: Sequence[str] = (),
     ) -> None:
-        """num_rows: of each leader's output, None where only the worker knows
-
-        pool, what: names of where it runs and, by rank, of the method: `critic.update_critic`
+        """leaders: ranks whose rows and reports are used
+        num_rows: rows of each leader's output; None = only the worker knows
+        pool:     its name
+        what:     the name of each rank's method, as `critic.update_critic`
         """
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
         self.pool, self.what = pool, what
@@ -52,24 +53,33 @@ class Pending:
         self._before: list[Pending] = []
 
     def reorder(self, rows: Sequence[int]) -> Pending:
-        """Let `rows` return these of the leaders' rows, in this order."""
+        """Make the method `rows` return this selection of the leaders' rows; returns self.
+
+        rows: indices into the leaders' rows, which are joined in data-parallel order
+        """
         self._order = rows
         return self
 
     def after(self, other: Pending) -> Pending:
-        """Let what waits for this call wait for `other` first, whose rows it reads."""
+        """Wait for `other`, whose rows this call reads, before this call; returns self.
+
+        So an error of `other` is raised as its own, not as an error of this call.
+        """
         self._before.append(other)
         return self
 
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
-        """Let `result` pass its reports to `check`, which raises where they are not acceptable."""
+        """Make `result` call `check` with the reports before it returns them; returns self.
+
+        check: raises where the reports are not acceptable
+        """
         self._check = check
         return self
 
     def rows(self) -> RowsRef:
-        """Return the leaders' rows in data-parallel order, or as `reorder` says.
+        """Return a reference to the leaders' rows in data-parallel order, or as `reorder` says.
 
-        Waits if their number is unknown.
+        Does not wait for the call, unless the number of rows is unknown.
         """
         counts = list(self._num_rows)
         if None in counts:
@@ -81,7 +91,7 @@ class Pending:
         return rows if self._order is None else rows.take(self._order)
 
     def result(self) -> list[Any]:
-        """Return the leaders' reports by replica.
+        """Wait for the call; return the leaders' reports in data-parallel order.
 
         Raises WorkerError, RuntimeTimeout, and what the check of `require` raises.
         """
@@ -92,7 +102,7 @@ class Pending:
 
     @property
     def seconds(self) -> float:
-        """Longest time of a rank in the method, s; waits for it to end."""
+        """Seconds that the slowest rank spent in the method; waits for the call to end."""
         return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
@@ -100,7 +110,11 @@ class Pending:
         return [replies[rank] for rank in self._leaders]
 
     def replies(self) -> list[Reply]:
-        """Return the replies of all ranks; waits for them. Raises as `result`."""
+        """Wait for all ranks, then record the call for the timeline; return the replies by rank.
+
+        Waits for the calls of `after` first. Later calls return the same replies. Raises
+        WorkerError, RuntimeTimeout.
+        """
         if self._replies is None:
             for other in self._before:
                 other.replies()
@@ -122,32 +136,39 @@ class RoleGroup:
         self.role, self.layout, self.pool = role, layout, pool
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
-        """Build the role in every process: load the plugins, then call `factory(*args)`."""
+        """Submit the building of the role in every process.
+
+        Each process loads the plugins, calls `factory(*args)` and keeps the returned object.
+        """
         return self._submit(BUILD, args, factory=with_plugins(factory))
 
     def call(self, method: Callable[..., Any], *args: Any) -> Pending:
-        """Run a method of the role's class on every rank.
+        """Submit a method of the role's class to every rank.
 
-        method: the plain function, as `RolloutRole.generate`; it returns
-            as many rows as it gets, or none
-        args: `Sharded`, by data-parallel rank; RowsRef, alone or as fields of a dataclass, split
-            between replicas in equal contiguous parts; anything else, the same for all
+        method: the plain function, as `RolloutRole.generate`; it returns as many rows as the first
+                argument that has rows, or no rows
+        args:   each replica gets its own part of a `Sharded`. A RowsRef, alone or in a field of a
+                dataclass, is split into equal contiguous parts (else ValueError). Any other
+                value is the same for all ranks
         """
         return self._submit(method.__name__, args)
 
     def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
-        """Run a method of `TrainEngine` on the engine of every rank; its results are the reports.
+        """Submit a method of `TrainEngine` to every rank's engine; its results are the reports.
 
-        args: the same for all ranks
+        args: RowsRefs are split as in `call`; other values are the same for all ranks
         """
         return self._submit(method.__name__, args, of_engine=True)
 
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
-        """Return the requests of `call(method, *args)`, for `submit_together`."""
+        """Return the requests of `call(method, *args)` without submitting them.
+
+        They are for `submit_together`.
+        """
         return self._requests(method.__name__, args)[0]
 
     def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
-        """how: fields of `Request` (as in `_requests`)"""
+        """Submit a method to all ranks. how: further fields of `Request`"""
         requests, num_rows = self._requests(method, args, **how)
         names = _names(requests)
         with waiting(names[0]):  # without Ray the work is done here
@@ -157,9 +178,9 @@ class RoleGroup:
     def _requests(
         self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Make a request for each rank; return them, and the number of rows for each replica.
+        """Return a request for each rank, and the number of rows that each replica has to return.
 
-        how: fields of `Request`
+        how: further fields of `Request`
         """
         shards = [self._shards(arg) for arg in args]
         by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
@@ -172,7 +193,7 @@ class RoleGroup:
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
-        """Return the argument for each data-parallel rank: its part, or a copy with its rows."""
+        """Return the value of an argument for each data-parallel rank."""
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -183,7 +204,10 @@ class RoleGroup:
 
     @staticmethod
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
-        """Return the number of rows of the first argument that is split between replicas."""
+        """Return how many rows replica `dp` gets of the first argument that is split.
+
+        None where no argument has rows.
+        """
         for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, Sharded) or find_refs(arg):
                 num_rows = _num_rows(shard[dp])
@@ -193,7 +217,8 @@ class RoleGroup:
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """Submit one call over all parts of a pool, whose ranks may wait for each other. No rows.
+    """Submit the requests of all parts of a split pool as one call, whose ranks may wait for each
+    other. Its `result` waits for all ranks and is empty.
 
     parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
     """

@@ -23,10 +23,13 @@ Function = Callable[..., Any]
 
 
 class HostCall(Protocol):
-    """A function under way on a host."""
+    """A function that was started on a host."""
 
     def result(self) -> Any:
-        """Wait for it. Raises HostError where it raised, was lost, or did not end in time."""
+        """Wait for the result and return it.
+
+        Raises HostError where the function raised, its process was lost, or it is late.
+        """
 
 
 class HostAgent(ABC):
@@ -39,10 +42,10 @@ class HostAgent(ABC):
     def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
         """Start `function(*args)` on the host, without waiting.
 
-        function:  of a module, so that it travels by name. A lost process is replaced once while
-                   it runs: it may run twice
-        args:      a HostCall stands for its result, which goes from host to host
-        timeout_s: from now to its result
+        function:  a module-level function, which is sent by name. If its process dies, it runs
+                   once more in a new one
+        args:      a HostCall among them is replaced by its result, sent from host to host
+        timeout_s: deadline of the result, seconds from now
         """
 
     def call(self, function: Function, *args: Any, timeout_s: float) -> Any:
@@ -53,13 +56,16 @@ class HostAgent(ABC):
 def call_each(
     agents: Sequence[HostAgent], function: Function, *args: Any, timeout_s: float
 ) -> list[Any]:
-    """Call a function on several hosts at the same time. Raises the first HostError."""
+    """Call a function on several hosts at the same time and wait; return the results in order.
+
+    Raises the HostError of the first of these hosts that failed.
+    """
     calls = [agent.start(function, *args, timeout_s=timeout_s) for agent in agents]
     return [call.result() for call in calls]
 
 
-def outcomes(calls: Sequence[HostCall]) -> list[Any]:
-    """Wait for all calls; return the result of each, or its HostError."""
+def collect_outcomes(calls: Sequence[HostCall]) -> list[Any]:
+    """Wait for all calls; return, in order, each one's result or its HostError. Raises nothing."""
     found: list[Any] = []
     for call in calls:
         try:
@@ -70,13 +76,13 @@ def outcomes(calls: Sequence[HostCall]) -> list[Any]:
 
 
 def deadline_error(host: str, function: Function, timeout_s: float, waits_for: str) -> HostError:
-    """Make the error of a call that reached its deadline. waits_for: what has not happened"""
+    """Return the HostError of a call that reached its deadline. waits_for: for the message"""
     cause = f"no reply within {round(timeout_s, 1):g} s, waiting for {waits_for}"
     return HostError(host, function.__name__, cause, is_late=True)
 
 
 class ThreadCall:
-    """A function in a thread of this process, which ends with the process at the latest."""
+    """Runs a function in a daemon thread of this process; implements `HostCall`."""
 
     def __init__(self, host: str, function: Function, args: Sequence[Any], timeout_s: float):
         self._host, self._function, self._timeout_s = host, function, timeout_s

@@ -1,4 +1,4 @@
-"""Versions of the packages of a process, and the comparison of those of several hosts."""
+"""Versions of the packages of a process, and their comparison between hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE = "none"  # the version of what is not installed
 
 @functools.cache
 def build_id() -> str:
-    """Return the version with a hash of all sources: `0.1.0, sources 3f2a91c07d4e`."""
+    """Return this package's version with a hash of its sources: `0.1.0, sources 3f2a91c07d4e`."""
     sources = hash_sources(Path(mindspeed_rlxf.__file__).parent)
     return f"{mindspeed_rlxf.__version__}, sources {sources}"
 
@@ -33,15 +33,17 @@ def hash_sources(folder: Path) -> str:
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of this package and of others, by name."""
+    """Return the versions of this package and of `names`, by name; `none` = not installed."""
     return {OURS: build_id(), **{name: packages.version(name) or NONE for name in names}}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Hosts that have another version of one package than they should.
+    """A version of one package that differs from the expected one, and the hosts that have it.
 
-    expected: the version, which `others` of the hosts have
+    value:  the differing version
+    hosts:  hosts with that version
+    others: number of hosts with the expected version
     """
 
     name: str
@@ -51,25 +53,25 @@ class Difference:
     others: int
 
 
-def differences(
+def find_differences(
     by_host: Iterable[tuple[str, Mapping[str, str]]], expected: Mapping[str, str] | None = None
 ) -> list[Difference]:
-    """Compare versions with the expected ones, else with those of most hosts.
+    """Return each version that differs from the expected one; the default is that of most hosts.
 
-    The local part of a version does not count. It names the build, as 2.7.1+cpu on a head node
-    without devices.
+    Builds of one version are equal: 2.7.1+cpu, as on a head node without devices, is 2.7.1.
 
-    by_host: versions by name, of each host
+    by_host:  (host, its versions by package name)
+    expected: version by package name
     """
     by_host, found = list(by_host), []
-    for name in dict.fromkeys(name for _, there in by_host for name in there):
-        values = {host: there.get(name, NONE) for host, there in by_host}
+    for name in dict.fromkeys(name for _, installed in by_host for name in installed):
+        values = {host: installed.get(name, NONE) for host, installed in by_host}
         counts = Counter(map(_public, values.values()))
         usual = next(v for v in values.values() if _public(v) == counts.most_common(1)[0][0])
         wanted = (expected or {}).get(name, usual)
         odd = dict.fromkeys(v for v in values.values() if _public(v) != _public(wanted))
         for value in odd:
-            hosts = tuple(host for host, there in values.items() if there == value)
+            hosts = tuple(host for host, version in values.items() if version == value)
             found.append(Difference(name, value, hosts, wanted, counts[_public(wanted)]))
     return found
 

@@ -17,25 +17,31 @@ import torch
 from mindspeed_rlxf.data.batch import Rows
 
 Outcome = Any
-"""What a method left: rows or a reference to them, its WorkerError, or None."""
+"""What a method returned: rows, a reference to them, None; or the WorkerError that it raised."""
 
 
 class KeptRows:
-    """The outcomes of one process's methods by key. Any thread may read them."""
+    """The outcomes of the methods that this process ran, by key. Any thread may use it."""
 
     def __init__(self) -> None:
         self._outcomes: dict[int, Outcome] = {}
         self._changed = threading.Condition()
 
     def put(self, key: int, outcome: Outcome) -> None:
-        """Keep a copy of the rows, which the role may go on to change, or an error."""
+        """Store an outcome and wake the threads that wait for it.
+
+        Rows are copied, as the role may change its own later.
+        """
         kept = copy_rows(outcome) if isinstance(outcome, Rows) else outcome
         with self._changed:
             self._outcomes[key] = kept
             self._changed.notify_all()
 
     def wait_for(self, keys: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
-        """Wait until all keys have an outcome, or so long; return those that have."""
+        """Wait until all keys have an outcome, at most `timeout_s`; return the outcomes by key.
+
+        At the deadline the keys without an outcome are left out.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while any(key not in self._outcomes for key in keys):
@@ -44,13 +50,13 @@ class KeptRows:
             return {key: self._outcomes[key] for key in keys if key in self._outcomes}
 
     def replace(self, key: int, outcome: Outcome) -> None:
-        """Keep another form of an outcome, unless it was dropped meanwhile."""
+        """Replace a stored outcome; does nothing where it has been dropped."""
         with self._changed:
             if key in self._outcomes:
                 self._outcomes[key] = outcome
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Forget the outcomes; unknown keys are passed over."""
+        """Forget the outcomes of these keys; unknown keys are ignored."""
         with self._changed:
             for key in keys:
                 self._outcomes.pop(key, None)
@@ -64,13 +70,13 @@ class KeptRows:
 
 
 def copy_rows(rows: Rows) -> Rows:
-    """Copy the columns, so that nobody changes the rows of another."""
+    """Return a copy of the rows with cloned tensors and copied lists."""
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     return type(rows)(**{name: _copy(column) for name, column in columns.items()})
 
 
 def count_bytes(rows: Rows) -> int:
-    """Return the bytes of the tensors among the columns."""
+    """Return the bytes of all tensors of the rows; other columns count nothing."""
     columns = [getattr(rows, field.name) for field in dataclasses.fields(rows)]
     return sum(column.nbytes for column in columns if isinstance(column, torch.Tensor))
 

@@ -24,7 +24,13 @@ from torch.distributed.rendezvous import rendezvous
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.deadlines import collective_timeout_s
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall, ThreadCall, outcomes
+from mindspeed_rlxf.cluster.host_agent import (
+    Function,
+    HostAgent,
+    HostCall,
+    ThreadCall,
+    collect_outcomes,
+)
 from mindspeed_rlxf.cluster.nodes import machine_id
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
@@ -35,14 +41,14 @@ from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
 
-Outcome = Any  # of one rank: what the others get to see
+Outcome = Any  # the result of one rank, which all ranks get
 Failure = WorkerError | HostError
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class LocalHandle:
-    """A handle that holds the rows; equal only to itself."""
+    """A handle that contains the rows of one rank; equal only to itself."""
 
     rows: Rows | None
     origin: str
@@ -52,7 +58,10 @@ class LocalHandle:
 
 
 class LocalCall:
+    """A call that has ended; implements `Call`."""
+
     def __init__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        """outcomes: (rows, reply) of each rank"""
         role, method = requests[0].role.value, requests[0].method
         self.handles = [
             LocalHandle(rows, f"rows of {role}.{method} from rank {rank}")
@@ -61,13 +70,14 @@ class LocalCall:
         self._replies = [reply for _, reply in outcomes]
 
     def wait(self) -> list[Reply]:
+        """Return the replies at once."""
         return self._replies
 
 
 def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
-    """Set up the device of this process, before Megatron is imported.
+    """Set up this process's device, by LOCAL_RANK of torchrun, before Megatron is imported.
 
-    Raises UserError where something of the installation is missing.
+    Raises UserError where the installation lacks something. threads: CPU threads of torch
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -76,13 +86,13 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
         raise UserError(Problem("", str(error))) from error
 
 
-def _to_text(error: Failure | None) -> str:
-    """Write an error as JSON for the other ranks: its kind and its arguments."""
+def _encode_failure(error: Failure | None) -> str:
+    """Return an error as JSON for the other ranks: its class and arguments; None as `null`."""
     return json.dumps([type(error).__name__, error.__reduce__()[1]] if error else None)
 
 
-def _from_text(text: str) -> Failure | None:
-    """Make the failure that `_to_text` wrote; None for an empty one."""
+def _decode_failure(text: str) -> Failure | None:
+    """Return the error that `_encode_failure` wrote, or None."""
     found = json.loads(text)
     return (
         {kind.__name__: kind for kind in (WorkerError, HostError)}[found[0]](*found[1])
@@ -92,9 +102,13 @@ def _from_text(text: str) -> Failure | None:
 
 
 class LocalWorld:
-    """The ranks of torchrun, or this process alone, with an exchange between them."""
+    """The ranks of torchrun, or this process alone, and how they exchange results."""
 
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
+        """Set up the device and join the torch world of all ranks; waits for them.
+
+        timeout_s: longest wait for the other ranks in an exchange
+        """
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         claim_device(kind, threads, timeout_s)
@@ -111,16 +125,20 @@ class LocalWorld:
         self.hosts: list[HostAgent] = [agents[host] for host in found]  # by rank
 
     def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
-        """Return the outcomes of all ranks, on every rank, or raise the failure of one on all."""
+        """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
+
+        If a rank passes a failure, it is raised on every rank. Raises RuntimeTimeout, which names
+        the missing ranks. what: what is waited for, for that message
+        """
         number = next(self._calls)
         error = outcome if isinstance(outcome, Failure) else None
-        self._store.set(self._key(number, self.rank), _to_text(error))
+        self._store.set(self._key(number, self.rank), _encode_failure(error))
         if isinstance(outcome, Failure):
             raise outcome
         self._await_all(number, what)
         for rank in range(self.size):
             flag = self._store.get(self._key(number, rank))
-            failure = _from_text(flag.decode())
+            failure = _decode_failure(flag.decode())
             if failure is not None:
                 raise failure
         if number > 0:  # every rank has read the flags of the call before
@@ -132,9 +150,9 @@ class LocalWorld:
         return outcomes
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call `make` on the first rank only.
+        """Call `make` on rank 0; return its result, or raise its error, on every rank.
 
-        Return its result, or raise its error, on every rank.
+        A collective.
         """
         result: list[Any] = [None, None]
         if self.rank == 0:
@@ -149,13 +167,14 @@ class LocalWorld:
         return result[0]
 
     def close(self) -> None:
+        """Drop all process groups and leave the torch world."""
         shared_groups.forget()
         worlds.leave()
 
     def _await_all(self, number: int, what: str) -> None:
-        """Wait until all ranks have written their outcome.
+        """Wait until all ranks have written the flag of call `number`.
 
-        Raises RuntimeTimeout naming those missing.
+        Raises RuntimeTimeout with the missing ranks. what: what is waited for, for its message
         """
         keys = [self._key(number, rank) for rank in range(self.size)]
         try:
@@ -170,10 +189,9 @@ class LocalWorld:
 
 
 class LocalAgent(HostAgent):
-    """Runs functions in a thread of one rank.
+    """Runs the functions of a host in threads of one of its ranks.
 
-    Every rank makes the same calls in the same order, and gets the results. `start` waits for all
-    ranks.
+    All ranks must make the same calls in the same order; each of them gets every result.
     """
 
     def __init__(self, host: str, rank: int, world: LocalWorld) -> None:
@@ -181,9 +199,9 @@ class LocalAgent(HostAgent):
         self._rank, self._world = rank, world
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
-        """Start the function in a thread of one rank.
+        """Wait for all ranks, then start the function in a thread of the host's rank; a collective.
 
-        A collective, as results of calls are shared.
+        args: the `LocalHostCall`s among them are waited for and replaced by their results
         """
         what = f"{function.__name__} on {self.host}"
         self._world.exchange(None, what)
@@ -195,24 +213,31 @@ class LocalAgent(HostAgent):
 
 
 class LocalHostCall:
-    """Implements `HostCall`. call: None on ranks that do not run it"""
+    """Implements `HostCall`. call: None on ranks that do not run the function"""
 
     def __init__(self, call: HostCall | None, rank: int, what: str, world: LocalWorld) -> None:
         self._call, self._rank, self._what, self._world = call, rank, what, world
 
     def result(self) -> Any:
-        (outcome,) = outcomes([self._call]) if self._call else [None]
+        """Wait for the function and return its result on every rank; a collective."""
+        (outcome,) = collect_outcomes([self._call]) if self._call else [None]
         return self._world.exchange(outcome, self._what)[self._rank]
 
 
 class LocalPool:
+    """Implements `protocol.Pool` in the processes of torchrun, or in this one."""
+
     def __init__(self, name: str, world: LocalWorld) -> None:
         self.name, self.world_size, self._world = name, world.size, world
         self.hosts = world.hosts
         self._host = RoleHost(world.rank, lambda handles: [handle.rows for handle in handles])
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
-        """Run this rank's request now. Raises what `Call.wait` raises in other runtimes."""
+        """Run this rank's request, wait for the other ranks, and return the ended call.
+
+        Raises WorkerError, or RuntimeTimeout at the deadline, on every rank. A rank that exceeds
+        the deadline writes its stacks to stderr.
+        """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
         outcome: Outcome | WorkerError
@@ -240,10 +265,7 @@ class LocalRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path | None) -> LocalRuntime:
-        """Make the runtime of this process.
-
-        log_dir is not used: output stays on the terminals the processes were started from.
-        """
+        """Make the runtime of this process. log_dir is ignored: output stays on the terminal."""
         return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
 
     @property
@@ -252,7 +274,7 @@ class LocalRuntime:
         return self.world.rank == 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call `make()` on rank 0; every rank returns its result, or raises its error."""
+        """Call `make` on rank 0; return its result, or raise its error, on every rank."""
         return self.world.from_first(make)
 
     def create_pools(
@@ -260,9 +282,9 @@ class LocalRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, LocalPool]:
-        """Make all pools of the same processes.
+        """Return one pool for each name, all of the same processes.
 
-        Raises UserError where a pool is of another size.
+        Raises UserError where a pool has another size than the world of torchrun.
         """
         assert not parts, "the rules of the configuration refuse split pools"
         size = self.world.size
@@ -281,4 +303,5 @@ class LocalRuntime:
         return {name: LocalPool(name, self.world) for name in processes_per_node}
 
     def shutdown(self) -> None:
+        """Leave the torch world; the processes go on."""
         self.world.close()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mindspeed_rlxf import packages
 from mindspeed_rlxf.cluster.errors import HostError
-from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
-from mindspeed_rlxf.cluster.installed import OURS, build_id, differences, versions
+from mindspeed_rlxf.cluster.host_agent import HostAgent, collect_outcomes
+from mindspeed_rlxf.cluster.installed import OURS, build_id, find_differences, versions
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", packages.MEGATRON)
 DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
 HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
-OF_HF: tuple[str, ...] = (".safetensors",)
+OF_HF: tuple[str, ...] = (".safetensors",)  # files compared by size
 OF_MEGATRON = (".distcp", ".metadata", ".pt")
-WEIGHTS = "weights"  # the entry of their format and folder
+WEIGHTS = "weights"  # the entry with the format and folder of the weights
 MAX_HASHED = 64 * 2**20
 HEALTHY = ("OK", "")  # words of the tools of device drivers
 MAX_PROBLEMS = 3  # of one folder on one node
@@ -75,7 +75,10 @@ def report_node(
 
 
 def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
-    """Return the number of devices of this host, and the sick ones."""
+    """Return the number of devices of this host, and a text for each unhealthy one.
+
+    (None, ()) where the driver's tool is missing or fails.
+    """
     from mindspeed_rlxf.device.driver import driver_view  # brings in torch
 
     view = driver_view(kind)
@@ -86,29 +89,35 @@ def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
 
 
 def list_files(folder: str) -> dict[str, str] | None:
-    """Map each model or tokenizer file to its hash or size; None where there is no folder.
+    """Map each model or tokenizer file of a folder to its hash or size; None = no such folder.
 
-    Files of Megatron's weights are listed in the folders of iterations and ranks too.
+    Files of Megatron's iteration and rank folders are included. The entry `weights` has the
+    format and folder of the weights, or why none were found.
     """
     root = Path(folder)
     if not os.path.isdir(root):
         return None
-    found, place, sized = {}, root, OF_HF
+    found, weights, sized = {}, root, OF_HF
     try:
-        kind, place = find_weights(root)
-        found[WEIGHTS] = f"{kind.value} in {place.relative_to(root)}"
+        kind, weights = find_weights(root)
+        found[WEIGHTS] = f"{kind.value} in {weights.relative_to(root)}"
         sized = OF_HF if kind in (Format.HF, Format.RUN_STATE) else OF_MEGATRON
     except (ValueError, OSError) as error:  # other folders than the driver's, or no right to look
         found[WEIGHTS] = str(error).partition(";")[0]
-    for file in sorted({*root.glob("*"), *place.glob("*"), *place.glob(f"mp_rank_*/{RANK_FILE}")}):
-        known_by = _fingerprint(file, sized)
-        if known_by is not None:
-            found[str(file.relative_to(root))] = known_by
+    for file in sorted(
+        {*root.glob("*"), *weights.glob("*"), *weights.glob(f"mp_rank_*/{RANK_FILE}")}
+    ):
+        fingerprint = _fingerprint(file, sized)
+        if fingerprint is not None:
+            found[str(file.relative_to(root))] = fingerprint
     return found
 
 
 def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
-    """Return the hash of a small file, the size of one that ends in `sized`, None for others."""
+    """Return the hash of a small text file, the size of one that ends in `sized`, else None.
+
+    Returns the error's text for a file that cannot be read.
+    """
     try:
         if not file.is_file():
             return None
@@ -125,14 +134,14 @@ def find_node_problems(
 ) -> list[str]:
     """List differences in versions and files between nodes that would change or fail a run.
 
-    keys: folder -> the configuration keys that name it
+    Empty where there is none. keys: folder -> the configuration keys that name it
     """
     expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
     found = [  # packages for devices are compared among the nodes: a driver may lack them
         f"{d.name} on {host} must be that of "
         f"{'the driver' if d.name in expected else 'the other nodes'} ({d.expected}), not "
         f"{d.value}; install the same there, and start Ray on that host again"
-        for d in differences(((node.host, node.versions) for node in nodes), expected)
+        for d in find_differences(((node.host, node.versions) for node in nodes), expected)
         for host in d.hosts
     ]
     for node in nodes:
@@ -147,9 +156,10 @@ def find_node_problems(
 def _compare_folder(
     title: str, node: NodeReport, expected: Mapping[str, str], found: Mapping[str, str] | None
 ) -> list[str]:
-    """Describe how a node's model or tokenizer folder differs from the driver's.
+    """Return one message that names files of a node's folder which differ from the driver's.
 
-    Empty = it does not.
+    Empty where none differs. title: key and folder
+    expected, found: `list_files` of the driver and of the node
     """
     remedy = f"copy the folder to {node.host}, or use one that every node shares"
     if found is None:
@@ -191,9 +201,9 @@ class NodeCheck:
         self._seen: dict[str, NodeReport] = {}
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes that may be used; those not seen before are asked for their report.
+        """Collect the reports of nodes not seen before; return the nodes that may be used.
 
-        Raises UserError for nodes whose software or files differ, unless they are left out.
+        A faulty node is left out with a warning, or without `probe` raises UserError.
         """
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
@@ -206,9 +216,9 @@ class NodeCheck:
     def _judge(
         self, nodes: list[Node], reports: Mapping[str, NodeReport], silent: Mapping[str, str]
     ) -> None:
-        """Leave out nodes with faults where nodes are probed.
+        """Add faulty nodes to `left_out` and warn; without `probe` raise UserError with all faults.
 
-        Elsewhere raise UserError with all faults.
+        silent: node id -> message, for nodes that gave no report
         """
         assert self._driver is not None, "asked first"
         if self._probe is None:
@@ -236,7 +246,10 @@ class NodeCheck:
         return found
 
     def warn_of_unshared_hosts(self, hosts: set[str]) -> None:
-        """Warn of the hosts in use that do not share the run directory."""
+        """Log a warning that names the hosts which do not see the driver's run directory.
+
+        hosts: those that the run uses
+        """
         apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
         if apart:
             logger.warning(
@@ -246,7 +259,10 @@ class NodeCheck:
             )
 
     def _collect(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
-        """Collect the reports by node, and a message for each node that gave none."""
+        """Ask all nodes for their reports and wait; return two dicts by node id.
+
+        The reports, and a message for each node that gave none.
+        """
         arguments = list(self._keys), self._run_file, self._probe
         calls = [
             self._agent_on(node.id, node.host).start(
@@ -255,7 +271,7 @@ class NodeCheck:
             for node in nodes
         ]
         found, silent = {}, {}
-        for node, reply in zip(nodes, outcomes(calls), strict=True):
+        for node, reply in zip(nodes, collect_outcomes(calls), strict=True):
             if isinstance(reply, HostError):  # an import that fails there, or the node went away
                 silent[node.id] = _describe_silence(node, reply.cause)
             else:
@@ -264,7 +280,7 @@ class NodeCheck:
 
 
 def _describe_silence(node: Node, what: str) -> str:
-    """Word the fault of a node that could not report."""
+    """Return the message for a node that could not report. what: the cause"""
     return (
         f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build_id()}): "
         f"{what}; install the same there, and start Ray on that host from that environment again"

@@ -1,4 +1,4 @@
-"""The nodes of a cluster: their devices, the order of ranks on them, and what a pool lacks."""
+"""The nodes of a cluster: their devices, the order of ranks on them, and missing devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A = TypeVar("A")
 
 @cache
 def machine_id() -> str:
-    """Return the boot id, which tells hosts of one name apart; empty where the kernel has none."""
+    """Return the kernel's boot id, to tell hosts of one name apart; empty = there is none."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -31,7 +31,7 @@ def machine_id() -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A node that has devices. model: as Ray found it, empty where it did not."""
+    """A node with `count` devices, `free` of them not in use. model: empty = Ray found none"""
 
     id: str
     host: str
@@ -65,7 +65,7 @@ def make_node(
 
 
 def sort_by_address(nodes: Sequence[Node]) -> list[Node]:
-    """Sort nodes as people and ranks count them."""
+    """Sort nodes by their addresses as numbers, as ranks are numbered."""
     return sorted(nodes, key=lambda node: (address_key(node.ip), node.host, node.id))
 
 
@@ -78,6 +78,7 @@ def address_key(ip: str) -> tuple[int, int]:
 def fits(shape: Sequence[int], counts: Sequence[int]) -> bool:
     """Return whether each entry of the shape fits on a node of its own.
 
+    shape:  processes of a pool on each node
     counts: devices of each node
     """
     largest = sorted(counts, reverse=True)[: len(shape)]
@@ -88,19 +89,22 @@ def fits(shape: Sequence[int], counts: Sequence[int]) -> bool:
 def find_unplaced_pools(
     late: Sequence[str], shapes: Mapping[str, Sequence[int]], nodes: Sequence[Node]
 ) -> list[str]:
-    """Return the pools that could not be placed: those too large for the free devices.
+    """Return which of the late pools are too large for the free devices.
 
-    If each pool would fit by itself, all of them are returned.
+    Where each would fit by itself, all late pools are returned.
+    late:   pools that Ray has not placed
+    shapes: pool -> processes on each node
     """
     free = [node.free for node in nodes]
     return [name for name in late if not fits(shapes[name], free)] or list(late)
 
 
 def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str | None:
-    """Choose the device model that a pool asks for; None where there is nothing to choose.
+    """Return the device model for a pool: the first with enough free devices, else with enough.
 
-    A pool computes in step: a mixture would run at the speed of the slower devices, with other
-    rounding on each. Raises UserError where only a mixture of models is large enough.
+    None where the nodes have fewer than two models, or too few devices at present. Raises UserError
+    where only a mixture is large enough: it would run at the speed of the slower devices, with
+    different rounding on each.
     """
     models = list(dict.fromkeys(node.model for node in sort_by_address(nodes) if node.model))
     if len(models) < 2:
@@ -122,7 +126,11 @@ def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str 
 
 
 def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
-    """Return the nodes with the devices of a pool taken, each entry on the node it fills best."""
+    """Return the nodes with fewer free devices, as if the pool ran on them.
+
+    Each entry of the shape takes devices of the node with the fewest free ones that suffice; an
+    entry that fits nowhere takes none. model: only nodes of this model; None = any
+    """
     left = {node.id: node for node in nodes}
     possible = [node for node in nodes if model in (None, node.model)]
     for count in sorted(shape, reverse=True):
@@ -137,7 +145,7 @@ def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None)
 def describe_shortage(
     pool: str, shape: Sequence[int], resource: str, address: str, nodes: Sequence[Node]
 ) -> str:
-    """Describe the devices that a pool waits for, and list every node."""
+    """Return a message with the devices that a pool needs, the nodes there are, and a remedy."""
     each = f"{list(shape)}, one entry per node" if len(shape) > 1 else f"{shape[0]} on one node"
     return (
         f"resource_pool.{pool} needs {resource}: {each}; the cluster at {address} has "
@@ -147,7 +155,10 @@ def describe_shortage(
 
 
 def list_nodes(nodes: Sequence[Node]) -> str:
-    """Format nodes for a message, MAX_SHOWN at most."""
+    """Format nodes for a message, sorted by address; those beyond MAX_SHOWN are only counted.
+
+    A text that says so where there are none.
+    """
     shown = [str(node) for node in sort_by_address(nodes)[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
         shown.append(f"and {len(nodes) - MAX_SHOWN} more nodes")
@@ -163,16 +174,16 @@ class Place:
     entry: int  # index in `processes_per_node`
     devices: tuple[int, ...]  # ids that Ray gave it; empty for logical devices
     pid: int = 0
-    node: str = ""  # its id in Ray
-    oom_kills: int = 0  # of the host, for lack of memory, before the process started
-    process: str = ""  # the name under which the other workers find it
+    node: str = ""  # Ray's id of the node
+    oom_kills: int = 0  # processes of the host killed for lack of memory before this one started
+    process: str = ""  # name of the Ray actor, by which other workers find it
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
     """Sort processes and their places into the order of ranks: by node, then by device id.
 
-    Entries keep the order of `processes_per_node`, which the plan shows. Entries of equal size,
-    which Ray may put on these nodes in any order, go by address: a restart gives the same ranks.
+    Nodes have the order of `processes_per_node`, as the plan shows it. Among entries of equal size,
+    which Ray may swap between nodes, the lower address comes first: a restart gives the same ranks.
     """
     sizes = Counter(place.entry for _, place in found)
     address = {place.entry: address_key(place.ip) for _, place in found}

@@ -4,8 +4,8 @@ A pool is one torch.distributed world: process i is rank i, one process per devi
 may live in the processes of one pool; their methods then run one after the other, in the order of
 submission. Methods on different pools run at the same time.
 
-A pool may be split into parts, each a world of neighbouring ranks; `PoolPart` is one as a pool.
-Methods on different parts run at the same time too.
+A pool may be split into parts. The neighbouring ranks of a part form a world of their own, which
+`PoolPart` presents as a pool. Methods on different parts run at the same time too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class Peer:
 
 @dataclass(frozen=True)
 class Request:
-    """One role method on one rank, which resolves every RowsRef and Peer in `args`."""
+    """A call of one role method on one rank.
+
+    The rank replaces each RowsRef in `args` by its rows and each Peer by the role object.
+    """
 
     role: Role
     method: str
     args: tuple[Any, ...]
-    keeps_rows: bool  # of a leader, whose rows and report are used
+    keeps_rows: bool  # True on leaders, whose rows are kept and whose report is sent
     num_rows: int | None = None  # rows that the method has to return; None = any number
     factory: Callable[..., Any] | None = None  # builds the role instead of calling a method
     of_engine: bool = False  # a method of the role's engine, whose result is the report
@@ -46,7 +49,7 @@ class Reply:
     """The reply of one rank to the driver."""
 
     report: Any  # None where the rank is no leader
-    num_rows: int | None
+    num_rows: int | None  # rows that the rank keeps; None = the method returned no rows
     seconds: float  # in the method, without waiting for its inputs
     rank: int = 0  # in the pool
     started: float = 0.0  # start of the method, epoch seconds by the clock of the rank's host
@@ -55,14 +58,17 @@ class Reply:
 
 
 class Call(Protocol):
-    """One method under way on all ranks of a pool."""
+    """A method submitted to all ranks of a pool."""
 
     @property
     def handles(self) -> Sequence[Handle]:
-        """By rank: handles of the rows, which may not exist yet."""
+        """Handles of each rank's rows, in the order of ranks; the rows may not exist yet."""
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies, by rank. Raises WorkerError, or RuntimeTimeout at the deadline."""
+        """Wait for all ranks; return their replies in the order of ranks.
+
+        Raises WorkerError, or RuntimeTimeout at the deadline.
+        """
 
 
 class Pool(Protocol):
@@ -74,12 +80,13 @@ class Pool(Protocol):
 
     @property
     def hosts(self) -> Sequence[HostAgent]:
-        """By rank: the agent of its host, the same object for the ranks of one host."""
+        """The agent of each rank's host, in the order of ranks; one object per host."""
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
         """Start one request per rank, in the order of ranks, without waiting.
 
-        first_rank: of the first request; a part of the pool has fewer ranks than the pool
+        Without Ray the request runs before `submit` returns.
+        first_rank: the rank that gets the first request, so that a part can be called alone
         """
 
     def shutdown(self) -> None:
@@ -87,9 +94,10 @@ class Pool(Protocol):
 
 
 class PoolPart:
-    """Neighbouring ranks of a pool, counted from 0; implements `Pool`."""
+    """A part of a pool as a pool of its own; implements `Pool`."""
 
     def __init__(self, pool: Pool, first_rank: int, world_size: int) -> None:
+        """first_rank: rank in `pool` that is rank 0 of the part"""
         assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
             f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
         )
@@ -98,10 +106,11 @@ class PoolPart:
         self._pool, self._first = pool, first_rank
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
+        """Start one request per rank of the part. first_rank: counted within the part"""
         return self._pool.submit(requests, self._first + first_rank)
 
     def shutdown(self) -> None:
-        """Do nothing: the pool ends as a whole."""
+        """Do nothing: the processes end with the whole pool."""
 
 
 class Runtime(Protocol):
@@ -110,9 +119,10 @@ class Runtime(Protocol):
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Any]:
-        """Create pools by name, at the same time. Each list has the processes of each node.
+        """Create all pools at the same time; return them by name.
 
-        parts: sizes of the parts of split pools
+        processes_per_node: pool -> number of processes on each node
+        parts:              pool -> sizes of its parts, for split pools
         """
 
     def shutdown(self) -> None:

@@ -1,6 +1,6 @@
 """References to rows, which stay on the workers that made them, and the check of plain reports.
 
-The driver holds and rearranges references only. No tensor crosses it, in a report neither.
+The driver holds and rearranges references only. No tensor passes through it, in reports neither.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class RowsRef:
         return sum(piece.num_rows for piece in self.pieces)
 
     def take(self, rows: Sequence[int]) -> RowsRef:
-        """Select rows in the given order, repeats allowed; pieces without any are left out."""
+        """Return a reference to these rows, in the given order.
+
+        rows: indices into the rows of this reference, at least one; repeats are allowed
+        Raises IndexError. The result names only the pieces that it needs.
+        """
         assert len(rows) > 0, "take needs at least one row"
         if min(rows) < 0 or max(rows) >= self.num_rows:
             rule = f"rows must be in 0..{self.num_rows - 1}"
@@ -72,7 +76,7 @@ class RowsRef:
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
-        """Join the rows of `refs`, one after the other."""
+        """Return a reference to the rows of all `refs`, one after the other."""
         if len(refs) == 1:
             return refs[0]
         pieces: list[Piece] = []
@@ -87,7 +91,10 @@ class RowsRef:
         return cls(tuple(pieces), tuple(selection))
 
     def split(self, n: int) -> list[RowsRef]:
-        """Split the rows into `n` contiguous parts of equal size."""
+        """Return references to `n` contiguous parts of equal size.
+
+        Raises ValueError where `n` does not divide the number of rows.
+        """
         if self.num_rows % n:
             raise ValueError(f"{self.num_rows} rows must be a multiple of {n} to be split equally")
         if n == 1:
@@ -98,42 +105,51 @@ class RowsRef:
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
-        """Return each piece with its wanted rows and their places in the result."""
+        """Return (piece, rows, positions) for each piece that has a selected row.
+
+        rows: indices within the piece; positions: indices of the same rows in this reference
+        """
         everything = range(sum(piece.num_rows for piece in self.pieces))
         starts = _starts(self.pieces)
         found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
-        for place, row in enumerate(everything if self.selection is None else self.selection):
+        for position, row in enumerate(everything if self.selection is None else self.selection):
             owner = bisect_right(starts, row) - 1
             found[owner][1].append(row - starts[owner])
-            found[owner][2].append(place)
+            found[owner][2].append(position)
         return [entry for entry in found if entry[1]]
 
 
 def as_rows_field(ref: RowsRef | None) -> Any:
-    """Return `ref` for a field of rows in a dataclass: workers find the rows there."""
+    """Return `ref` unchanged, untyped: for a dataclass field whose type is rows.
+
+    The driver puts the reference there; a worker gets the dataclass with the rows.
+    """
     return ref
 
 
 def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
-    """Fetch the rows of `ref`, in its order, from the pieces that hold one of them."""
+    """Fetch the pieces that `ref` needs; return its rows, in its order."""
     entries = ref.by_piece()
     fetched = fetch([piece.handle for piece, _, _ in entries])
-    parts, places = [], []
-    for (piece, rows, piece_places), part in zip(entries, fetched, strict=True):
+    parts, positions = [], []
+    for (piece, rows, piece_positions), part in zip(entries, fetched, strict=True):
         assert part is not None, f"the method behind {piece.handle} returned no rows"
         assert part.num_rows == piece.num_rows, (
             f"{piece.handle} holds {part.num_rows} rows, not {piece.num_rows}"
         )
         parts.append(part if rows == list(range(part.num_rows)) else part.select(rows))
-        places += piece_places
+        positions += piece_positions
     joined = type(parts[0]).concat(parts)
-    if places == sorted(places):
+    if positions == sorted(positions):
         return joined
-    return joined.select(sorted(range(len(places)), key=places.__getitem__))
+    return joined.select(sorted(range(len(positions)), key=positions.__getitem__))
 
 
 def list_items(value: Any) -> list[tuple[str, Any]]:
-    """Return (place, item) for each item of a container or a dataclass; empty for other values."""
+    """Return (path, item) for each item of a container and each field of a dataclass.
+
+    The path is `[2]`, `['key']` or `.field`. Empty for other values.
+    """
     if isinstance(value, dict):
         return [(f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -153,18 +169,22 @@ def find_refs(value: Any) -> list[RowsRef]:
 
 
 def find_array(value: Any, path: str = "report") -> str | None:
-    """Return the place of the first tensor or array, as `report.losses[2] (Tensor)`."""
+    """Return where the first tensor or numpy array is, as `report.losses[2] (Tensor)`.
+
+    Looks through containers, keys and dataclasses; None where there is none.
+    path: name of `value` in the result
+    """
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{path} ({type(value).__name__})"
     keys = [(f" key {key!r}", key) for key in value] if isinstance(value, dict) else []
-    for place, item in keys + list_items(value):
-        if not isinstance(item, PLAIN) and (found := find_array(item, path + place)):
+    for step, item in keys + list_items(value):
+        if not isinstance(item, PLAIN) and (found := find_array(item, path + step)):
             return found
     return None
 
 
 def check_report(report: Any, role: str, method: str) -> None:
-    """Raise TypeError when a report holds a tensor or an array."""
+    """Raise TypeError where a report contains a tensor or a numpy array."""
     if found := find_array(report):
         raise TypeError(
             f"{role}.{method} must report plain Python values, got {found}; "
@@ -173,7 +193,7 @@ def check_report(report: Any, role: str, method: str) -> None:
 
 
 def resolve_refs(value: Any, fetch: Fetch) -> Any:
-    """Replace every RowsRef inside `value` by its rows, with one fetch for all of them."""
+    """Return `value` with every RowsRef in it replaced by its rows; calls `fetch` at most once."""
     refs = find_refs(value)
     if not refs:
         return value
@@ -183,7 +203,11 @@ def resolve_refs(value: Any, fetch: Fetch) -> Any:
 
 
 def split_refs(value: Any, n: int) -> list[Any]:
-    """Copy `value` for each of `n` replicas, with every RowsRef in it split between them."""
+    """Return the value for each of `n` replicas.
+
+    A RowsRef, alone or in a field of a dataclass, is split into equal contiguous parts (else
+    ValueError); any other value is the same object for all replicas.
+    """
     if isinstance(value, RowsRef):
         return list(value.split(n))
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, Rows)):

@@ -20,15 +20,17 @@ class RewardsFailed(RuntimeError):
 
 
 class RewardGroup:
-    """The reward model, or the rules, and the scorers of functions beside generation.
+    """The ranks that score responses.
 
-    streams: functions or rules take part in the scores of training
+    group:    ranks of the reward model, or of the rules
+    scorers:  ranks that score by functions or rules in processes, during generation; None = no such
+    streams:  the scores of training come from the scorers, alone or together with the model
     """
 
     def __init__(self, config: RunConfig, pool: Pool, beside: RoleGroup | None = None) -> None:
-        """beside: the ranks that generate, where functions or rules score in processes; else None.
+        """beside: the ranks that generate, if functions or rules score in processes; else None.
 
-        A rule without a model then has no ranks of its own.
+        Without a reward model `group` is then the scorers, and `pool` is not used.
         """
         self.run, self.scorers = config, None
         by_model = config.reward.kind is not RewardKind.RULE
@@ -41,16 +43,20 @@ class RewardGroup:
         return RoleGroup(Role.REWARD, self.run.layout(Role.REWARD), pool)
 
     def build_scorers(self) -> list[Pending]:
-        """Build the scorers, before the rollout that streams to them."""
+        """Start to build the scorers, which the rollout needs; empty where there are none."""
         return [self.scorers.build(ScorerRole, self.run)] if self.scorers else []
 
     def build(self) -> list[Pending]:
+        """Start to build the reward model or the rules; empty where the scorers do their work."""
         if self.group is self.scorers:
             return []
         return [self.group.build(RewardRole, self.run)]
 
     def score(self, rollouts: RowsRef) -> Pending:
-        """Rows: Scores. Reports: ScoreReport per replica."""
+        """Score the responses. Rows: Scores. Reports: ScoreReport per replica.
+
+        Where functions score, `Pending.result` raises RewardsFailed if too many samples failed.
+        """
         if not self.streams:
             return self.group.call(RewardRole.score, rollouts)
         scored = self._score_by_functions(rollouts)
@@ -60,16 +66,17 @@ class RewardGroup:
         return both.after(scored).require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """Score as `score` does, but always by the rules, even when the reward is a model.
+        """Score by the rules or functions alone, even when the reward is a model.
 
-        The results hold the answers found in the responses.
+        Rows: Scores. Reports: ScoreReport, with the answers found in the responses.
+        With scorers, `Pending.result` raises RewardsFailed if too many samples failed.
         """
         if self.scorers is not None:
             return self._score_by_functions(rollouts, True)
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
     def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
-        """Score where the rows were generated, if these are all rows of a generation."""
+        """Score by the scorers. Whole generations are scored on the ranks that generated them."""
         assert self.scorers is not None
         is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
         pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts
@@ -82,7 +89,11 @@ class RewardGroup:
 
 
 def check_failures(failures: list[FailedSample | None], max_failed: int | None) -> None:
-    """Raise RewardsFailed, which names samples, where more failed than may."""
+    """Raise RewardsFailed, which names the first failed samples, where too many failed.
+
+    failures:   one entry per sample; None = it was scored
+    max_failed: None = a tenth of the samples, at least one
+    """
     failed = [failure for failure in failures if failure is not None]
     allowed = max(1, int(FAILED_SHARE * len(failures))) if max_failed is None else max_failed
     if len(failed) <= allowed:

@@ -1,4 +1,8 @@
-"""Typed calls of the driver to all ranks of each role."""
+"""Typed calls of the driver to all ranks of each role.
+
+A method that returns `Pending` submits its call and does not wait. Its docstring gives the type of
+the rows of `Pending.rows()` ("Rows") and of the reports of `Pending.result()` ("Reports").
+"""
 
 from __future__ import annotations
 
@@ -26,34 +30,46 @@ from mindspeed_rlxf.roles.rollout import RolloutRole
 
 
 class TrainedGroup:
-    """Base of the groups of roles that learn: export, save and load by their engines."""
+    """Base of the groups of roles that learn: exports, saves and loads their training state."""
 
     learners: RoleGroup  # the ranks that hold the state
 
     @property
     def hosts(self) -> list[HostAgent]:
-        """Agents of the hosts whose ranks hold the state, in the order of ranks."""
+        """Agents of the hosts whose ranks hold the state, each once, in the order of ranks."""
         return list(dict.fromkeys(self.learners.pool.hosts))
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
-        """Write the weights, in each form that has a folder."""
+        """Write the weights as a Hugging Face folder and as a Megatron checkpoint.
+
+        None = not in that format
+        """
         return self.learners.call_engine(TrainEngine.export, hf_folder, megatron_folder)
 
     def begin_save(self, folder: Path) -> Pending:
-        """Start to write the role's part of a checkpoint; takes as long as a copy to the host."""
+        """Copy the training state to host memory and start to write it into `folder`.
+
+        Files are written in the background, until `end_save`.
+        """
         return self.learners.call_engine(TrainEngine.begin_save, folder)
 
     def end_save(self) -> Pending:
-        """Wait for the files. Reports: those that all ranks wrote, the same from each."""
+        """Wait for the files of `begin_save`.
+
+        Reports: Written, which lists the files of all ranks, the same from each replica.
+        """
         return self.learners.call_engine(TrainEngine.end_save)
 
     def load_state(self, folder: Path) -> Pending:
-        """Load the role's part of a checkpoint. Reports: whether the same layout wrote it."""
+        """Load the role's part of a checkpoint.
+
+        Reports: Loaded, which has the problem, or whether the same layout wrote the state.
+        """
         return self.learners.call_engine(TrainEngine.load_state, folder)
 
 
 class ActorGroup(TrainedGroup):
-    """The policy that learns."""
+    """The ranks of the actor, the policy that learns."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
@@ -65,22 +81,32 @@ class ActorGroup(TrainedGroup):
         return self.train.build(ActorRole, self.run)
 
     def prepare_send_weights(self) -> list[Request]:
-        """Return the requests of the ranks that send their weights to those that generate."""
+        """Return requests with which the ranks send their weights to those that generate.
+
+        For a split pool; `submit_together` starts them.
+        """
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute log-probs. Rows: LogProbs. Reports: LogProbReport per replica."""
+        """Compute the actor's log-probs of the responses.
+
+        Rows: LogProbs, in the order of `rollouts`. Reports: LogProbReport.
+        lengths: waits for the lengths of the responses, where they are balanced
+        """
         return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
-        """Return the token ids of the first `count` samples, for the sample log."""
+        """Return the token ids of the first `count` samples, for the sample log; waits for them."""
         rows = list(range(count))
         rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
         pending = self.train.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Make experience without a critic. Rows: Experience. Reports: ExperienceReport."""
+        """Compute rewards and advantages in a run without a critic.
+
+        Rows: Experience. Reports: ExperienceReport.
+        """
         return self.train.call(ActorRole.make_experience, inputs)
 
     def update_policy(
@@ -91,9 +117,12 @@ class ActorGroup(TrainedGroup):
         iteration: int,
         kl_coef: float,
     ) -> Pending:
-        """Train on all mini-batches of all epochs.
+        """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
 
-        Reports: UpdateReport per replica, the same on each.
+        lengths:   waits for the lengths of the responses, where they are balanced
+        iteration: shuffles the mini-batches, together with the seed
+        kl_coef:   coefficient of a KL term in the loss
+        Reports: UpdateReport, the same from each replica.
         """
         orders = mini_batch_order(
             rollouts.num_rows,
@@ -115,8 +144,10 @@ class ActorGroup(TrainedGroup):
 
 
 class RolloutGroup:
-    """The ranks that generate. Their replicas are the tensor-parallel groups of the actor's ranks,
-    or of the other part of a split pool."""
+    """The ranks that generate: those of the actor, or the other part of a split pool.
+
+    A replica is a tensor-parallel group of these ranks.
+    """
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.pool = config, pool
@@ -125,19 +156,20 @@ class RolloutGroup:
         self._version: int | None = None  # of the weights that the ranks have
 
     def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
-        """Build after the actor, which shares processes and weights unless the pool is split.
+        """Build the rollout on its ranks, after the actor.
 
-        scored: responses go to the scorers of the same processes, which are built before
+        It shares the processes and weights of the actor, unless the pool is split.
+        scored: responses go to the scorers in the same processes, which must have been built
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
         return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
-        """Give the rollout the weights of the actor after `version` updates; waits for them.
+        """Give the rollout the weights of the actor after `version` updates, and wait.
 
         Does nothing when the rollout has that version. Where the same ranks train and generate, no
-        weights move. Raises WorkerError, RuntimeTimeout.
+        weights are sent. Raises WorkerError, RuntimeTimeout.
         """
         if version == self._version:
             return
@@ -148,17 +180,25 @@ class RolloutGroup:
         self._version = version
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Generate. Rows: Rollouts in the order of prompts. Reports: GenerateReport per replica."""
+        """Generate a response to each prompt, with training's sampling; `greedy` takes no samples.
+
+        Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
+        """
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> Pending:
-        """As `generate`, with the settings of the validation section."""
+        """Generate a response to each prompt, with the sampling of the validation section.
+
+        Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
+        """
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.answer_validation, parts, seed)
 
 
 class ReferenceGroup:
+    """The ranks of the frozen reference policy."""
+
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run = config
         self.group = RoleGroup(Role.REF, config.layout(Role.REF), pool)
@@ -167,18 +207,21 @@ class ReferenceGroup:
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute log-probs.
+        """Compute the reference's log-probs of the responses.
 
-        Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary.
+        Rows, in the order of `rollouts`: LogProbs; with `algorithm.kl_penalty: full`
+        LogProbsWithKl, whose KL to the actor in the same processes is over the vocabulary.
         """
-        given = self.run, self.group
+        group = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
             method, actor = ReferenceRole.log_probs_with_kl, Peer(Role.ACTOR_ROLLOUT)
-            return call_balanced(*given, method, rollouts, lengths, actor)
-        return call_balanced(*given, ReferenceRole.log_probs, rollouts, lengths)
+            return call_balanced(*group, method, rollouts, lengths, actor)
+        return call_balanced(*group, ReferenceRole.log_probs, rollouts, lengths)
 
 
 class CriticGroup(TrainedGroup):
+    """The ranks of the critic."""
+
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.config, self.seed = config, config.value_model, config.training.seed
         self.group = self.learners = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
@@ -187,19 +230,20 @@ class CriticGroup(TrainedGroup):
         return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute values. Rows: Values."""
+        """Compute the critic's values. Rows: Values, in the order of `rollouts`."""
         return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Make the experience. Rows: Experience. Reports: ExperienceReport per replica."""
+        """Compute rewards and advantages. Rows: Experience. Reports: ExperienceReport."""
         return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(
         self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
     ) -> Pending:
-        """Train on all mini-batches of all epochs.
+        """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
 
-        Reports: UpdateReport per replica, the same on each.
+        lengths, iteration: see `ActorGroup.update_policy`
+        Reports: UpdateReport, the same from each replica.
         """
         orders = mini_batch_order(
             rollouts.num_rows,
@@ -220,7 +264,7 @@ class CriticGroup(TrainedGroup):
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The roles of a run; `ref` and `critic` are None where the run has none."""
+    """The groups of all roles of a run; `ref` and `critic` are None where the run has none."""
 
     actor: ActorGroup
     rollout: RolloutGroup
@@ -236,9 +280,10 @@ class RoleGroups:
         eos_token_ids: Sequence[int],
         scores_in_processes: bool = False,
     ) -> RoleGroups:
-        """Make every role in its pool's processes, those of different pools at the same time.
+        """Build every role in its pool's processes, and wait; shows the progress.
 
-        scores_in_processes: functions or rules score in processes of their own, beside generation
+        Pools build at the same time. Raises WorkerError, RuntimeTimeout.
+        scores_in_processes: functions or rules score in processes of their own, during generation
         """
         policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)

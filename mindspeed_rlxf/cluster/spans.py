@@ -18,8 +18,10 @@ _ended: deque[Span] = deque(maxlen=20_000)
 
 
 def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:
-    """Record a call: the work of each rank, its wait for inputs, and the wait of the driver.
+    """Record spans of a call that has ended, for `take_all`.
 
+    They are the work of each rank, its wait for inputs, and the driver's wait until now. Waits
+    under 1 ms, and ranks from MOST_RANKS on, are left out.
     names: `role.method` of each reply
     asked: when the driver began to wait, seconds since the epoch
     """
@@ -35,8 +37,8 @@ def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked
         _ended.append(Span(f"wait for {names[0]}", "driver", 0, asked, waited, "wait"))
 
 
-def take() -> list[Span]:
-    """Return the spans since the last time, in the order in which calls ended."""
+def take_all() -> list[Span]:
+    """Remove and return the recorded spans, in the order in which their calls ended."""
     found = []
     while _ended:
         found.append(_ended.popleft())

@@ -1,8 +1,8 @@
-"""Diagnose workers from outside the process when one hangs or has died, by their hosts' agents.
+"""Diagnose workers that hang or have died, from the agents of their hosts.
 
-The workers themselves are not called: a stopped process, or one stuck in C, answers nothing. A
-signal makes Python write the stack of every thread of a worker to its log, even when it is stuck
-in C. The process table has the rest. Free of Ray.
+The workers themselves are not called: a stopped process, or one stuck in C, does not answer. A
+signal makes Python write the stack of every thread of a worker to its log, even when it is stuck in
+C. The process table shows whether a worker is alive or stopped. Free of Ray.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.errors import DIED, HostError, Origin, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
+from mindspeed_rlxf.cluster.host_agent import HostAgent, collect_outcomes
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.files.safe import make_private_folder, mode_within, open_file, replace_file
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # deadline of a host, whose agent may have to start first
+ANSWER_S = 30.0  # deadline of a host's answer; its agent may have to start first
 STACK_SIGNAL = signal.SIGUSR2
-FETCHED = "[the end of this log, fetched from "  # start of a copied log
+FETCHED = "[the end of this log, fetched from "  # first words of a copied log
 STDERR = 2
 STACK_S = 2.0  # longest wait for the stacks in the logs
-TAIL_BYTES = 64 * 1024  # of each log that are sent to the driver
+TAIL_BYTES = 64 * 1024  # bytes of each log's end that are sent to the driver
 
 STOPPED = "is stopped (SIGSTOP, or a debugger)"
 GONE = "is gone"
@@ -42,7 +42,7 @@ THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Subject:
-    """A worker process on this host. log: its file; empty = unknown"""
+    """A worker process on this host. log: path of its log; empty = unknown"""
 
     rank: int
     pid: int
@@ -54,15 +54,15 @@ class Sighting:
     """The state of a worker, as seen from its host."""
 
     rank: int
-    state: str  # as in `rank 1 is gone`
-    waits: bool  # for other ranks, so that these are the late ones
-    tail: str  # of the log
-    oom_kills: int = 0  # of its host, for lack of memory, so far
+    state: str  # a predicate for messages: `is gone`
+    waits: bool  # True = it waits for other ranks, which are the late ones
+    tail: str  # end of its log
+    oom_kills: int = 0  # processes that its host has killed for lack of memory so far
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A worker by its pool and rank. log: its file on its host; empty = unknown"""
+    """A worker that may be inspected. log: path of its log on its host; empty = unknown"""
 
     pool: str
     rank: int
@@ -72,15 +72,16 @@ class Watched:
 
 
 def show_stacks_on_signal() -> None:
-    """Make this process write all its stacks to stderr on STACK_SIGNAL, and on a crash in C."""
+    """Make this process write all its stacks to stderr on STACK_SIGNAL and on a crash in C."""
     faulthandler.enable(STDERR)
     faulthandler.register(STACK_SIGNAL, STDERR, all_threads=True)
 
 
 def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, int], Sighting]:
-    """Inspect workers on their hosts; by (pool, rank), of the hosts that answer in time.
+    """Inspect workers on their hosts; return what was seen by (pool, rank).
 
-    stacks: as in `inspect_workers`
+    Workers of a host that does not answer in time are left out, with a warning in the log.
+    stacks: True = signal each worker to write the stacks of its threads to its log
     """
     by_agent: dict[HostAgent, list[Watched]] = defaultdict(list)
     for worker in workers:
@@ -90,7 +91,7 @@ def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, i
         subjects = [Subject(w.rank, w.place.pid, w.log) for w in found]
         calls.append(agent.start(inspect_workers, subjects, stacks, timeout_s=ANSWER_S))
     answers: dict[tuple[str, int], Sighting] = {}
-    for found, reply in zip(by_agent.values(), outcomes(calls), strict=True):
+    for found, reply in zip(by_agent.values(), collect_outcomes(calls), strict=True):
         if isinstance(reply, HostError):
             logger.warning(
                 "cannot fetch stacks and logs of the ranks on %s: %s", reply.host, reply.cause
@@ -101,10 +102,18 @@ def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, i
 
 
 def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
-    """Inspect workers of this host. stacks: have each write its stacks to its log"""
+    """Return the states of workers of this host, with the ends of their logs.
+
+    stacks: True = signal each worker to write the stacks of its threads to its log, and wait up to
+            STACK_S for them
+    """
     kills = oom_kills()
     before = {subject.rank: _size(subject.log) for subject in subjects}
-    asked = [s for s in subjects if stacks and _letter(s.pid) not in "TtZX" and _signal(s.pid)]
+    asked = [
+        s
+        for s in subjects
+        if stacks and _state_letter(s.pid) not in "TtZX" and _request_stacks(s.pid)
+    ]
     deadline = time.monotonic() + STACK_S
     sizes: list[int] = []
     while time.monotonic() < deadline:
@@ -121,11 +130,12 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
 
 
 def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, bool]:
-    """Return what the process does, as words for a message, and whether it waits for other ranks.
+    """Return the state of a process, as words for a message, and whether it waits for other ranks.
 
-    stack: what it wrote when asked for its stacks; empty = it wrote nothing
+    stack: the stacks that it wrote to its log; empty = none
+    asked: whether it was signalled to write them
     """
-    letter = _letter(subject.pid)
+    letter = _state_letter(subject.pid)
     if letter in "ZX":
         return GONE, False
     if letter in "Tt":
@@ -136,7 +146,7 @@ def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, boo
 
 
 def describe_stack(stack: str) -> tuple[str, bool]:
-    """Describe the thread that runs roles, and whether it waits for other ranks.
+    """Return what the thread that runs roles does, in words, and whether it waits for other ranks.
 
     stack: the stacks of all threads, as `faulthandler` writes them
     """
@@ -163,13 +173,14 @@ def explain_timeout(
     producers: Sequence[Origin],
     seen: Mapping[tuple[str, int], Sighting],
 ) -> RuntimeTimeout:
-    """Return the timeout with the states of its ranks, without the ranks that waited for others.
+    """Return a new RuntimeTimeout, whose message has the states of the missing ranks.
 
-    Where all of them waited for rows, it becomes the timeout of the ranks that make the rows.
+    Missing ranks that only wait for other ranks are not named as late. If all wait for rows, the
+    late ranks are the producers of the rows.
 
-    pool:      of the error's ranks
-    producers: ranks whose rows are waited for
-    seen:      by (pool, rank)
+    pool:      pool of the missing ranks
+    producers: ranks that make the rows which the missing ranks wait for
+    seen:      what inspection found, by (pool, rank)
     """
     waiting = [rank for rank in error.missing if (s := seen.get((pool, rank))) and s.waits]
     late = [rank for rank in error.missing if rank not in waiting] or error.missing
@@ -193,15 +204,19 @@ def explain_timeout(
 def _late_producers(
     producers: Sequence[Origin], seen: Mapping[tuple[str, int], Sighting]
 ) -> list[Origin]:
-    """Return the producers of the first late call that do not wait for others themselves."""
+    """Return the producers that do not wait for other ranks themselves; empty where all wait.
+
+    Only ranks of the first such producer's call, each once.
+    """
     late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())
 
 
 def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
-    """Return the error, with a lack of memory where the process died and its host had one.
+    """Return the error of a dead process with a note that its host ran out of memory.
 
-    oom_kills: processes that the kernel of the host killed since the worker started
+    The error is unchanged where the process did not die, or nothing was killed.
+    oom_kills: processes that the host's kernel killed for lack of memory since the worker started
     """
     if not error.cause.startswith(DIED) or not oom_kills:
         return error
@@ -213,7 +228,10 @@ def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
 
 
 def _states(seen: Mapping[int, Sighting | None]) -> list[str]:
-    """Describe ranks by state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`."""
+    """Describe ranks by state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`.
+
+    None = the rank's host did not answer
+    """
     by_state: dict[str, list[int]] = {}
     for rank, sighting in seen.items():
         state = sighting.state if sighting else "is on a node that does not answer"
@@ -225,12 +243,12 @@ def _states(seen: Mapping[int, Sighting | None]) -> list[str]:
 
 
 def read_tail(log: str) -> str:
-    """Return the last `TAIL_BYTES` of a log; empty where there is none."""
+    """Return the last TAIL_BYTES of a log as text; empty where it cannot be read."""
     return _read_from(log, max(0, _size(log) - TAIL_BYTES))
 
 
 def _read_from(log: str, offset: int) -> str:
-    """Read a log from a byte on; empty where it cannot be read."""
+    """Return the text of a log from byte `offset` on; empty where it cannot be read."""
     try:
         with open(log, "rb") as file:
             file.seek(offset)
@@ -240,7 +258,10 @@ def _read_from(log: str, offset: int) -> str:
 
 
 def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sighting]) -> None:
-    """Copy the ends of logs from other hosts to the same paths here; own logs stay."""
+    """Write the ends of logs of other hosts to the same paths on this host.
+
+    Logs of this host's workers are not changed; earlier copies are replaced.
+    """
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))
         if sighting is None or not sighting.tail or not worker.log:
@@ -254,6 +275,7 @@ def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sightin
 
 
 def _is_copy(file: Path) -> bool:
+    """Return whether `copy_logs` wrote this log."""
     with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
         return bool(stream.read(len(FETCHED)) == FETCHED)
 
@@ -271,8 +293,8 @@ def oom_kills() -> int:
     return found
 
 
-def _letter(pid: int) -> str:
-    """Return the state letter of /proc: R, S, D, T(stopped), Z(ombie); X = no such process."""
+def _state_letter(pid: int) -> str:
+    """Return the process state of /proc: R, S, D, T = stopped, Z = zombie; X = no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -280,8 +302,8 @@ def _letter(pid: int) -> str:
     return text.rpartition(")")[2].split()[0]
 
 
-def _signal(pid: int) -> bool:
-    """Ask a process for its stacks; False where it cannot be signalled."""
+def _request_stacks(pid: int) -> bool:
+    """Send STACK_SIGNAL to a process; return False where it cannot be signalled."""
     try:
         os.kill(pid, STACK_SIGNAL)
     except OSError:
@@ -290,7 +312,7 @@ def _signal(pid: int) -> bool:
 
 
 def _size(log: str) -> int:
-    """Return the bytes of a log; 0 where there is none."""
+    """Return the size of a log in bytes; 0 where there is none."""
     try:
         return os.stat(log).st_size
     except OSError:
@@ -298,6 +320,6 @@ def _size(log: str) -> int:
 
 
 def _stack_since(log: str, offset: int) -> str:
-    """Return the text after `offset` where it has a stack, else nothing."""
+    """Return the text of a log from byte `offset` on if it contains a stack, else ""."""
     text = _read_from(log, offset)
     return text if THREAD.search(text) else ""

@@ -44,16 +44,15 @@ class RoleHost:
     """Holds the role objects of one rank and runs their methods."""
 
     def __init__(self, rank: int, fetch: Fetch) -> None:
-        """fetch: gets rows by their handles."""
+        """rank: in the pool; fetch: returns the rows of handles"""
         self._rank, self._fetch = rank, fetch
         self._roles: dict[Role, Any] = {}
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """Run a method; return the rows to keep and the reply to the driver.
+        """Fetch the inputs and run the method; return the rows to keep and the reply to the driver.
 
-        Raises WorkerError, nothing else.
-
-        The WorkerError of a rank whose rows were needed is raised unchanged.
+        Logged samples are appended to this rank's file. Any Exception becomes a WorkerError, whose
+        traceback is printed; the WorkerError of a rank whose rows are needed is raised unchanged.
         """
         try:
             asked = time.perf_counter()
@@ -74,7 +73,10 @@ class RoleHost:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
     def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
-        """Build a role, or call a method of a role or of its engine; return what it gave."""
+        """Build and keep a role, or call a method of a role or of its engine; return the output.
+
+        A built role has an empty output; the result of an engine becomes the report.
+        """
         args = tuple(self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args)
         if request.factory is not None:
             self._roles[request.role] = request.factory(*args)
@@ -97,7 +99,10 @@ class RoleHost:
     def _make_reply(
         request: Request, output: RoleOutput, seconds: float
     ) -> tuple[Rows | None, Reply]:
-        """Split a method's output into the rows to keep and the reply to the driver."""
+        """Split a method's output into the rows to keep, on the host, and the reply to the driver.
+
+        A rank that keeps no rows sends no report. Raises TypeError where a report has a tensor.
+        """
         check_report(output.report, request.role.value, request.method)
         if not request.keeps_rows:
             return None, Reply(None, None, seconds)
@@ -109,7 +114,7 @@ class RoleHost:
 
 
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
-    """Make the error of this rank, and print the traceback to its log."""
+    """Print the traceback to stderr, and return the WorkerError of this rank."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     message = str(error)
@@ -133,13 +138,13 @@ def write_token_rows(rows: TokenRows, rank: int) -> None:
 
 
 def to_host(rows: Rows) -> Rows:
-    """Move rows to host memory; a view is copied, so that its whole storage is not sent."""
+    """Return the rows with tensors on the host, none a view: pickling sends a whole storage."""
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     return type(rows)(**{name: _compact(column) for name, column in columns.items()})
 
 
 def _compact(column: Any) -> Any:
-    """Detach a tensor and copy it to the host, without the memory that it views; others pass."""
+    """Return a tensor detached, on the host, with a storage of its own; other values unchanged."""
     if not isinstance(column, torch.Tensor):
         return column
     column = column.detach().cpu()
@@ -150,7 +155,7 @@ def _compact(column: Any) -> Any:
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """The place of a process in its pool, and the settings of its start."""
+    """The rank of a process in its pool, and the settings with which it starts."""
 
     pool: str
     rank: int
@@ -165,7 +170,7 @@ class ProcessSetup:
 
 
 def log_of(setup: ProcessSetup) -> str | None:
-    """Return the log file of a process, on its host."""
+    """Return the path of a process's log on its host; None where output is not redirected."""
     if setup.log_dir is None:
         return None
     return f"{setup.log_dir}/{setup.pool}/rank_{setup.rank:05d}.log"
@@ -180,17 +185,21 @@ class WorkerProcess:
         self._store: dist.TCPStore | None = None
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
-        """Open the rendezvous store of the pool on `ip`, on rank 0; returns the port."""
+        """Open and keep the rendezvous store of the pool, which listens on `ip`; return its port.
+
+        Called on rank 0 only.
+        """
         timeout = timedelta(seconds=timeout_s)
         self._store, port = worlds.open_store(ip, world_size, timeout)
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
-        """Set up output, network and device, and join the world of the pool, or of a part.
+        """Redirect output to the log, set up network and device, and join the torch world.
 
-        Returns when every rank has joined.
+        The world is that of the pool or of this rank's part. Waits until all its ranks join.
 
-        assigned: number on the host of the device that Ray gave this process
+        ip, port: of the rendezvous store, which rank 0 opened
+        assigned: number on the host of the device that Ray gave this process; None = none
         """
         if (log := log_of(setup)) is not None:
             redirect_output(Path(log), setup.log_mode)
@@ -206,11 +215,12 @@ class WorkerProcess:
         self._host = RoleHost(setup.rank, self._fetch)
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
+        """Run a request (see `RoleHost.run`)."""
         assert self._host is not None, "this process belongs to no pool"
         return self._host.run(request)
 
     def reset(self) -> None:
-        """Leave the pool: drop the roles and the world, keep the process and its imports."""
+        """Leave the pool: drop all roles, groups and the torch world; the process stays usable."""
         self._host = self._store = None
         shared_groups.forget()
         residency.forget()
@@ -220,10 +230,9 @@ class WorkerProcess:
 
 
 def freeze_imports() -> None:
-    """Take what is imported out of garbage collections, which last longer than a phase over it.
+    """Exempt all present objects, chiefly imported modules, from garbage collection: it is slow.
 
-    Only once in a process: objects that a frame still holds, such as a role's groups with their
-    threads, would stay.
+    Does nothing after the first call in a process: roles made later must stay collectable.
     """
     if not gc.get_freeze_count():
         gc.collect()
@@ -231,7 +240,10 @@ def freeze_imports() -> None:
 
 
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:
-    """Append all further output of this process, that of C++ included, to `path`."""
+    """Append all further stdout and stderr of this process, C++ included, to the file `path`.
+
+    Missing folders are made. mode: of the file and the folders
+    """
     if not path.parent.parent.exists():
         make_private_folder(path.parent.parent, mode)  # on a host with folders of its own
     make_private_folder(path.parent, mode)

@@ -19,7 +19,7 @@ OF_EXPERTS = (
 MOST_LAYERS, MOST_EXPERTS, MOST_WIDTH = 10_000, 10_000, 2**22
 MOST_TOKENS, MOST_POSITIONS = 2**27, 2**31
 MOST_EXPERTS_IN_ALL = 200_000  # of all layers: each has tensors of its own
-"""No real model is larger; every layer, expert and token costs memory before a run starts."""
+"""Upper limits of the keys, above any real model: checking a config allocates memory by them."""
 
 
 class ArchitectureConfig(Section):
@@ -68,7 +68,7 @@ class ArchitectureConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key heads, which is also that of value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -78,18 +78,21 @@ class ArchitectureConfig(Section):
 
     @property
     def mlp_hidden_size(self) -> int:
-        """Width of a layer's MLP, or of one expert."""
+        """Inner width of a dense layer's MLP; with `num_experts` that of one expert."""
         return (self.num_experts and self.moe_ffn_hidden_size) or self.ffn_hidden_size
 
     @property
     def balances_experts(self) -> bool:
-        """Whether training adds the load-balancing loss."""
+        """Whether training adds the load-balancing loss of experts with a coefficient above 0."""
         wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules between heads, rotary positions and experts."""
-        yield from self._heads()
+        """Yield problems of head counts, llama3 rotary scaling and experts.
+
+        Without `num_experts` a key about experts that differs from its default is a problem.
+        """
+        yield from self._check_heads()
         unstretched = self.original_max_position_embeddings
         if self.rope_scaling_type is RopeScaling.LLAMA3 and unstretched is None:
             yield Problem(
@@ -99,15 +102,15 @@ class ArchitectureConfig(Section):
                 reads=("rope_scaling_type",),
             )
         if self.num_experts is not None:
-            yield from self._routing(self.num_experts)
+            yield from self._check_experts(self.num_experts)
         for name in OF_EXPERTS if self.num_experts is None else ():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 rule = "needs num_experts, the model is dense"
                 yield Problem(name, rule, value, "remove it", reads=("num_experts",))
 
-    def _heads(self) -> Iterator[Problem]:
-        """Yield broken rules between the numbers of heads and the widths."""
+    def _check_heads(self) -> Iterator[Problem]:
+        """Yield problems of numbers of heads that do not divide, and of an odd head width."""
         heads, width = self.num_attention_heads, self.hidden_size
         sizes = ("num_attention_heads", "hidden_size", "kv_channels")
         if self.kv_channels is None and width % heads:
@@ -135,8 +138,12 @@ class ArchitectureConfig(Section):
                 reads=("num_attention_heads",),
             )
 
-    def _routing(self, experts: int) -> Iterator[Problem]:
-        """Yield broken rules of a mixture of `experts`: their number, how tokens choose them."""
+    def _check_experts(self, experts: int) -> Iterator[Problem]:
+        """Yield problems of a model with `experts` per layer.
+
+        Too many experts in all layers together, a `moe_router_topk` that is too large or that needs
+        `moe_router_pre_softmax`, biases in attention, or a loss weight without effect.
+        """
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
             yield Problem(
                 "num_experts",

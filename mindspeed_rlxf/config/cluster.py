@@ -15,23 +15,24 @@ from typing import TypeAlias
 import psutil
 
 LOCAL, AUTO = "local", "auto"
-"""Ray's words for a new cluster, and for one that it finds."""
-KNOCK_S = 2.0
-NOTE_BYTES = 300  # of an address
+"""Words of `address`: `local` starts a cluster, `auto` joins one that is found."""
+CONNECT_S = 2.0  # longest wait for a TCP connection
+ADDRESS_BYTES = 300  # of Ray's file with an address, at most
 
 Ip: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.\-]+):(?P<port>\d{1,5})", re.ASCII)
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-LISTENS = "0A"
+LISTENS = "0A"  # state of a socket in TABLES
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """
-    address: of the cluster to join; None = start a new one; `auto` = none was found, where Ray
-             would search the processes of all users
-    source:  which key or variable chose it, for people
+    """The Ray cluster of a run.
+
+    address: `host:port` to join; None = start a new cluster; `auto` = a cluster was asked for by
+             `auto`, and this user has none on this host
+    source:  the key, variable or finding that decided, as text for messages
     """
 
     address: str | None
@@ -39,7 +40,11 @@ class Cluster:
 
 
 def choose_cluster(address: str | None) -> Cluster:
-    """Choose by `runtime.address` (`address`), then RAY_ADDRESS, then what runs on this host."""
+    """Return the cluster to join or start.
+
+    address: of the key `runtime.address`; None = RAY_ADDRESS, else this user's cluster on this
+             host, else a new one. The word `local` asks for a new one, `auto` for this user's
+    """
     named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
     for source, given in named.items():
         if given == AUTO:
@@ -56,12 +61,13 @@ def choose_cluster(address: str | None) -> Cluster:
 
 
 def find_local_cluster() -> str | None:
-    """Return the address that the last `ray start` noted, if it is this user's and answers.
+    """Return the address in Ray's file of the cluster started last; None unless it is safe to join.
 
-    Other users may write in the folder of the note, so the kernel is asked whose process listens.
+    The file must be this user's, something must accept a connection there, and on this host a
+    process of this user must be what listens (other users can write in the file's folder).
     """
     try:
-        address = _read_note(address_file())
+        address = _read_address(address_file())
         host, _ = host_and_port(address)
         if is_here(host) and find_owners(address) != {os.getuid()}:
             return None
@@ -71,34 +77,36 @@ def find_local_cluster() -> str | None:
     return address
 
 
-def _read_note(file: Path) -> str:
-    """Read an address. Errors: OSError where this is a link, a pipe or a file of another user."""
+def _read_address(file: Path) -> str:
+    """Return the text of `file`. Errors: OSError where it is missing, no plain file, a link or a
+    file of another user; ValueError where it is not UTF-8."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             raise OSError(f"{file} is no file of this user")
-        return os.read(descriptor, NOTE_BYTES).decode("utf-8").strip()
+        return os.read(descriptor, ADDRESS_BYTES).decode("utf-8").strip()
     finally:
         os.close(descriptor)
 
 
 def address_file() -> Path:
-    """Return the file in which Ray notes the address of the cluster that it started last."""
+    """Return the path of the file in which `ray start` stores its cluster's address. It may not
+    exist."""
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(root) / "ray" / "ray_current_cluster"
 
 
-def connect_once(address: str, timeout_s: float = KNOCK_S) -> None:
-    """Connect once to `host:port`, as Ray would retry for minutes.
+def connect_once(address: str, timeout_s: float = CONNECT_S) -> None:
+    """Open and close one TCP connection to `host:port`, to find out whether something listens.
 
-    Errors: OSError when nobody listens there, ValueError when it is no `host:port`.
+    Errors: OSError when nothing does within `timeout_s`, ValueError when it is no `host:port`.
     """
     socket.create_connection(host_and_port(address), timeout_s).close()
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split `host:port`. Errors: ValueError for anything else."""
+    """Split `host:port` or `[IPv6]:port`. Errors: ValueError for other text or a bad port."""
     found = ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ValueError("it is not host:port")
@@ -106,15 +114,19 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or number is one of this host. Errors: OSError for an unknown name."""
+    """Return whether a host name or IP address means this host.
+
+    Errors: OSError for a name that cannot be resolved.
+    """
     own = {_ip(each.address) for found in psutil.net_if_addrs().values() for each in found}
     return all(ip.is_loopback or ip in own for ip in _addresses(host))
 
 
 def find_owners(address: str) -> frozenset[int]:
-    """Return the user ids of this host's sockets that listen at `host:port`.
+    """Return the ids of users with a socket on this host that listens at `host:port`.
 
-    Those that listen at the port of every address count too.
+    A socket that listens at the port on all addresses counts. Empty where nothing listens.
+    Errors: OSError for an unknown host name, ValueError when it is no `host:port`.
     """
     host, port = host_and_port(address)
     wanted = _addresses(host)
@@ -132,7 +144,7 @@ def _addresses(host: str) -> set[Ip]:
 
 
 def _ip(text: str) -> Ip | None:
-    """Parse an IP address; None for other text. An IPv4 address inside IPv6 becomes IPv4."""
+    """Parse an IP address; None for other text. An IPv4-mapped IPv6 address becomes IPv4."""
     try:
         ip = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -141,7 +153,10 @@ def _ip(text: str) -> Ip | None:
 
 
 def _listening(table: Path) -> Iterator[tuple[Ip, int, int]]:
-    """Yield address, port and user of each listening socket of a kernel table (proc(5))."""
+    """Yield address, port and user id of each listening socket of a kernel table (proc(5)).
+
+    Yields nothing where the table does not exist.
+    """
     try:
         lines = table.read_text(encoding="ascii").splitlines()[1:]
     except OSError:  # without IPv6

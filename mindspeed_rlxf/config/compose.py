@@ -38,8 +38,8 @@ from mindspeed_rlxf.files.plain import read_text
 from mindspeed_rlxf.files.plain_yaml import MAX_BYTES, check_yaml
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FEW = 16  # interpolations: at worst they make a text some hundred times longer
-MAX_TEXT = 4096  # characters of a value, where interpolations are resolved in this process
+FEW = 16  # most interpolations resolved in this process: they lengthen a text some hundred times
+MAX_TEXT = 4096  # characters of the longest text resolved in this process
 CPU_S, MEMORY_BYTES = 1, 2**30
 _REFUSED = (
     HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError,
@@ -48,13 +48,16 @@ _REFUSED = (
 
 
 def builtin_config_dir() -> Path:
-    """Return the folder `configs/rlxf` of the clone, or its copy in the installed package."""
+    """Return the folder `configs/rlxf` of a source checkout, else the one in the package."""
     clone = PACKAGE.parent / "configs" / "rlxf"
     return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
 
 
 def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
-    """List the names of configs in all directories, without `.yaml`."""
+    """List the names of the config files in all directories, sorted, without `.yaml`.
+
+    group: subfolder to look in
+    """
     files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
     return sorted({path.stem for path in files})
 
@@ -64,12 +67,15 @@ def compose(
 ) -> dict[str, Any]:
     """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
 
-    config_dir: searched before the built-in directory; a config may name model files of both
-    Errors: ConfigError for an unknown name, bad YAML and overrides that cannot be applied.
+    config_dir: searched before the built-in directory; a config's defaults list may name files of
+                either directory
+    Secrets in `resource_pool.env` are wrapped as `Withheld`.
+    Errors: ConfigError for an unknown name, a config_dir that is no folder, bad YAML, a file that
+    is too large or nests too deep, and overrides or interpolations that cannot be applied.
     """
     directories = _directories(config_dir)
     _check_name(config_name, directories)
-    directories = _holder_first(config_name, directories)
+    directories = _search_order(config_name, directories)
     search = ",".join(f"'file://{directory}'" for directory in directories[1:])
     edits = [_add_if_new(override, directories) for override in overrides]
     first = str(directories[0])
@@ -89,7 +95,7 @@ def compose(
 
 
 def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:
-    """Turn an error of hydra, omegaconf or the YAML parser into a problem."""
+    """Return the problem that describes an error of hydra, omegaconf or the YAML parser."""
     name = f"config {config_name}"
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")
@@ -124,7 +130,10 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
 
 
 def _directories(config_dir: str | Path | None) -> list[Path]:
-    """List the folders that are searched for configs, absolute, the first one first."""
+    """List the absolute folders to search for configs: `config_dir` if given, then the built-in.
+
+    Errors: ConfigError where `config_dir` is no folder.
+    """
     builtin = builtin_config_dir()
     if config_dir is None:
         return [builtin]
@@ -136,17 +145,17 @@ def _directories(config_dir: str | Path | None) -> list[Path]:
     return [chosen, builtin] if builtin.is_dir() else [chosen]
 
 
-def _file_of(config_name: str) -> str:
+def _file_name(config_name: str) -> str:
     return config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
 
 
-def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
-    """Put the folder that holds the config first.
+def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
+    """Return the folders with the one that holds the config first, as Hydra requires.
 
-    Hydra takes the named config from the first folder only, and parts of configs from there before
-    others. A part of the same name in the chosen folder would be ignored, so that is an error.
+    Where that is the built-in folder, Hydra prefers built-in files of config groups. A file of the
+    same group and name in the user's folder would be ignored, so it raises ConfigError.
     """
-    file = _file_of(config_name)
+    file = _file_name(config_name)
     if (directories[0] / file).is_file():
         return directories
     chosen, builtin = directories
@@ -166,7 +175,7 @@ def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
 
 def _check_name(config_name: str, directories: Sequence[Path]) -> None:
     """Raise ConfigError, with the nearest name, unless a folder has a config of this name."""
-    if any((directory / _file_of(config_name)).is_file() for directory in directories):
+    if any((directory / _file_name(config_name)).is_file() for directory in directories):
         return
     names = config_names(directories)
     guess = closest(config_name, names)
@@ -177,7 +186,11 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
 
 
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:
-    """Turn `key=value` into `++key=value`, unless it has a hydra sign or names a config group."""
+    """Return `key=value` as `++key=value`, which sets keys that the YAML lacks too.
+
+    Unchanged: texts without "=", with a leading "+", "++" or "~", and choices of a config group.
+    A value outside ASCII is put in quotes.
+    """
     name, _, value = override.partition("=")
     is_group = any((directory / name).is_dir() for directory in directories) if name else False
     if override.startswith(("+", "~")) or "=" not in override or is_group:
@@ -188,10 +201,14 @@ def _add_if_new(override: str, directories: Sequence[Path]) -> str:
 
 
 class PlainFileSource(FileConfigSource):
-    """Hydra's source of files, with a check of every file before it is parsed."""
+    """Hydra's reader of config files, with a check of every file before it is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one YAML file within the bounds of `check_yaml`, in hydra's form."""
+        """Read one YAML file in Hydra's form.
+
+        Errors: ConfigLoadError where it is missing; OSError where it is larger than MAX_BYTES or no
+        regular file; yaml.YAMLError where it nests too deep or expands too much by aliases.
+        """
         name = self._normalize_file_name(config_path)
         file = os.path.realpath(os.path.join(self.path, name))
         if not os.path.exists(file):
@@ -199,7 +216,7 @@ class PlainFileSource(FileConfigSource):
         text = read_text(file, MAX_BYTES)
         check_yaml(text, file)
         stream = io.StringIO(text)
-        stream.name = file  # what errors of the parser call it
+        stream.name = file  # for errors of the parser
         return ConfigResult(
             config=OmegaConf.load(stream),
             path=f"{self.scheme()}://{self.path}",
@@ -211,7 +228,7 @@ class PlainFileSource(FileConfigSource):
 @contextmanager
 def _checked_files() -> Iterator[None]:
     """Make hydra read files through `PlainFileSource` inside the block."""
-    Plugins.instance()  # registers its own sources, once
+    Plugins.instance()  # its first call registers hydra's sources
     known = SourcesRegistry.instance().types
     before = known["file"]
     known["file"] = PlainFileSource
@@ -222,9 +239,10 @@ def _checked_files() -> Iterator[None]:
 
 
 def _resolve_bounded(config: DictConfig) -> Any:
-    """Return the plain tree of a configuration; many interpolations are bounded in time and memory.
+    """Return the configuration as plain dicts and lists with interpolations resolved.
 
-    Errors: OmegaConfBaseException, ValueError.
+    More than FEW interpolations, or long texts, are resolved in a child process with limits.
+    Errors: OmegaConfBaseException, or ValueError where that process fails or exceeds a limit.
     """
     texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
     count = sum(text.count("${") for text in texts)
@@ -253,7 +271,7 @@ def _resolve(config: DictConfig) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every text of a tree, keys included. Not recursive, so that no depth is too large."""
+    """Yield every string of a tree, keys included, in no order. No depth is too large."""
     stack = [value]
     while stack:
         item = stack.pop()

@@ -1,4 +1,4 @@
-"""Section of the prompts."""
+"""The section `data`: files of prompts and how they are read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CUT_SIDES = {
     "right": OverlongPrompts.KEEP_HEAD,
     "middle": OverlongPrompts.KEEP_ENDS,
 }
-"""Word for the side on which a prompt is cut -> what is kept."""
+"""Word for the side on which a prompt is cut -> treatment that keeps the rest."""
 OWN_VARIABLES = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "padding", "return_dict", "return_tensors", "tokenize", "truncation",
 )  # fmt: skip
-"""Arguments of a chat template that are not the user's."""
+"""Arguments of a chat template that this package sets, and a user must not."""
 
 
 class DataConfig(Section):
@@ -61,26 +61,27 @@ class DataConfig(Section):
 
     @field_validator("overlong_prompts", mode="before")
     @classmethod
-    def _where_it_is_cut(cls, value: Any) -> Any:
-        """Read the words for the side that is cut off."""
+    def _accept_cut_side(cls, value: Any) -> Any:
+        """Replace the word for the side that is cut, as `left`, by what is kept, as `keep_tail`."""
         return CUT_SIDES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _leaves_its_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _refuse_own_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted({*value} & {*OWN_VARIABLES}):
             raise PydanticCustomError("chat_template_kwargs", "no " + ", ".join(taken))
         return value
 
     @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")
     @classmethod
-    def _one_file_is_a_list(cls, value: Any) -> Any:
+    def _wrap_single_file(cls, value: Any) -> Any:
         if value is None:
             return []
         return [value] if isinstance(value, str) else value
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield problems of prompts that are not given, or both as files and as a data set."""
+        """Yield problems of missing training prompts, of a number of weights other than that of
+        sources, and of prompts given both as files and as data sets."""
         if not self.train_files and not self.data_path:
             yield Problem(
                 "train_files",

@@ -1,4 +1,7 @@
-"""Set values that follow from other keys: placement, response length, absolute paths."""
+"""Set values that follow from other keys: defaults, placement, response length, absolute paths.
+
+They are written into the payload of a `Draft`; mistakes become problems of the draft.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,14 @@ PATHS = {
 }
 MODEL_KINDS = (RewardKind.MODEL, RewardKind.HUGGING_FACE)
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
-"""Of arXiv:2507.18071, section 5.1: the ratio of a response is a mean over its tokens."""
+"""Default clip range of GSPO (arXiv:2507.18071, 5.1), whose ratio is a mean over a response."""
 
 
 def has_critic(stage: object, section: object) -> bool:
-    """Whether the stage has a critic; for an unknown stage, whether the YAML has the section.
+    """Return whether the run has a critic, by its stage.
 
-    stage: the word of training.stage, None = the default
+    stage:   of `training.stage`; None = the default, ray_ppo
+    section: of `critic` in the YAML, which decides where the stage is an unknown word
     """
     if stage in [known.value for known in Stage]:
         return stage == Stage.RAY_PPO.value
@@ -55,9 +59,9 @@ def has_critic(stage: object, section: object) -> bool:
 
 
 def needs_reference(payload: Tree) -> bool:
-    """Whether a reward, a loss or a metric that is asked for reads the reference's log-probs.
+    """Return whether reward, loss or the metric `critic/kl` reads the reference's log-probs.
 
-    A coefficient of 0 stays 0 under both controllers.
+    A `kl_coef` of 0 never becomes positive, also under the adaptive controller.
     """
     control = payload["algorithm"].get("kl_ctrl")
     no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0
@@ -66,7 +70,11 @@ def needs_reference(payload: Tree) -> bool:
 
 
 def set_stage_defaults(draft: Draft) -> None:
-    """Set absent keys to the defaults of the stage and of the estimator."""
+    """Set absent keys of `algorithm` and `actor_rollout` to the defaults of the stage, the
+    estimator, GSPO and a KL penalty in the loss.
+
+    For online DPO only `n_samples_per_prompt`.
+    """
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]
     if stage == Stage.RAY_ONLINE_DPO.value:
@@ -89,11 +97,16 @@ def set_stage_defaults(draft: Draft) -> None:
 
 
 def place_roles(draft: Draft, sections: Tree) -> None:
-    """Write `resource_pool` as lists of processes per node, and a pool for every role."""
+    """Write `resource_pool` (pool -> processes per node), `placement` (role -> pool) and
+    `pool_settings` into the payload.
+
+    A role without a placement gets the pool of its own name; a rule reward without one shares
+    another role's pool. A reference whose log-probs nothing reads is not placed.
+    """
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
-    _environment(draft)
-    pools = _pools(draft, given)
+    _read_environment(draft)
+    pools = _read_pools(draft, given)
     roles = [role.value for role in CONFIGURED if draft.payload[role.value] is not None]
     placed = sections["placement"]
     if Role.CRITIC.value in placed and Role.CRITIC.value not in roles:
@@ -107,7 +120,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
                 colon=True,
             )
         )
-    chosen = draft.known("placement", placed, set(roles))
+    chosen = draft.keep_known("placement", placed, set(roles))
     placement = {role: role for role in roles} | chosen
     if not needs_reference(draft.payload):
         _leave_out_reference(draft, pools, placement)
@@ -118,7 +131,10 @@ def place_roles(draft: Draft, sections: Tree) -> None:
 
 
 def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
-    """Place no reference, and drop the pool that it would have had to itself."""
+    """Remove the reference from `placement`, and its pool from `pools` if no other role uses it.
+
+    Adds notes for the user.
+    """
     pool = placement.pop(Role.REF.value)
     meaning = "no reference runs (logging.reference_kl=true keeps it, for the metric critic/kl)"
     draft.note(meaning, "algorithm.kl_ctrl.kl_coef=0")
@@ -128,7 +144,11 @@ def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
 
 
 def _place_rule(draft: Draft, is_placed: bool) -> None:
-    """Put a rule, which needs no devices, on a pool of other roles; note a pool that it wastes."""
+    """Place a rule reward on another role's pool, unless the YAML gives it a pool.
+
+    is_placed: whether the YAML's `placement` has the reward
+    Adds a note where the reward alone is on a pool, whose devices are idle then.
+    """
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:
         # Any pool will do, except a split one, which has only the actor.
@@ -144,11 +164,15 @@ def _place_rule(draft: Draft, is_placed: bool) -> None:
         )
 
 
-def _pools(draft: Draft, given: Tree) -> dict[str, list[int]]:
-    """Return the processes per node of each pool; role names underscored, empty pools left out."""
+def _read_pools(draft: Draft, section: Tree) -> dict[str, list[int]]:
+    """Return the processes per node of each pool of the YAML's section `resource_pool`.
+
+    Names of roles get underscores. Empty pools are left out, with a note unless they are named
+    after a role. Rejects wrong sizes, and a section without pools.
+    """
     pools = {}
     per_node = _devices_per_node(draft)
-    for name, size in given.items():
+    for name, size in section.items():
         if name in SETTINGS:
             continue
         sizes = _node_sizes(draft, f"resource_pool.{name}", size, per_node)
@@ -162,8 +186,11 @@ def _pools(draft: Draft, given: Tree) -> dict[str, list[int]]:
     return pools
 
 
-def _environment(draft: Draft) -> None:
-    """Turn variables into texts, and refuse those that choose devices, which Ray does."""
+def _read_environment(draft: Draft) -> None:
+    """Replace the values of `resource_pool.env` in the payload by texts, secrets withheld.
+
+    Rejects variables named *VISIBLE_DEVICES*, which Ray sets, and values that cannot be read.
+    """
     settings = draft.payload["pool_settings"]
     if not isinstance(settings.get("env"), dict):
         return
@@ -185,7 +212,7 @@ def _environment(draft: Draft) -> None:
 
 
 def _devices_per_node(draft: Draft) -> Any:
-    """Return the devices of each host of a joined cluster; None where all runs on this host."""
+    """Return `device.devices_per_node`, unchecked; None unless the run joins a Ray cluster."""
     runtime = draft.payload["runtime"]
     is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
     if is_local or choose_cluster(runtime.get("address")).address is None:
@@ -194,9 +221,11 @@ def _devices_per_node(draft: Draft) -> Any:
 
 
 def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
-    """Return the processes per node for `8` or `[8, 8]`; empty where it is empty or rejected.
+    """Return the processes per node for a `size` such as 8 or [8, 8]; [] for [] or a wrong size.
 
-    A count beyond `per_node` fills whole nodes.
+    path:     key of the size, for problems
+    per_node: devices of a host, or None; a count above it must be a multiple and fills whole hosts
+    Wrong sizes are rejected.
     """
     sizes = size if isinstance(size, list) else [size]
     if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
@@ -225,7 +254,10 @@ def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
 
 
 def set_max_new_tokens(draft: Draft) -> None:
-    """Set an absent `max_new_tokens` to the sequence length minus the prompt length."""
+    """Set an absent `max_new_tokens` to seq_length - max_prompt_length, at least 1.
+
+    Rejects a sequence length that leaves no room for a response.
+    """
     actor, training = draft.payload[Role.ACTOR_ROLLOUT.value], draft.payload["training"]
     if actor.get("max_new_tokens") is not None:
         return
@@ -247,7 +279,7 @@ def set_max_new_tokens(draft: Draft) -> None:
 
 
 def make_paths_absolute(payload: Tree) -> None:
-    """Make paths absolute, as workers have other working directories."""
+    """Make the paths of PATHS absolute in place and expand `~`: workers run in other folders."""
     for section, keys in PATHS.items():
         for key in keys if payload[section] is not None else ():
             value = payload[section].get(key)

@@ -1,4 +1,4 @@
-"""The configuration before it is typed: plain values, their YAML keys, and problems so far."""
+"""The configuration before its types are checked: plain values, their YAML keys, and problems."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ Tree: TypeAlias = dict[str, Any]
 
 
 def set_default(section: Tree, key: str, value: Any) -> None:
-    """Set a key that the YAML leaves out or sets to null."""
+    """Set a key of `section` in place where it is absent or None."""
     if section.get(key) is None:
         section[key] = value
 
 
-def flat_place(loc: Sequence[int | str]) -> list[str]:
-    """Return a place in the payload without the parts that the YAML lays flat into a role."""
+def yaml_parts(loc: Sequence[int | str]) -> list[str]:
+    """Return a pydantic location as strings, without `architecture` and `optimizer`.
+
+    The YAML writes the keys of these two sections directly into the section of a role.
+    """
     return [
         str(part)
         for depth, part in enumerate(loc)
@@ -34,31 +37,31 @@ class Draft:
 
     payload: Tree = field(default_factory=dict)
     origins: dict[tuple[str, str], str] = field(default_factory=dict)  # (role, key) -> YAML key
-    spelled: dict[str, str] = field(default_factory=dict)  # usual key -> as the YAML nests it
+    spelled: dict[str, str] = field(default_factory=dict)  # key -> its path in actor_rollout_ref
     problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # YAML keys that later rules must not judge
-    notes: dict[str, list[str]] = field(default_factory=dict)  # what it means -> of which keys
+    notes: dict[str, list[str]] = field(default_factory=dict)  # remark -> keys it applies to
 
     def reject(self, problem: Problem, path: str = "") -> None:
-        """Add a problem and mark its key as broken. path: the broken key, if it is another"""
+        """Add a problem and mark a key as broken: `path` if given, else the problem's key."""
         self.problems.append(problem)
         self.broken.add(path or problem.key)
 
     def note(self, meaning: str, key: str) -> None:
-        """Add a legal key to the note of this meaning, which is printed once for all its keys."""
+        """Record the remark `meaning` about a legal key, once. Keys of one remark share a line."""
         keys = self.notes.setdefault(meaning, [])
         if key not in keys:
             keys.append(key)
 
     def add_problems(self, found: Iterable[Problem]) -> None:
-        """Keep the problems that depend on no broken key, with keys as the user wrote them."""
+        """Add the problems that depend on no broken key, with keys spelled as in the YAML."""
         for problem in found:
             if not problem.depends_on(self.broken):
                 self.problems.append(problem.rename_keys(lambda key: self.path(key.split("."))))
 
     def path(self, loc: Sequence[int | str]) -> str:
-        """Return the YAML key of a place in the payload."""
-        parts = flat_place(loc)
+        """Return the dotted key, as the user's YAML has it, of a location in the payload."""
+        parts = yaml_parts(loc)
         parts[0] = parts[0].replace("pool_settings", "resource_pool")
         role, key, part = (*parts, "", "", "")[:3]
         if (f"{role}.{key}", part) in self.origins:
@@ -70,7 +73,10 @@ class Draft:
         return ".".join(parts)
 
     def mapping(self, path: str, value: Any) -> Tree:
-        """Return the keys of a section; reject a value that is no section."""
+        """Return `value` if it is a dict, else {}. Rejects other values than a dict or None.
+
+        path: key of the value, for the problem
+        """
         if value is None or isinstance(value, dict):
             return value or {}
         self.reject(
@@ -80,8 +86,8 @@ class Draft:
         )
         return {}
 
-    def known(self, section: str, values: Tree, keys: set[str]) -> Tree:
-        """Return the values of keys that the section has; add a problem for each other key."""
+    def keep_known(self, section: str, values: Tree, keys: set[str]) -> Tree:
+        """Return the part of `values` with names in `keys`; add a problem for each other name."""
         for name in sorted(values.keys() - keys):
             path = self.spelled.get(f"{section}.{name}", "")
             self.problems.append(unknown_key(section, name, keys, path))
@@ -92,7 +98,7 @@ class Dialect(Protocol):
     """Translates the YAML of another toolkit before the values are typed; see `compat`."""
 
     def translate(self, draft: Draft, sections: Tree, nested: bool) -> None:
-        """Change the sections in place.
+        """Replace the other toolkit's keys in `sections` in place; report problems to the draft.
 
         sections: keys with underscores, roles at the top level
         nested:   the tree has `actor_rollout_ref`
@@ -101,4 +107,4 @@ class Dialect(Protocol):
     def tokenizer_vocabulary(
         self, draft: Draft, sections: Tree, model: str, architecture: Tree
     ) -> None:
-        """Add `vocab_size` to an architecture of the YAML that leaves it out."""
+        """Set an absent `vocab_size` of `architecture` (`model.<model>`) in place."""

@@ -15,7 +15,10 @@ from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """Return plain values by YAML key: architectures per model, optimizers flat in their role."""
+    """Return the complete configuration as plain values under the keys of the YAML.
+
+    Architectures are under `model.<name>`, optimizer keys directly in their role's section.
+    """
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
     if config.critic is None:
@@ -27,7 +30,7 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Format `to_tree` as text."""
+    """Return `to_tree` as YAML text."""
     text = yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100)
     return str(text)
 
@@ -35,9 +38,11 @@ def to_yaml(config: RunConfig) -> str:
 def _role_tree(
     role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the section of a role, and add its architecture to `models`.
+    """Return the YAML section of a role, and add its architecture to `models` under its name.
 
-    Architecture keys in which it differs from another role of that model stay in the section.
+    values: fields of the role; `architecture` and `optimizer` are removed from it
+    Where `models` has that name already, the architecture keys that differ go into the section.
+    A reward without an architecture keeps only the keys that its kind reads.
     """
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """A part of the PPO loop that runs in worker processes."""
+    """A model or function of the PPO loop that runs in worker processes."""
 
     ACTOR_ROLLOUT = "actor_rollout"  # the policy that learns
     ROLLOUT = "rollout"  # generates with the actor's weights, in the actor's pool
@@ -17,7 +17,7 @@ class Role(str, Enum):
 
 
 CONFIGURED = tuple(role for role in Role if role not in (Role.ROLLOUT, Role.SCORER))
-"""Roles with a section and a place of their own in the configuration."""
+"""Roles that have a section and a placement in the configuration."""
 
 
 class LoadBalancing(str, Enum):
@@ -31,17 +31,17 @@ class Stage(str, Enum):
     """Training algorithm."""
 
     RAY_PPO = "ray_ppo"  # with a critic
-    RAY_GRPO = "ray_grpo"  # without: advantages from several responses, or from returns alone
+    RAY_GRPO = "ray_grpo"  # no critic: advantages from several responses, or from returns alone
     RAY_ONLINE_DPO = "ray_online_dpo"  # the better of two responses is preferred to the other
 
 
 class AdvEstimator(str, Enum):
-    """Advantage estimators of the package; `config.estimators` lists their needs."""
+    """Advantage estimators of the package; `config.estimators` lists what each needs."""
 
     GAE = "gae"  # needs a critic
     GRPO = "grpo"  # z-score within the group of a prompt
-    DR_GRPO = "dr_grpo"  # the same, not divided by the standard deviation
-    RLOO = "rloo"  # minus the mean of the others in the group
+    DR_GRPO = "dr_grpo"  # GRPO without division by the standard deviation
+    RLOO = "rloo"  # minus the mean of the other responses to the prompt
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"  # rewards to go, whitened over the batch
     REINFORCE_PLUS_PLUS_BASELINE = (
         "reinforce_plus_plus_baseline"  # minus the group's mean, whitened
@@ -136,7 +136,7 @@ class Recompute(str, Enum):
 
 
 class RecomputeMethod(str, Enum):
-    """Layers that `Recompute.FULL` is about, within each stage or chunk."""
+    """Layers of each stage or chunk that `Recompute.FULL` recomputes."""
 
     UNIFORM = "uniform"  # all, in groups of recompute_num_layers, whose inputs are kept
     BLOCK = "block"  # the first recompute_num_layers, each by itself
@@ -226,7 +226,7 @@ class DeviceKind(str, Enum):
 
 
 class HealthRule(str, Enum):
-    """Illnesses of a run that `reporting.health` looks for."""
+    """Signs of a failing run that `reporting.health` looks for."""
 
     ENTROPY_COLLAPSE = "entropy_collapse"  # the policy has become certain of nearly every token
     KL_RUNAWAY = "kl_runaway"  # the policy has left the reference
@@ -239,10 +239,10 @@ class HealthRule(str, Enum):
 
 
 class ConsoleMode(str, Enum):
-    """What the console shows of a run."""
+    """Form of a run's output on the console."""
 
     AUTO = "auto"  # live on a terminal, else line
     LINE = "line"  # `iteration: i / N | key : value | ...`, as MindSpeed-LLM
     SHORT = "short"  # one aligned line
-    LIVE = "live"  # a view that changes in its place
-    QUIET = "quiet"  # warnings, errors and the end
+    LIVE = "live"  # a view that is redrawn
+    QUIET = "quiet"  # warnings, errors and the last line

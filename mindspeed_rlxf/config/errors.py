@@ -9,13 +9,13 @@ from os import PathLike
 from mindspeed_rlxf.config.suggest import format_value
 from mindspeed_rlxf.files.printable import printable
 
-MAX_LINE = 8000  # characters of a line for people, whatever value it quotes
+MAX_LINE = 8000  # characters of a problem as text; a longer one is cut
 REF = "\0"
 """Marks the start and end of a key inside a text, see `ref`. No YAML, path or flag has it."""
 
 
 def ref(key: object) -> str:
-    """Mark a key inside the text of a rule or a remedy, so that it can be found and renamed."""
+    """Return the key between REF marks, for texts of problems: `Problem` finds and renames it."""
     return f"{REF}{key}{REF}"
 
 
@@ -40,16 +40,16 @@ class Problem:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key that decides whether the rule is broken."""
+        """Keys that the rule depends on: `key`, `reads`, and those marked in `rule`."""
         named = [part for part in (self.key, *self.reads) if part]
         return (*named, *self.rule.split(REF)[1::2])
 
     def depends_on(self, paths: Collection[str]) -> bool:
-        """Whether the rule depends on one of these keys, or on a key in one of these sections."""
+        """Return whether one of `keys` is in `paths`, or lies in a section of `paths`."""
         return any(key == path or key.startswith(f"{path}.") for key in self.keys for path in paths)
 
     def rename_keys(self, spell: Callable[[str], str]) -> Problem:
-        """Return the same problem with every key as `spell` writes it."""
+        """Return a copy with every key, those marked in texts too, replaced by `spell(key)`."""
         return replace(
             self,
             key=spell(self.key),
@@ -74,7 +74,7 @@ def _rename(text: str, spell: Callable[[str], str]) -> str:
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct: all problems; as text one line for each.
+    """Mistakes that the user can correct, at least one; as text one line per problem.
 
     The command prints one `error:` line per problem and exits with 2.
     """

@@ -10,11 +10,12 @@ from mindspeed_rlxf.config.enums import AdvEstimator, KlIn, LossNormalizer
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """
-    needs_critic:   reads values; for stage ray_ppo, the others for ray_grpo
+    """Needs of one advantage estimator.
+
+    needs_critic:   reads a critic's values: True for stage ray_ppo, False for ray_grpo
     compares_group: needs several responses to a prompt, which stay on one rank
     reads_greedy:   needs the score of a greedy response to each prompt
-    discounts:      works with the reward of each token; the others with the total of a response
+    discounts:      reads the reward of each token; False = the total score of a response
     whitens:        advantages are whitened over the batch unless the YAML sets it
     defaults:       other keys of `algorithm` -> their defaults for this estimator
     """
@@ -44,4 +45,4 @@ TRAITS: dict[str, EstimatorTraits] = {
     ),
     AdvEstimator.REMAX.value: EstimatorTraits(reads_greedy=True, discounts=True),
 }
-"""By the word of `algorithm.adv_estimator`; `algorithms.estimators` has the functions."""
+"""Name in `algorithm.adv_estimator` -> traits; `algorithms.estimators` has the functions."""

@@ -18,18 +18,21 @@ Strings: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 Integers: TypeAlias = Annotated[tuple[int, ...], Strict(False)]
 
 RULES_LATER = "rules later"
-"""Context of a validation that checks types and limits only; the caller checks `broken_rules`."""
+"""Pydantic context that skips `broken_rules`; the caller checks them afterwards."""
 
 
 class Section(BaseModel):
-    """A section of the configuration: written once, no unknown keys, no silent conversion."""
+    """A section of the configuration: immutable, without unknown keys and silent conversion."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules between keys of this section; keys are named as fields."""
+        """Yield a problem for each broken rule between keys of this section; none here.
+
+        Keys in problems are names of fields.
+        """
         yield from ()
 
     @model_validator(mode="after")
@@ -40,5 +43,8 @@ class Section(BaseModel):
 
 
 def key(default: Any, description: str, resume: Resume = "fixed", **limits: Any) -> Any:
-    """Define a field: default (`...` = required), meaning, resume rule and limits."""
+    """Return a pydantic Field: default (`...` = required), meaning for the docs, resume rule.
+
+    limits: of the value, as `ge=1`
+    """
     return Field(default, description=description, json_schema_extra={"resume": resume}, **limits)

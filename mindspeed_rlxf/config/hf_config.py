@@ -25,10 +25,10 @@ FAMILIES = {
     "qwen3_moe": {"add_qkv_bias": False, "qk_layernorm": True},
     "mixtral": {"add_qkv_bias": False, "qk_layernorm": False},
 }
-"""model_type -> fields that its config.json does not have."""
+"""Supported model_type -> fields of ArchitectureConfig that its config.json does not have."""
 
 HEAD_DIM = {"qwen3": 128}
-"""head_dim of a config.json without one, where it is not hidden_size / heads."""
+"""model_type -> head_dim where config.json has none; for other types hidden_size / heads."""
 
 
 MOST = {
@@ -56,12 +56,11 @@ OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
 
 def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
-    """Read and check config.json of a Hugging Face folder.
+    """Return the content of config.json of a Hugging Face folder, checked by `find_bad_fields`.
 
-    Fields are of a right type and size. wanted: the kind of folder that the user should have given
-
-    wanted: the kind of folder that the user should have given, for the messages
-    Errors: ValueError when it is missing, is a link out of the folder, or is not JSON.
+    wanted: the kind of folder that the user should give, for messages
+    Errors: ValueError when the folder or file is missing, the file is a link out of the folder or
+    no JSON object, or a field is bad.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -82,9 +81,11 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 
 
 def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each single field of a config.json with a wrong type or size.
+    """Yield a line for each number out of bounds, and each object, text or list of a wrong type.
 
-    Readers make a list per layer and a table per token, so sizes are bounded first.
+    Fields of nested `*_config` objects too. Absent fields are fine, and so is text in place of a
+    number, which `parse_architecture` refuses. Bounds keep later code from allocating a list per
+    layer, or a table per token, of a false number.
     """
     for name, most in MOST.items():
         value = config.get(name)
@@ -105,19 +106,22 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
 
 
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of ArchitectureConfig in config.json; None for those it leaves out.
+    """Return the fields of a config.json by their names in ArchitectureConfig.
 
+    None = neither config.json nor transformers has a value. The model type is not checked.
     Errors: ValueError when a field is of another type than transformers writes.
     """
     try:
-        return _fields(config) | _expert_fields(config)
+        return _dense_fields(config) | _expert_fields(config)
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"config.json: a field has a wrong type ({error}); correct it") from None
 
 
-def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of attention, MLP and embeddings that a config.json gives.
+def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of attention, MLP and embeddings of a config.json.
 
+    Absent fields are None, or have the default of transformers (key-value heads, head width, rotary
+    base, tying).
     transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
     and `rope_scaling` at the top.
     """
@@ -152,9 +156,9 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of experts that a config.json gives; `num_experts` None = dense.
+    """Return the fields of experts of a config.json; only `num_experts`: None for a dense model.
 
-    transformers 5 writes `num_local_experts` for both families.
+    transformers 5 writes `num_local_experts` for both families with experts.
     """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
@@ -169,7 +173,11 @@ def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_unsupported(config: dict[str, Any]) -> list[str]:
-    """List what config.json asks for and no model here has, as `name: possible, config.json`."""
+    """List settings of a config.json that this package does not support; [] = all supported.
+
+    Each as `name: supported value, value in config.json`. A setting that makes the others
+    meaningless, such as an unknown model_type, is listed alone.
+    """
     if config.get("model_type") not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
     if config.get("attention_bias") or config.get("mlp_bias"):
@@ -198,10 +206,9 @@ def find_disagreements(
 ) -> list[str]:
     """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
 
-    What no model here supports comes first, alone.
-
-    A YAML may allow shorter sequences than config.json: that changes no number.
-    scored: the role has a score head, for which tying does not matter
+    If config.json has settings that `find_unsupported` lists, return those alone. A YAML may allow
+    shorter sequences than config.json, which changes no result.
+    scored: the role has a score head in place of the output layer, so tying does not matter
     """
     if found := find_unsupported(config):
         return found

@@ -53,6 +53,7 @@ NESTED_ROLES = "actor_rollout_ref"
 
 
 def fields(section: type[BaseModel]) -> set[str]:
+    """Return the names of a section's fields."""
     return set(section.model_fields)
 
 
@@ -61,7 +62,8 @@ OPTIMIZER_KEYS = fields(OptimizerConfig)
 
 
 def role_keys(role: Role) -> set[str]:
-    """Return the YAML keys of a role's section: its own, its architecture's, its optimizer's."""
+    """Return the keys that the YAML section of a role may have, those of its architecture and
+    optimizer included."""
     own = fields(ROLE_SECTIONS[role])
     optimizer = OPTIMIZER_KEYS if "optimizer" in own else set()
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
@@ -71,16 +73,19 @@ RULE_KEYS = (
     "kind", "rules", "verifier", "sandbox", "function", "functions", "allow_changed_function",
     "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
 )  # fmt: skip
-"""Of the section reward: all that is read where no model scores."""
+"""Keys of the section reward that are read with `kind: rule`."""
 CLASSIFIER_KEYS = (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16")
-"""Of the section reward: all that is read where a model of Hugging Face scores."""
+"""Keys of the section reward that are read with `kind: huggingface`."""
 
 SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "model_weight", "save"}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
 
 
 def known_keys() -> dict[str, set[str]]:
-    """Map each section of the YAML but `model` and `resource_pool` to its keys."""
+    """Map each section of the YAML to the keys it may have; sections within others are dotted.
+
+    Without `model` and `resource_pool`, whose keys are names of the user's choice.
+    """
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
     known["reward.sandbox"] = fields(SandboxConfig)
@@ -97,9 +102,10 @@ TOP_LEVEL = {
 
 
 def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
-    """Make the problem of a key that `section` (`""` = top level) does not have.
+    """Return the problem of a key `name` that `section` (`""` = top level) does not have.
 
-    path: how the YAML spells the key where that differs from `section.name`.
+    known: keys of the section; the nearest one, else a section that has the key, is the remedy
+    path:  how the YAML spells the key where that differs from `section.name`
     """
     prefix = f"{section}." if section else ""
     homes = [f"{other}.{name}" for other, names in known_keys().items() if name in names]

@@ -52,36 +52,39 @@ from mindspeed_rlxf.config.schema import (
 from mindspeed_rlxf.config.suggest import closest, format_value
 
 AUTO = "auto"
-"""`model: auto` takes the architecture from the folder that a role loads."""
+"""Value of a role's `model` that takes the architecture from config.json of its `load` folder."""
 
 WITHOUT_ARCHITECTURE = {
     RewardKind.RULE.value: RULE_KEYS,
     RewardKind.HUGGING_FACE.value: CLASSIFIER_KEYS,
 }
-"""Kind of reward whose model is not one of ours -> keys that it reads."""
+"""Kind of reward without a Megatron model -> keys that it reads."""
 
 VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs")
 """Sections whose keys are names that the user chose."""
 
 
 def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> Draft:
-    """Shape the YAML like RunConfig, and add the defaults that depend on other keys.
+    """Return the YAML's values in the shape of RunConfig, with defaults that depend on other keys.
 
-    dialect: translates words of another toolkit first
+    Types are not checked. Mistakes become problems of the draft; none is raised. Plugins and files
+    of reward functions are run.
+    name:    of the config
+    dialect: translator of another toolkit's keys
     """
     draft = Draft()
-    sections = _sections(draft, tree)
+    sections = _make_sections(draft, tree)
     if dialect:
         nested = any(str(key).replace("-", "_") == NESTED_ROLES for key in tree)
         dialect.translate(draft, sections, nested)
     draft.payload = {"name": name, "dry_run": sections.pop("dry_run", False)}
     for section, schema in PLAIN_SECTIONS.items():
-        draft.payload[section] = draft.known(section, sections[section], fields(schema))
+        draft.payload[section] = draft.keep_known(section, sections[section], fields(schema))
     algorithm = draft.payload["algorithm"]
     if isinstance(keys := algorithm.get("kl_ctrl"), dict):
-        algorithm["kl_ctrl"] = draft.known("algorithm.kl_ctrl", keys, fields(KlControlConfig))
-    draft.payload["training"] = _training(draft, sections["training"], name)
-    _roles(draft, sections, dialect)
+        algorithm["kl_ctrl"] = draft.keep_known("algorithm.kl_ctrl", keys, fields(KlControlConfig))
+    draft.payload["training"] = _make_training(draft, sections["training"], name)
+    _make_roles(draft, sections, dialect)
     set_stage_defaults(draft)
     place_roles(draft, sections)
     set_max_new_tokens(draft)
@@ -89,10 +92,11 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
     return draft
 
 
-def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
-    """Return every known section as a dict; report unknown ones.
+def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
+    """Return every section of TOP_LEVEL as a dict, {} where absent; report unknown sections.
 
-    Keys are written with underscores, and `actor_rollout_ref` is unfolded.
+    Keys get underscores, `runtime: WORD` becomes {kind: WORD}, and roles inside
+    `actor_rollout_ref` move to the top level. A value that is no section is rejected.
     """
     sections = _underscore_keys(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
@@ -112,9 +116,9 @@ def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
 
 
 def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
-    """Replace "-" in keys by "_"; names that the user chose (VERBATIM) stay as they are.
+    """Return the tree with "_" for "-" in keys; keys inside VERBATIM sections stay unchanged.
 
-    Reports a key that is given in both spellings.
+    Reports a key that is given in both spellings. prefix: of the keys in that problem
     """
     result: Tree = {}
     for spelled, value in tree.items():
@@ -129,29 +133,30 @@ def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree
 
 
 def _unfold(draft: Draft, sections: Tree) -> None:
-    """Merge the roles under `actor_rollout_ref` into those of the top level, key by key.
+    """Move the keys of roles under `actor_rollout_ref` into the roles at the top level, in place.
 
-    Rejects a key that has two values.
+    Rejects a key that has different values in the two sections.
     """
     known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
-    for role, values in draft.known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():
+    for role, values in draft.keep_known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():
         for key, value in draft.mapping(f"{NESTED_ROLES}.{role}", values).items():
             path = f"{NESTED_ROLES}.{role}.{key}"
-            there = sections[role].setdefault(key, value)
-            if there is not value and there != value:  # a nan equals nothing
+            kept = sections[role].setdefault(key, value)
+            if kept is not value and kept != value:  # `is` for NaN, which differs from itself
                 draft.reject(
                     Problem(path, f"and {ref(f'{role}.{key}')} are the same key", remedy="keep one")
                 )
             draft.spelled[f"{role}.{key}"] = path
 
 
-def _training(draft: Draft, values: Tree, name: str) -> Tree:
-    """Return the section training without the shared keys of roles, with its defaults.
+def _make_training(draft: Draft, values: Tree, name: str) -> Tree:
+    """Return the fields of TrainingConfig; keys that `training` shares with roles are left out.
 
-    name: default of `run_name`. Loads the plugins.
+    Sets absent `run_name` (to the config's `name`) and `output_dir`. Runs the files of `plugins`
+    and replaces each by its path and SHA-256; one that fails is rejected.
     """
     own = fields(TrainingConfig)
-    known = draft.known("training", values, own | SHARED_KEYS).items()
+    known = draft.keep_known("training", values, own | SHARED_KEYS).items()
     training = {key: value for key, value in known if key in own}
     set_default(training, "run_name", name)
     set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
@@ -165,11 +170,16 @@ def _training(draft: Draft, values: Tree, name: str) -> Tree:
     return training | {"plugins": loaded}
 
 
-def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
-    """Put each role's section into the payload, merged from model, training and its own keys."""
+def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
+    """Put each role's section into the payload, merged from model, training and its own keys.
+
+    `critic` is None where the stage has no critic. Runs files of reward functions, rejects models
+    that do not exist, and notes keys that no role reads.
+    """
     known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
     models = {
-        name: draft.known(f"model.{name}", keys, known) for name, keys in sections["model"].items()
+        name: draft.keep_known(f"model.{name}", keys, known)
+        for name, keys in sections["model"].items()
     }
     training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
     for role in CONFIGURED:
@@ -180,17 +190,17 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
                 remedy = "remove the section critic ('~critic' on the command line)"
                 draft.reject(Problem("training.stage", "has no critic", stage, remedy), role.value)
             continue
-        own = draft.known(role.value, sections[role.value], role_keys(role))
+        own = draft.keep_known(role.value, sections[role.value], role_keys(role))
         if role is Role.REWARD:
             read_functions(draft, own)
             if isinstance(keys := own.get("sandbox"), dict):
-                own["sandbox"] = draft.known("reward.sandbox", keys, fields(SandboxConfig))
+                own["sandbox"] = draft.keep_known("reward.sandbox", keys, fields(SandboxConfig))
         if str(own.get("kind")) in WITHOUT_ARCHITECTURE:
-            _reward_without_architecture(draft, own, sections["training"])
+            _make_reward_section(draft, own, sections["training"])
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:
-            architecture = _from_folder(draft, role, own.get("load", training.get("load")))
+            architecture = _read_architecture(draft, role, own.get("load", training.get("load")))
         else:
             architecture = models.get(str(chosen))
             if dialect and architecture is not None and "vocab_size" not in own:
@@ -198,8 +208,8 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
         layers = {f"model.{chosen}": architecture or {}, "training": training}
         merged = _merge(draft, role, {**layers, role.value: own})
         if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
-            del merged["micro_batch_size"]  # tokens are counted in its place
-        draft.payload[role.value] = _typed_shape(role, merged)
+            del merged["micro_batch_size"]  # max_tokens_per_micro_batch replaces it
+        draft.payload[role.value] = _nest_sections(role, merged)
         if architecture is None:
             del draft.payload[role.value]["architecture"]
             if chosen != AUTO:
@@ -207,8 +217,12 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
     _note_unread(draft, training, models)
 
 
-def _reward_without_architecture(draft: Draft, own: Tree, training: Tree) -> None:
-    """Keep what a rule, or a classifier of Hugging Face, reads; note the rest."""
+def _make_reward_section(draft: Draft, own: Tree, training: Tree) -> None:
+    """Put the reward's section into the payload, for a kind in WITHOUT_ARCHITECTURE.
+
+    own, training: sections of the YAML. Keys that the kind does not read are left out, with a note.
+    An absent `load` of a classifier is taken from `training`.
+    """
     keys = WITHOUT_ARCHITECTURE[own["kind"]]
     draft.payload[Role.REWARD.value] = {key: own[key] for key in keys if key in own}
     if "load" in keys and "load" in training:
@@ -219,7 +233,7 @@ def _reward_without_architecture(draft: Draft, own: Tree, training: Tree) -> Non
 
 
 def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
-    """Note shared keys that no role of this run reads, and models that no role uses."""
+    """Add notes for keys of `training` and `model` that no role reads, and for unused models."""
     sections = {role: draft.payload[role.value] or {} for role in CONFIGURED}
     roles = {role: str(keys["model"]) for role, keys in sections.items() if "model" in keys}
     read = set().union(*map(role_keys, roles))
@@ -233,8 +247,11 @@ def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> No
         draft.note("no role uses it", f"model.{name}")
 
 
-def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
-    """Read the architecture from config.json in the folder that a role loads."""
+def _read_architecture(draft: Draft, role: Role, load: Any) -> Tree | None:
+    """Return the architecture in config.json of the folder `load`, without absent fields.
+
+    None, with a problem, where the folder or the model cannot be used.
+    """
     path = f"{role.value}.load"
     try:
         if not isinstance(load, str):
@@ -253,9 +270,10 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
 
 
 def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Merge the layers, the weakest first.
+    """Return the keys that the role has, merged from `layers`; a later layer wins.
 
-    Keep the keys that the role has, and note their origin.
+    layers: section of the YAML -> its keys
+    Records in `draft.origins` which section each value came from.
     """
     merged: Tree = {"offload": _merge_offload(draft, role, layers)}
     for section, values in layers.items():
@@ -267,16 +285,16 @@ def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
 
 
 def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Merge the sections `offload` key by key.
+    """Return the section `offload`, merged from `layers` key by key; a later layer wins.
 
-    A shared `optimizer` is meant for the roles that have one.
+    `optimizer` of a shared section is ignored for a role without an optimizer. Records origins.
     """
     merged: Tree = {}
     learns = "optimizer" in fields(ROLE_SECTIONS[role])
     for section, values in layers.items():
         path = draft.spelled.get(f"{section}.offload", f"{section}.offload")
         given = draft.mapping(path, values.get("offload"))
-        for key, value in draft.known(path, given, fields(OffloadConfig)).items():
+        for key, value in draft.keep_known(path, given, fields(OffloadConfig)).items():
             if key == "optimizer" and not learns and section != role.value:
                 continue
             merged[key] = value
@@ -284,8 +302,8 @@ def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree
     return merged
 
 
-def _typed_shape(role: Role, merged: Tree) -> Tree:
-    """Sort flat YAML keys into the role's own, its architecture's and its optimizer's."""
+def _nest_sections(role: Role, merged: Tree) -> Tree:
+    """Return `merged` with the keys of architecture and optimizer in sections of these names."""
     nested = {"architecture": ARCHITECTURE_KEYS}
     if "optimizer" in fields(ROLE_SECTIONS[role]):
         nested["optimizer"] = OPTIMIZER_KEYS
@@ -299,7 +317,7 @@ def _typed_shape(role: Role, merged: Tree) -> Tree:
 def _report_missing_model(
     draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]
 ) -> None:
-    """Reject a role's model that the YAML does not define, or that is not given."""
+    """Reject a role's `model` (`chosen`) that is None or not among `models`."""
     path = draft.origins.get((role.value, "model"), f"{role.value}.model")
     guess = closest(str(chosen), models)
     remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"

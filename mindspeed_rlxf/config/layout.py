@@ -1,4 +1,4 @@
-"""The place of a rank in the tensor, data and pipeline parallel groups of its role."""
+"""The coordinates of a rank in the tensor, data and pipeline parallel groups of its role."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Megatron's default order tp-dp-pp: rank = tp_rank + tp * (dp_rank + dp * pp_rank)."""
+    """Parallel sizes of a role, and the coordinates of its ranks.
+
+    Megatron's default order tp-dp-pp: rank = tp_rank + tp * (dp_rank + dp * pp_rank).
+    """
 
     world_size: int
     tp: int = 1
@@ -22,7 +25,7 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """Replicas of the model."""
+        """Data-parallel size: number of replicas of the model."""
         return self.world_size // (self.tp * self.pp)
 
     def tp_rank(self, rank: int) -> int:
@@ -35,18 +38,19 @@ class ParallelLayout:
         return rank // (self.tp * self.dp)
 
     def is_leader(self, rank: int) -> bool:
-        """Whether a rank returns the results of its replica: TP rank 0 of the last stage."""
+        """Return whether a rank is the one of its replica that returns results: TP rank 0 of the
+        last pipeline stage."""
         return self.tp_rank(rank) == 0 and self.pp_rank(rank) == self.pp - 1
 
     def leaders(self) -> list[int]:
-        """Leader ranks ordered by data-parallel rank."""
+        """Return the leader rank of each replica, ordered by data-parallel rank."""
         return [rank for rank in range(self.world_size) if self.is_leader(rank)]
 
 
 def count_per_node(processes: Sequence[int], first: int, count: int) -> list[int]:
-    """Count the ranks `first` to `first + count - 1` on each node that has any of them.
+    """Return how many of the ranks first, ..., first + count - 1 each node runs, without zeros.
 
-    processes: number of ranks of each node; ranks fill one node after the other
+    processes: ranks of each node; rank numbers fill one node after the other
     """
     ends = list(accumulate(processes))
     spans = zip((0, *ends), ends, strict=False)

@@ -1,7 +1,10 @@
-"""Bytes that each part of a run takes: one function for each row of `docs/memory.md`.
+"""Predicted memory and disk of a run: one function for each row of `docs/memory.md`.
 
-`numbers` are parameters that one rank holds, `itemsize` the bytes of a weight or an activation (2
-in bf16, 4 in fp32). Results are bytes on one rank unless a docstring says otherwise.
+numbers:  count of scalar parameters on one rank
+itemsize: bytes of a weight or an activation (2 in bf16, 4 in fp32)
+a:        architecture of the model
+tp:       tensor-parallel size
+Results are for one rank unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -17,27 +20,30 @@ from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank, qkv_row
 FP32 = 4
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
 PREFILL_TOKENS = 16384  # tokens of one prefill pass at most (one row at least)
+EXCHANGE_TOKENS = 4096  # that the ranks of an expert-parallel group exchange at once, together
 PAGE = 64  # tokens by which the KV cache of a row grows
 GROWTH = 2 * PAGE  # tokens that a row has room for when it enters a cache of limited size
 
 
 def itemsize(role: RoleConfig) -> int:
-    """Bytes of one weight or activation of a role."""
+    """Return the bytes of one weight or activation of a role: 2 with bf16, else 4."""
     return 2 if role.bf16 else FP32
 
 
 def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
-    """Return the size of Megatron's gradient buffer, in numbers (`sizes`: of each parameter).
+    """Return the length of Megatron's gradient buffer, in numbers.
 
-    The distributed optimizer starts each parameter at a multiple of 64 and cuts the whole in `dp`
-    equal parts, a multiple of 128; its weights lie in a buffer of the same size.
+    sizes:       numbers of each parameter
+    distributed: with the distributed optimizer the buffer is padded, so that each parameter starts
+                 at a multiple of 64 and the length is a multiple of 128 and of `dp`; its weights
+                 are in a buffer of the same length
     """
     if not distributed:
         return sum(sizes)
-    return _filled(sum(_filled(size, 64) for size in sizes), lcm(dp, 128))
+    return _round_up(sum(_round_up(size, 64) for size in sizes), lcm(dp, 128))
 
 
-def _filled(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
@@ -52,20 +58,23 @@ def gradient_bytes(numbers: int) -> int:
 
 
 def optimizer_bytes(numbers: int, itemsize: int, shards: int) -> int:
-    """Return the bytes of Adam's two fp32 moments, and of the fp32 copy of weights that are bf16.
+    """Return the bytes of Adam's two fp32 moments, and of the fp32 copy of bf16 weights.
 
-    shards: ranks that share it, DP with the distributed optimizer, else 1.
+    shards: ranks that divide the state: DP with the distributed optimizer, else 1
     """
     return numbers // shards * optimizer_number_bytes(itemsize)
 
 
 def optimizer_number_bytes(itemsize: int) -> int:
-    """Return the bytes of the optimizer's state for one parameter."""
+    """Return the bytes of Adam's state for one scalar parameter: 8, or 12 for bf16 weights."""
     return (2 if itemsize == FP32 else 3) * FP32
 
 
 def optimizer_step_bytes(numbers: int, shards: int) -> int:
-    """Return the bytes of all second moments' square roots, which torch's Adam holds at once."""
+    """Return the bytes of the square roots of all second moments, a temporary of torch's Adam.
+
+    shards: ranks that divide the optimizer's state
+    """
     return numbers // shards * FP32
 
 
@@ -74,15 +83,16 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes of activations that one layer keeps for its backward pass.
 
-    What is kept:
-    - by each of two norms: its input in fp32, the normed value and the output
-    - by attention: its projections, the rotated queries and keys, cosines and sines, the output
-      twice, and the log of the normaliser. Ranks that share a key-value group gather the
+    Of a micro-batch of `tokens`. The activations kept are:
+    - of each of two norms: the input in fp32, the normed value and the output
+    - of attention: projections, rotated queries and keys, cosines and sines, the output twice,
+      and the log of the softmax's divisor. Ranks that share a key-value group gather the
       projections of all ranks
-    - by the gated MLP: its two halves together, the activated half, the other half, their product
-    - by experts: the same for each token sent to them, its hidden state, and the product times
-      its weight
-    - by the router: its probabilities and choices
+    - of the gated MLP: gate and up projection together, the activated gate, the up projection
+      alone, and the product of gate and up
+    - of experts: as of the MLP for each token sent to them, its hidden state, and the product
+      times the router's weight
+    - of the router: its probabilities and choices
     """
     norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
     attention = _attention_bytes(a, tokens, tp, itemsize)
@@ -92,10 +102,10 @@ def layer_activation_bytes(
 def layer_forward_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Return the most bytes of activations that one layer takes at once without gradients.
+    """Return the peak bytes of activations of one layer in a forward pass without gradients.
 
-    These are the layer's input, a norm, and the larger of attention and MLP, because activations of
-    attention are freed before the MLP begins.
+    The layer's input, one norm, and the larger of attention and MLP: attention's activations are
+    freed before the MLP begins.
     """
     norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
     entry = (tokens // tp if sequence_parallel else tokens) * a.hidden_size * itemsize
@@ -125,7 +135,10 @@ def _attention_bytes(a: ArchitectureConfig, tokens: int, tp: int, itemsize: int)
 def mlp_activation_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """The part of `layer_activation_bytes` that the MLP or the experts keep."""
+    """Return the bytes that one layer's MLP, or its experts, keep for the backward pass.
+
+    `layer_activation_bytes` includes them.
+    """
     if a.num_experts is None:
         return tokens * 5 * itemsize * a.mlp_hidden_size // tp
     expert = itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
@@ -136,11 +149,12 @@ def mlp_activation_bytes(
 def chunk_activation_bytes(
     role: LearningConfig, layer: int, mlp: int, entry: int
 ) -> tuple[int, int]:
-    """What a chunk of layers keeps for its backward pass, and what that pass computes once more.
+    """Return the bytes that a chunk of layers keeps for backward, and the bytes of a recomputation.
 
-    layer, mlp: activations of one layer, and of its MLP among them
-    entry:      hidden states that enter a layer
-    Returns bytes of each micro-batch under way, and bytes at one time beside them.
+    layer: bytes of the activations of one layer
+    mlp:   bytes of its MLP's activations, included in `layer`
+    entry: bytes of the hidden states that enter a layer
+    Returns (bytes kept for each micro-batch in flight, bytes recomputed at one time).
     """
     layers, size = role.layers_per_chunk, role.recompute_num_layers
     if role.recompute is Recompute.NONE:
@@ -149,14 +163,14 @@ def chunk_activation_bytes(
         return layers * (layer - mlp), mlp
     if role.recompute_method is RecomputeMethod.UNIFORM:
         return layers // size * entry, size * layer
-    # Layers that are kept follow the others, so that they are freed before one is recomputed.
+    # Activations that are kept are of later layers, so they are freed before one is recomputed.
     return size * entry + (layers - size) * layer, layer if size == layers else 0
 
 
 def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool) -> int:
-    """Count the tokens that a rank's experts compute in a layer, each once per expert chosen.
+    """Count the (token, chosen expert) pairs that a rank's experts compute in a layer; 0 if dense.
 
-    For routing that is balanced over the ranks. Without sequence parallel every tensor-parallel
+    Routing is taken as balanced over the ranks. Without sequence parallel every tensor-parallel
     rank sends all tokens.
     """
     return tokens * (a.moe_router_topk if a.num_experts else 0) * (1 if sequence_parallel else tp)
@@ -165,13 +179,34 @@ def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_para
 def dispatch_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Return the bytes of hidden states on their way to the experts and back: three copies."""
+    """Return the bytes of hidden states sent to the experts and back: three copies, 0 if dense."""
     dispatched = dispatched_tokens(a, tokens, tp, sequence_parallel)
     return 3 * dispatched * a.hidden_size * itemsize
 
 
+def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
+    """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
+
+    For all tokens: the routing and the results. For one exchange at a time: the tokens of all
+    ranks, their results in fp32, and for each choice of a token numbers for sorting, and the most
+    of: its result, also in fp32; a hidden state and two parts of the gated MLP; three parts of it,
+    one also in fp32.
+
+    tokens: of the rank that has the most
+    """
+    routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
+    own = tokens * (a.hidden_size * itemsize + routing)
+    together = ep * min(tokens, max(1, EXCHANGE_TOKENS // ep))
+    width = a.mlp_hidden_size // tp
+    result = a.hidden_size * (itemsize + FP32)
+    widened = a.hidden_size * itemsize + 2 * width * itemsize
+    choice = 40 + max(result, widened, width * (3 * itemsize + FP32))
+    gathered = together * a.hidden_size * (itemsize + FP32)
+    return own + gathered + together * a.moe_router_topk * choice
+
+
 def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
-    """Count the tokens of a rank's largest micro-batch of `samples` of at most `length` tokens."""
+    """Return the tokens of a rank's largest micro-batch, of `samples` of up to `length` tokens."""
     limit = role.max_tokens_per_micro_batch
     if limit is None:
         return min(role.micro_batch_size, samples) * length
@@ -179,19 +214,21 @@ def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
-    """Count the micro-batches of `samples` on a rank; where tokens are counted, at most.
+    """Return the number of micro-batches into which a rank divides `samples`.
 
-    A group of consecutive samples is closed only when it holds limit / length of them or more.
+    With `max_tokens_per_micro_batch` it is an upper bound: every micro-batch takes at least
+    limit // length samples. A virtual pipeline rounds it up to a multiple of its stages.
     """
     limit = role.max_tokens_per_micro_batch
     size = role.micro_batch_size if limit is None else max(limit // length, 1)
-    return _filled(-(-samples // size), role.micro_batch_multiple)
+    return _round_up(-(-samples // size), role.micro_batch_multiple)
 
 
 def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
-    """Count the chunks of micro-batches whose activations a stage holds at once.
+    """Return for how many forward passes a pipeline stage holds activations at the same time.
 
-    Those before its first backward pass in the 1F1B schedule, interleaved with several chunks.
+    One pass is one micro-batch through one of the stage's `chunks`. The result is the number of
+    passes before the first backward pass in the 1F1B schedule, interleaved for several chunks.
     """
     if chunks == 1:
         return min(pp - pp_rank, micro_batches)
@@ -199,71 +236,74 @@ def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int
 
 
 def stage_transfer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Return the bytes of hidden states that a stage receives and sends for one micro-batch."""
+    """Return the bytes of hidden states that a stage receives and sends for a micro-batch."""
     return 2 * tokens * hidden_size * itemsize
 
 
 def last_hidden_bytes(tokens: int, read: int, hidden_size: int, itemsize: int) -> int:
-    """Return the bytes of the last stage's hidden states, up to those that are read.
+    """Return the bytes of hidden states between the last layer and the head.
 
-    These are the final norm's input in fp32 and its output, all hidden states, and those read.
-
-    read: tokens whose log-prob or value is wanted
+    The final norm's input in fp32, its normed value and output, and a copy of the tokens read.
+    read: number of tokens whose log-prob or value is computed
     """
     return hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
 
 
 def log_prob_head_bytes(tokens: int, vocab: int, chunk: int) -> int:
-    """Return the bytes of logits, shifted logits, exponentials and a product, fp32, of one chunk.
+    """Return the bytes to compute log-probs of one chunk of tokens from hidden states.
 
-    vocab: rows of the output layer on this rank
+    Logits, shifted logits, exponentials and a product, in fp32.
+    tokens: whose log-probs are computed
+    vocab:  rows of the output layer on this rank
+    chunk:  tokens computed at one time
     """
     return 4 * FP32 * min(tokens, chunk) * vocab
 
 
 def score_head_bytes(tokens: int, hidden_size: int) -> int:
-    """Return the bytes of the hidden states that are read, in fp32."""
+    """Return the bytes of the fp32 copy of hidden states that a value or score head reads."""
     return FP32 * tokens * hidden_size
 
 
 def weight_gradient_bytes(
     shared: Sequence[int], experts: Sequence[int], together: int, itemsize: int
 ) -> int:
-    """Return the bytes of the largest gradient that exists before it is added to the buffer.
+    """Return the bytes of the largest weight gradient before it is added to the gradient buffer.
 
-    shared, experts: numbers of each parameter outside the experts, and of them
-    together:        experts of a layer on a rank, whose gradients are computed in one product
+    shared:   numbers of each parameter outside the experts
+    experts:  numbers of each parameter of an expert
+    together: experts of a layer on a rank, whose gradients one product computes
     """
     return max(max(shared, default=0), together * max(experts, default=0)) * itemsize
 
 
 def head_gradient_bytes(vocab: int, hidden: int) -> int:
-    """Return the bytes of the sum of a head's gradient over the chunks of tokens, in fp32.
+    """Return the bytes of the fp32 buffer that sums the output layer's gradient over chunks.
 
-    vocab: rows of this rank
+    vocab: rows of the output layer on this rank
     """
     return FP32 * vocab * hidden
 
 
 def paged(length: int) -> int:
-    """Round a number of tokens up to whole pages of the KV cache."""
-    return _filled(length, PAGE)
+    """Return a number of tokens rounded up to whole pages of the KV cache."""
+    return _round_up(length, PAGE)
 
 
 def kv_cache_bytes(tokens: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values of `tokens`, in all layers.
+    """Return the bytes of the keys and values of `tokens` on a rank, in all layers.
 
-    Ranks that share a key-value group each hold it.
+    A key-value group that several ranks share counts on each.
     """
     groups = groups_per_rank(a.kv_heads, tp)
     return 2 * tokens * a.num_layers * groups * a.head_dim * itemsize
 
 
 def kv_cache_tokens(token_bytes: int, memory: int | None) -> int | None:
-    """Count the tokens that the KV cache may hold where the number of rows is left open.
+    """Return how many tokens the KV cache may hold without `num_samples_per_step`; None = no limit.
 
     token_bytes: of the keys and values of one token
-    memory:      bytes of a device; None = not known, which sets no limit
+    memory:      bytes of a device, of which the cache may take CACHE_SHARE; None = not known
     """
     return None if memory is None else int(CACHE_SHARE * memory) // token_bytes
 
@@ -271,11 +311,13 @@ def kv_cache_tokens(token_bytes: int, memory: int | None) -> int | None:
 def kv_cache_rows(
     limit: int | None, waiting: int, prompt: int, response: int, tokens: int | None
 ) -> int:
-    """Count the sequences that a rank generates at once.
+    """Return how many sequences a rank generates at the same time.
 
-    limit:  num_samples_per_step; without it as many as the cache holds with half a response each,
-            at least one: they begin short, and those with the fewest tokens wait once it is full
-    tokens: that the cache may hold; None = any number
+    limit:   num_samples_per_step; None = as many as fit into the cache with half a response each,
+             at least one. Rows begin short; once the cache is full the shortest rows wait
+    waiting: sequences to generate, an upper bound of the result
+    prompt, response: longest of each, in tokens
+    tokens:  room of the cache; None = no limit
     """
     if limit is None:
         row = min(paged(prompt + response // 2), prompt + response)
@@ -284,29 +326,26 @@ def kv_cache_rows(
 
 
 def kv_cache_most_tokens(rows: int, length: int, tokens: int | None) -> int:
-    """Count the tokens that the cache of `rows` sequences of up to `length` tokens has room for.
+    """Return the most tokens that the KV cache of `rows` sequences of up to `length` tokens takes.
 
-    tokens: that it may hold, one sequence at least; None = any number
+    tokens: limit of the cache, which always holds one sequence; None = no limit
     """
     return rows * length if tokens is None else min(rows * length, max(tokens, length))
 
 
-def prefill_tokens(rows: int, known: int) -> int:
-    """Count the tokens of the largest prefill pass.
+def prefill_tokens(rows: int, longest: int) -> int:
+    """Return the tokens of the largest prefill pass over `rows` sequences.
 
-    known: tokens of a row when it enters, at most: its prompt, and what it had drawn where it may
-           have waited
+    longest: tokens of a sequence at its prefill: the prompt, and the response so far if it waited
     """
-    return min(rows * known, max(PREFILL_TOKENS, known))
+    return min(rows * longest, max(PREFILL_TOKENS, longest))
 
 
 def sampling_bytes(rows: int, vocab: int, do_sample: bool, sorts: bool = False) -> int:
-    """Return the bytes that choosing the next tokens takes.
+    """Return the peak bytes of choosing the next token of each row.
 
-    Greedy: three arrays in fp32, logits, scaled logits and a log-softmax. Sampling: up to seven,
-    with what is left of the logits after each filter, weights, and weights in whole blocks.
-    top_p: ids of 8 bytes beside logits, a log-softmax, what two filters left, probabilities, and
-    their running sum with a copy.
+    Greedy: 3 fp32 arrays: logits, scaled logits, log-softmax. Sampling: 7, with the filtered
+    logits and weights. With top_p also token ids of 8 bytes.
     vocab: the whole vocabulary, which every tensor-parallel rank gathers
     sorts: whether top_p is below 1
     """
@@ -314,64 +353,69 @@ def sampling_bytes(rows: int, vocab: int, do_sample: bool, sorts: bool = False) 
 
 
 def row_state_bytes(rows: int, response: int) -> int:
-    """Return the bytes of what has been drawn for each row: token, log-prob and random number.
+    """Return the bytes of the token ids, log-probs and random numbers of responses on the device.
 
-    8, 4 and 4 bytes for each token of a response, and one place more.
+    8, 4 and 4 bytes for each of response + 1 positions of a row.
     """
     return 16 * rows * (response + 1)
 
 
 def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Return the bytes of Megatron's lasting buffer for tokens that sequence parallel gathers."""
+    """Return the bytes of Megatron's permanent buffer for gathers of sequence parallel."""
     return tokens * hidden_size * itemsize
 
 
 def communicators(
     tp: int, pp: int, dp: int, trains: bool, generates: bool, ep: int = 1, experts: bool = False
 ) -> int:
-    """Count the groups of more than one rank that a role makes device buffers for.
+    """Return the number of process groups of several ranks, each with buffers on a device.
 
-    experts: the model has some, whose tensor-parallel groups are Megatron's own, with ep too
+    trains, generates: whether the role does so
+    experts: whether the model has experts, which have groups of their own
     """
     model = trains and tp * pp > 1  # sums the gradient norm
     dense = sum((tp > 1, pp > 1, dp > 1, model, generates and tp > 1))
     if not experts:
         return dense
     sums = trains and ep > 1
-    sparse = sum((tp > 1, ep > 1, tp * ep > 1, sums and dp > ep, sums, generates and tp > 1))
-    return dense + sparse
+    training = sum((tp > 1, ep > 1, tp * ep > 1, sums and dp > ep, sums))
+    return dense + training + (sum((tp > 1, ep > 1)) if generates else 0)
 
 
 def sample_bytes(prompt: int, response: int) -> int:
-    """Return the host memory of one sample's rows, over all roles (fields of `data.batch`).
+    """Return the host memory in bytes of one sample's data, over all roles (`data.batch`).
 
-    Prompt ids 8; response ids 8, log-probs of rollout, actor and reference 4 each, the KL over the
-    vocabulary 4; values 4; then advantages 4, mask 1, old and reference log-probs 4 each, returns
-    4, values 4, mask 1; values, returns, their copy and mask have one slot more. Lengths, id, end
-    flag and score: 29.
+    Per prompt token 8 for the id. Per response token 50: id 8; fp32 values of rollout, actor and
+    reference log-probs, KL, value; and of advantage, old and reference log-prob, return, value;
+    two masks of 1. Three arrays and a mask have one slot more. Lengths, id, flag, score: 29.
     """
     return 8 * prompt + 50 * response + 3 * 4 + 1 + 29
 
 
 def store_bytes(samples: int, sample_bytes: int) -> int:
-    """Return the host memory of an iteration's rows, and of the last one's until replaced."""
+    """Return the host bytes of the samples of two iterations: the last one's are kept until
+    replaced."""
     return 2 * samples * sample_bytes
 
 
 def driver_bytes(process: int, samples: int, prompt: int) -> int:
-    """Return the host memory of the driver: the process and an iteration's prompts."""
+    """Return the host bytes of the driver: `process` bytes and an iteration's prompt ids."""
     return process + 8 * samples * prompt
 
 
 def export_bytes(numbers: int, itemsize: int, stored_itemsize: int) -> int:
-    """Return the disk that a role's final weights take.
+    """Return the disk bytes of a role's final weights, saved in both formats.
 
-    The Hugging Face folder is in the precision of the folder they came from, the Megatron folder
-    in that of the model. numbers: of the whole model
+    numbers:         of the whole model
+    itemsize:        bytes of a weight in the Megatron folder
+    stored_itemsize: in the Hugging Face folder, as in the folder that was loaded
     """
     return numbers * (stored_itemsize + itemsize)
 
 
 def checkpoint_bytes(numbers: int, itemsize: int) -> int:
-    """Return the disk of a role's checkpoint: weights and optimizer. numbers: of the whole model"""
+    """Return the disk bytes of one checkpoint of a role: weights and optimizer state.
+
+    numbers: of the whole model
+    """
     return numbers * (itemsize + optimizer_number_bytes(itemsize))

@@ -30,7 +30,7 @@ LIMITS = {
 
 
 def explain(path: str, errors: list[ErrorDetails]) -> Problem:
-    """Make one problem of all errors of one key; a key of a union type has several."""
+    """Return one problem for all pydantic errors of the key `path`; a union type has several."""
     if errors[0]["type"] == "missing":
         return Problem(
             path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"
@@ -45,12 +45,12 @@ def explain(path: str, errors: list[ErrorDetails]) -> Problem:
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Return the problems of a section that is built alone; keys are named as its fields."""
+    """Return the problems in the error of one section's model, with keys named as its fields."""
     return [
         problem
         for detail in error.errors(include_url=False)
         for problem in (
-            detail["ctx"]["error"].problems  # of rules between its keys
+            detail["ctx"]["error"].problems  # broken rules between its keys
             if detail["type"] == "value_error"
             else [explain(".".join(map(str, detail["loc"])), [detail])]
         )
@@ -58,7 +58,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
 
 
 def _rule(error: ErrorDetails) -> tuple[str, str]:
-    """Return rule and remedy for one error of pydantic."""
+    """Return (rule, remedy) for one error of pydantic."""
     context: dict[str, Any] = error.get("ctx", {})
     kind = error["type"]
     if kind in ("enum", "literal_error"):

@@ -1,7 +1,7 @@
 """Python files of the user that add estimators, reward rules and rollout engines (docs/plugins.md).
 
-The driver runs a file when the configuration is made. Workers run its text (`sources`) with the
-first role that is built in them. What a file registers is known to the process from then on.
+The driver runs a file when the configuration is made. It sends the text to each worker, which runs
+it before it builds its first role. What a file registers lasts as long as the process.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from mindspeed_rlxf.config.sources import (
 KEY = "training.plugins"
 T = TypeVar("T")
 
-_loaded: dict[str, Source] = {}  # by module, in the order of loading
+_loaded: dict[str, Source] = {}  # module name -> plugin, in the order of loading
 
 
 def load(source: Source) -> None:
-    """Run the file, unless this process has run it. Its exceptions are not caught."""
+    """Run a plugin in this process, unless it has run already. Its exceptions are not caught."""
     if source.module not in _loaded:
         run_as_module(source)
         _loaded[source.module] = source
 
 
 def loaded() -> tuple[Source, ...]:
-    """Return the plugins of this process, in the order of loading."""
+    """Return the plugins that ran in this process, in the order of loading."""
     return tuple(_loaded.values())
 
 
 def read_and_load(entry: Any) -> dict[str, str]:
-    """Load an entry of `training.plugins`; return the entry for the run's config.yaml.
+    """Run the plugin of an entry of `training.plugins`; return {file: absolute path, sha256: ...}.
 
-    entry: a path, or {file: path, sha256: of its text} as a run's config.yaml has it
-    Raises UserError.
+    entry: a path, or {file: path, sha256: expected hash of the text}
+    Errors: UserError where the entry is no path, the file cannot be read, has another hash or
+    raises an exception.
     """
     path, expected = split_entry(entry, "file")
     if not isinstance(path, str) or not path:
@@ -57,8 +58,11 @@ def read_and_load(entry: Any) -> dict[str, str]:
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a factory for another process, which first gets the sources of this one, and runs its
-    plugins."""
+    """Return a picklable factory that runs this process's plugins in another process first.
+
+    Before it calls `factory` it also registers the texts of reward functions there (`carry`).
+    Without plugins and texts `factory` itself is returned.
+    """
     plugins, others = loaded(), carried()
     return partial(_load_and_make, plugins, others, factory) if plugins or others else factory
 

@@ -6,9 +6,9 @@ import re
 
 
 def quote(text: str) -> str:
-    """Quote a text so that hydra reads it unchanged in `key=value`.
+    """Return the text in single quotes, so that hydra reads it unchanged in `key=value`.
 
-    For hydra a backslash is an escape only before a quote, and the closing quote is one.
+    Hydra takes a backslash as an escape only before a quote, also before the closing one.
     """
     return "'" + re.sub(r"(\\*)('|\Z)", _escaped, text) + "'"
 

@@ -61,13 +61,16 @@ LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def document() -> str:
-    """Return the whole page as Markdown."""
+    """Return the page `docs/configuration.md` as Markdown."""
     tables = (f"## `{title}`\n\n{_section(keys)}" for title, keys in sections().items())
     return "\n".join((HEAD, "\n\n".join(tables))) + "\n"
 
 
 def sections() -> dict[str, dict[str, FieldInfo]]:
-    """Map the title of each table to its keys; shared keys of roles and optimizers appear once."""
+    """Map the title of each table to its keys and fields, in the order of the page.
+
+    Keys that several roles share have a table of their own.
+    """
     own = {role.value: _own_keys(schema) for role, schema in ROLE_SECTIONS.items()}
     plain = {name: _without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
     pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
@@ -91,7 +94,8 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
 
 def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
-    """Return the keys of a role that are not in the tables of all roles and of optimizers."""
+    """Return the keys of a role without those of optimizers, of nested sections, and those whose
+    description is the same for all roles."""
     common = {
         name
         for name, field in RoleConfig.model_fields.items()
@@ -102,7 +106,7 @@ def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
 
 
 def table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table. head: titles with " | " between"""
+    """Return a Markdown table, with `|` in cells escaped. head: titles with " | " between them"""
     columns = head.split(" | ")
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = [columns, ["---"] * len(columns), *cells]
@@ -110,7 +114,7 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def listed(values: Iterable[Any]) -> str:
-    """Format values as the YAML spells them, in code quotes."""
+    """Return values as in YAML, each in backticks, separated by commas. An empty tuple is `[]`."""
     texts = (value if isinstance(value, str) else format_value(value) for value in values)
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 
@@ -128,7 +132,7 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """Describe the values that a key takes, with their limits."""
+    """Return the type and limits of a key's values for the table, as `integer >= 1`."""
     if field is POOL:
         return "integer or list of integers"
     first, *others = dict.fromkeys(_kinds(field.annotation))
@@ -142,7 +146,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """Yield the words of a type: one, or those of each member of a union."""
+    """Yield the words for a type annotation: one, or one for each member of a union."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(inner[0])
@@ -180,7 +184,7 @@ def _resume(field: FieldInfo) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page into the file, or print it without one."""
+    """Write the page into the file that the one argument names, else print it. Returns 0."""
     if len(arguments) != 1:
         print(document(), end="")
     else:

@@ -8,8 +8,11 @@ T = TypeVar("T")
 
 
 def add(registry: dict[str, T], name: str, part: T, what: str) -> None:
-    """Register a part. Errors: ValueError for a name that is taken."""
+    """Put `part` into `registry` under `name`. Errors: ValueError for a name that is taken.
+
+    what: kind of part, for the message
+    """
     if name in registry:
         taken = ", ".join(sorted(registry))
-        raise ValueError(f"{what} {name!r} is there already; choose a name other than {taken}")
+        raise ValueError(f"{what} {name!r} is registered already; use a name other than {taken}")
     registry[name] = part

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mindspeed_rlxf.config.draft import Dialect, Draft, flat_place
+from mindspeed_rlxf.config.draft import Dialect, Draft, yaml_parts
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.fields import RULES_LATER, Section
 from mindspeed_rlxf.config.layers import make_draft
@@ -27,7 +27,7 @@ from mindspeed_rlxf.config.schema import (
 )
 
 LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
-"""Rules across sections are skipped while a key with one of these parts is wrong."""
+"""Rules across sections are not checked while a key that contains one of these words is wrong."""
 
 STAND_INS: Mapping[str, Any] = {
     name: "-" if field.annotation is str else 2
@@ -35,16 +35,17 @@ STAND_INS: Mapping[str, Any] = {
     for name, field in section.model_fields.items()
     if field.is_required() and name not in ("architecture", "optimizer")  # these are sections
 }
-"""Legal values of required texts and numbers, in place of wrong ones."""
+"""Legal values that replace wrong ones of required keys, so that other rules can be checked."""
 
 
 def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> RunConfig:
     """Return the typed, checked configuration of a composed tree (see `compose`).
 
     name:    config name, the default of `training.run_name`
-    dialect: translator of another toolkit's keys, which the commands accept
+    dialect: translator of another toolkit's keys
+    Runs plugins and files of reward functions.
     Errors: ConfigError with every problem: unknown keys, types, limits, rules across sections, and
-    devices that this host does not have (a dry run checks those after it has shown its plan).
+    devices or memory that this host lacks (not checked here for a dry run).
     """
     return resolve_with_notes(tree, name, dialect)[0]
 
@@ -52,15 +53,15 @@ def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) 
 def resolve_with_notes(
     tree: Mapping[str, Any], name: str, dialect: Dialect | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Resolve as `resolve`.
+    """Return what `resolve` returns, and lines about legal keys that may surprise.
 
-    Return notes on keys that do nothing or mean something else here too.
+    Such keys have no effect in this run, or an effect that the user may not expect.
     """
     draft = make_draft(tree, name, dialect)
-    if (config := _typed(draft)) is not None:
+    if (config := _validate(draft)) is not None:
         draft.add_problems(_section_rules(draft, config))
         if not any(key in path for path in draft.broken for key in LAYOUT_KEYS):
-            # A dry run shows its plan before what this host lacks: see `cli.train`.
+            # A dry run checks the host after it has printed its plan: see `cli.train`.
             draft.add_problems([*check(config), *([] if config.dry_run else check_host(config))])
     if draft.problems:
         raise ConfigError(list({str(problem): problem for problem in draft.problems}.values()))
@@ -72,7 +73,7 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each setting that is legal but may surprise."""
+    """Yield a line about a save interval beyond the run, and one about a shared `save` folder."""
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
@@ -87,28 +88,31 @@ def _remarks(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _typed(draft: Draft) -> RunConfig | None:
-    """Validate the types of the payload; None where a model is missing.
+def _validate(draft: Draft) -> RunConfig | None:
+    """Return the payload as RunConfig with types and limits checked; None without an architecture.
 
-    Pydantic returns no part of a model whose other part is wrong. So wrong values are reported and
-    replaced by legal ones for a second validation, and the rules about the others can be checked.
+    Wrong values are added to the draft's problems, and are absent from the result or replaced by
+    stand-ins, so that the caller can check rules between the other keys.
     """
     try:
         return RunConfig.model_validate(draft.payload, context=RULES_LATER)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    places = [_place(draft.payload, detail) for detail in details]
-    _report(draft, details, places)
+    places = [_location(draft.payload, detail) for detail in details]
+    _report_errors(draft, details, places)
     if any(place[-1] == "architecture" for place in places):
         return None
     payload = copy.deepcopy(draft.payload)
     for place in places:
-        _replace(payload, place)
+        _replace_wrong_value(payload, place)
     return RunConfig.model_validate(payload, context=RULES_LATER)
 
 
 def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) -> Iterator[Problem]:
-    """Yield broken rules between the keys of one section, with keys as the user wrote them."""
+    """Yield broken rules within a section and the sections inside it, with keys as in the YAML.
+
+    loc: location of the section in the payload
+    """
     for problem in section.broken_rules():
         yield problem.rename_keys(lambda key: draft.path((*loc, *key.split("."))))
     for name, value in section:
@@ -117,8 +121,13 @@ def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) ->
                 yield from _section_rules(draft, item, (*loc, name))
 
 
-def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]) -> None:
-    """Add one problem for each wrong key that has none yet."""
+def _report_errors(
+    draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]
+) -> None:
+    """Add one problem to the draft for each wrong key that has none yet, and mark it as broken.
+
+    details, places: pydantic's errors and the location of each in the payload
+    """
     by_path: dict[str, list[ErrorDetails]] = {}
     reported = frozenset(draft.broken)
     for detail, place in zip(details, places, strict=True):
@@ -126,12 +135,12 @@ def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | 
         if path in reported or place[-1] == "architecture":  # a missing model is reported already
             continue
         by_path.setdefault(path, []).append(detail)
-        draft.broken |= {path, ".".join(flat_place(place))}
+        draft.broken |= {path, ".".join(yaml_parts(place))}
     draft.problems += [explain(path, errors) for path, errors in by_path.items()]
 
 
-def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Return the path of an error in the payload, without pydantic's tags for union members."""
+def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
+    """Return the location of an error in the payload, without pydantic's tags of union members."""
     node = payload
     place: list[int | str] = []
     for part in detail["loc"]:
@@ -145,8 +154,11 @@ def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
     return tuple(place)
 
 
-def _replace(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Remove a wrong value, or put a legal one where the key is required. Lists go as a whole."""
+def _replace_wrong_value(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
+    """Remove the wrong value at `place` from `payload`, or set a stand-in if the key is required.
+
+    A wrong item of a list removes the whole list.
+    """
     *parents, last = takewhile(lambda part: isinstance(part, str), place)
     holder: Any = payload
     for part in parents:

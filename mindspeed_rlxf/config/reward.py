@@ -21,7 +21,10 @@ OWN_METRICS = ("failed", "model")
 
 
 class FunctionConfig(Section):
-    """A part of the reward. In the YAML its `function` alone is enough."""
+    """A function or server whose weighted score is a part of the reward.
+
+    In the YAML the text of `function` may stand for the section.
+    """
 
     name: str = key(..., "name of its part in metrics and samples; absent = the function's name")
     function: str | None = key(
@@ -56,7 +59,7 @@ class FunctionConfig(Section):
 
 
 class RewardConfig(RoleConfig):
-    """The reward. A rule needs no model and computes on the CPU."""
+    """The reward: a rule (no model, on the CPU), functions, or a reward model."""
 
     load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
     kind: Annotated[RewardKind, Word] = key(
@@ -90,17 +93,17 @@ class RewardConfig(RoleConfig):
 
     @property
     def parts(self) -> tuple[FunctionConfig, ...]:
-        """All functions, that of `function` included."""
+        """The functions of the reward: that of `function`, else those of `functions`."""
         return (self.function,) if self.function is not None else self.functions
 
     @property
     def runs_programs(self) -> bool:
-        """Whether a rule runs programs of responses."""
+        """Whether some rule or function runs programs that responses contain."""
         named = {*self.rules.values(), *(part.function for part in self.parts)}
         return not RULES_OF_PROGRAMS.isdisjoint(named)
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, and two ways of scoring at once."""
+        """Yield broken rules of a role, of scoring in two ways, of functions and of time limits."""
         yield from super().broken_rules()
         if self.verifier and self.kind is not RewardKind.RULE:
             yield Problem(
@@ -115,10 +118,10 @@ class RewardConfig(RoleConfig):
                 f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
                 remedy="remove one of them",
             )
-        yield from self._functions()
-        yield from self._time_of_programs()
+        yield from self._check_functions()
+        yield from self._check_timeout()
 
-    def _functions(self) -> Iterator[Problem]:
+    def _check_functions(self) -> Iterator[Problem]:
         if self.function is not None and self.functions:
             remedy = f"move it into {ref('functions')}"
             yield Problem(
@@ -132,9 +135,9 @@ class RewardConfig(RoleConfig):
             rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
             yield Problem("functions", rule, remedy="add name: to one of them")
 
-    def _time_of_programs(self) -> Iterator[Problem]:
-        """Yield a problem if a process is killed before the programs of a response have ended."""
-        needed = self.sandbox.response_s * max(1, self._parts_with_programs())
+    def _check_timeout(self) -> Iterator[Problem]:
+        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs."""
+        needed = self.sandbox.response_s * max(1, self._count_program_functions())
         if self.runs_programs and self.timeout_s <= needed:
             times = "" if needed == self.sandbox.response_s else ", for each part with programs"
             shown = f"{ref('sandbox.response_s')}={self.sandbox.response_s:g}{times}"
@@ -142,8 +145,8 @@ class RewardConfig(RoleConfig):
             remedy = f"raise it above {needed:g}, or lower {ref('sandbox.response_s')}"
             yield Problem("timeout_s", rule, self.timeout_s, remedy)
 
-    def _parts_with_programs(self) -> int:
-        """Return how many functions run programs for one sample, at most."""
+    def _count_program_functions(self) -> int:
+        """Return the largest number of functions that run programs for one sample."""
         sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
         return max(
             sum(self._runs_programs(part, source) for part in self.parts) for source in sources

@@ -1,4 +1,4 @@
-"""How a reward function is named, and with what it is called."""
+"""Names of reward functions in the YAML, and the arguments of their calls."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 GIVEN = ("prompt", "response", "ground_truth", "extra_info")
 """Keyword arguments of every call."""
 DATA_SOURCE = "data_source"
-"""Given to the functions that have a parameter of this name."""
+"""Further keyword argument, of functions that have a parameter of this name."""
 BY_SOURCE = "rule"
-"""Name of the function that is the rule of the data source."""
+"""Word in place of a function for the rule that belongs to the sample's data source."""
 RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 """Names of the rules that run programs of responses in a sandbox."""
 
 
 def split_name(function: str) -> tuple[str, str] | None:
-    """Split `path/to/file.py:name`; None where the text names no file."""
+    """Split `path/to/file.py:name` into path and name; None where the text has another form."""
     path, colon, name = function.rpartition(":")
     return (path, name) if colon and path.endswith(".py") else None
 
 
 def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
-    """Return a function of the module, or of a class in it (`Class.method`).
+    """Return the function `name`, or the static method `Class.method`, of the module.
 
-    Raises ValueError that names what is there.
+    Errors: ValueError for a class, and for a missing name (the message lists the functions).
     """
     found: Any = module
     for part in name.split("."):
@@ -40,13 +40,20 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names that the function is called with, without its own arguments."""
+    """Return the names of the keyword arguments that the run passes to this function.
+
+    GIVEN, and `data_source` if the function has a parameter of that name. The YAML's `arguments`
+    are not included.
+    """
     takes = DATA_SOURCE in inspect.signature(function).parameters
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN
 
 
 def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return why the function cannot be called as rewards are, None where it can."""
+    """Return the rule that a reward function breaks, as text for a problem; None if it is legal.
+
+    arguments: of the YAML. They must not repeat the run's own, and the signature must accept both.
+    """
     if taken := _overlap(arguments, (*GIVEN, DATA_SOURCE)):
         return f"arguments must not have {', '.join(taken)}, which the run gives"
     try:

@@ -1,4 +1,4 @@
-"""Read the reward functions that the YAML names: find the file, run it, check the signature."""
+"""Read the reward functions of the YAML: find each file, run it, check the signature."""
 
 from __future__ import annotations
 
@@ -16,41 +16,50 @@ FORM = "path/to/file.py:name"
 
 
 def read_functions(draft: Draft, reward: Tree) -> None:
-    """Replace what `reward.function` and `reward.functions` name by complete entries.
+    """Complete the entries of `function` and `functions` in the section `reward`, in place.
 
-    The files are run here, in the driver, and carried to the processes that score.
+    Runs their files in this process, and registers the texts for the processes that score.
+    Wrong entries are rejected: `function` becomes None, and `functions` loses them.
     """
     if reward.get("function") is not None:
-        reward["function"] = _entry(draft, "reward.function", reward["function"])
+        reward["function"] = _read_entry(draft, "reward.function", reward["function"])
     given = reward.get("functions")
     if given is None:
         reward.pop("functions", None)
     else:
         entries = given if isinstance(given, list) else [given]
-        found = [_entry(draft, "reward.functions", entry) for entry in entries]
+        found = [_read_entry(draft, "reward.functions", entry) for entry in entries]
         reward["functions"] = [entry for entry in found if entry is not None]
 
 
-def _entry(draft: Draft, key: str, given: Any) -> Any:
-    """Complete one entry; None where it is rejected."""
+def _read_entry(draft: Draft, key: str, given: Any) -> Any:
+    """Return an entry as a dict with name, absolute path and SHA-256; None where it is rejected.
+
+    given: a text such as FORM, or a dict of keys of FunctionConfig
+    An entry without a function, as of a `url`, only gets a name.
+    """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
         draft.reject(Problem(key, f"must name a function, {FORM}", given, "correct it"))
         return None
-    entry = draft.known(key, entry, fields(FunctionConfig))
+    entry = draft.keep_known(key, entry, fields(FunctionConfig))
     function = entry.get("function")
     if not isinstance(function, str):
         return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}
     try:
-        return _of_file(key, entry, function)
+        return _complete_entry(key, entry, function)
     except UserError as error:
         for problem in error.problems:
             draft.reject(problem)
         return None
 
 
-def _of_file(key: str, entry: Tree, function: str) -> Tree:
-    """Find the function in its file and check it. Raises UserError."""
+def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
+    """Return `entry` with name, absolute path and SHA-256; for a built-in rule only with its name.
+
+    Runs the file and registers its text (`carry`).
+    Errors: UserError for a bad name, file or signature.
+    """
     if (named := split_name(function)) is None or not named[1]:
         if ".py" in function or "/" in function:
             raise UserError(

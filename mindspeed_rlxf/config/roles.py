@@ -1,4 +1,4 @@
-"""Sections of the roles: optimizer, layout and what each role does."""
+"""Sections of the roles: model, optimizer, parallel layout, batches and generation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class OptimizerConfig(Section):
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether weights are gathered in the forward passes between optimizer steps."""
+        """Whether forward passes gather the weights that the last optimizer step changed.
+
+        True needs the distributed optimizer and both overlap keys.
+        """
         sharded = self.use_distributed_optimizer and self.overlap_grad_reduce
         return self.overlap_param_gather and sharded
 
@@ -62,7 +65,7 @@ class OptimizerConfig(Section):
 
 
 class OffloadConfig(Section):
-    """What of a role waits in the host's memory while other roles of its devices compute."""
+    """Data of a role that are in host memory while other roles of its devices compute."""
 
     weights: bool = key(False, "weights are on the host outside of the role's phases", "free")
     optimizer: bool = key(
@@ -71,7 +74,7 @@ class OffloadConfig(Section):
 
 
 class RoleConfig(Section):
-    """Keys of every role with a model."""
+    """Keys that every role with a model has."""
 
     model: str = key(..., "name of the architecture in the model section")
     architecture: ArchitectureConfig = key(..., "architecture, the role's own keys laid over it")
@@ -102,7 +105,7 @@ class RoleConfig(Section):
 
     @property
     def model_chunks(self) -> int:
-        """Number of chunks of layers of a pipeline rank; several = virtual pipeline."""
+        """Chunks of layers of a pipeline rank; more than 1 = virtual pipeline."""
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return 1
@@ -110,17 +113,21 @@ class RoleConfig(Section):
 
     @property
     def layers_per_chunk(self) -> int:
-        """Layers of a stage, or of each of its chunks."""
+        """Number of layers of a pipeline stage, or of one of its chunks if it has several."""
         stages = self.pipeline_model_parallel_size * self.model_chunks
         return self.architecture.num_layers // stages
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Factor of the number of micro-batches that the interleaved schedule needs, else 1."""
+        """Number of which the count of micro-batches must be a multiple: the stages of a virtual
+        pipeline, else 1."""
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield the broken rules between model, parallel sizes and micro-batches."""
+        """Yield broken rules between model, parallel sizes, micro-batches and offload.
+
+        Nothing for a reward without an architecture.
+        """
         if self.architecture is None:  # a reward computed by a rule has no model
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
@@ -137,7 +144,7 @@ class RoleConfig(Section):
                 True,
                 "remove it",
             )
-        yield from self._pipeline()
+        yield from self._check_pipeline()
         tp = self.tensor_model_parallel_size
         yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
         if self.architecture.num_experts is None and self.expert_model_parallel_size > 1:
@@ -149,8 +156,9 @@ class RoleConfig(Section):
                 reads=("architecture.num_experts",),
             )
 
-    def _pipeline(self) -> Iterator[Problem]:
-        """Yield a problem when pipeline stages or chunks do not divide the layers."""
+    def _check_pipeline(self) -> Iterator[Problem]:
+        """Yield a problem when pipeline stages or chunks do not divide the layers, or when chunks
+        are given for one stage."""
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         reads = ("architecture.num_layers",)
@@ -180,7 +188,7 @@ class RoleConfig(Section):
 
 
 class LearningConfig(RoleConfig):
-    """Keys of the roles that learn."""
+    """Keys of the roles that are trained."""
 
     optimizer: OptimizerConfig = key(..., "optimizer of the role")
     save: str | None = key(
@@ -202,11 +210,11 @@ class LearningConfig(RoleConfig):
 
     def broken_rules(self) -> Iterator[Problem]:
         yield from super().broken_rules()
-        yield from self._experts()
-        if not any(self._pipeline()):
-            yield from self._recomputed()
+        yield from self._check_experts()
+        if not any(self._check_pipeline()):
+            yield from self._check_recompute()
 
-    def _experts(self) -> Iterator[Problem]:
+    def _check_experts(self) -> Iterator[Problem]:
         """Yield broken rules of training a mixture of experts."""
         a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
@@ -227,8 +235,11 @@ class LearningConfig(RoleConfig):
                 "use 0, or one stage",
             )
 
-    def _recomputed(self) -> Iterator[Problem]:
-        """Megatron would fail at the first step, or recompute fewer layers than asked for."""
+    def _check_recompute(self) -> Iterator[Problem]:
+        """Yield a problem when `recompute_num_layers` does not fit the layers of a stage or chunk.
+
+        Megatron would fail at the first step, or recompute fewer layers than asked for.
+        """
         size, layers = self.recompute_num_layers, self.layers_per_chunk
         reads = ("architecture.num_layers", PIPELINE, CHUNK)
         if self.recompute is not Recompute.FULL:
@@ -312,7 +323,7 @@ class ActorConfig(LearningConfig):
         return self.temperature if self.do_sample else 1.0
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, of learning, of generation and of a split pool."""
+        """Yield broken rules of a trained role, of sampling, of stop tokens and of a split pool."""
         yield from super().broken_rules()
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(

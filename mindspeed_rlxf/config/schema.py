@@ -73,7 +73,7 @@ __all__ = [
 
 
 SAVED_AS = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
-"""Names of the trained roles in folders of weights."""
+"""Names of the trained roles' subfolders in folders of weights."""
 
 
 class RunConfig(Section):
@@ -100,16 +100,17 @@ class RunConfig(Section):
 
     @property
     def samples_per_iteration(self) -> int:
-        """Responses per iteration over all ranks."""
+        """Number of responses per iteration over all ranks."""
         return self.training.global_batch_size * self.actor_rollout.n_samples_per_prompt
 
     @property
     def old_log_probs(self) -> OldLogProbs:
-        """Where the old log-probs come from; AUTO = from the update itself, whose ratio is 1 then.
+        """Source of the old log-probs, with the key's value `auto` decided for this run.
 
-        The actor has not moved since the responses were made when its only step of the iteration
-        begins. A penalty in the reward, importance weights and the gate of gaps need the log-probs
-        before it.
+        Another value than `auto` is returned as it is. AUTO as a result: the update's own log-probs
+        are the old ones, and the ratio is 1. That needs an iteration of one optimizer step, and
+        that no KL penalty in the reward, importance weight or limit of log-prob gaps reads
+        log-probs before the update. Else RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
@@ -124,12 +125,12 @@ class RunConfig(Section):
 
     @property
     def roles(self) -> list[Role]:
-        """The roles of this run: without a critic where the stage has none."""
+        """Roles with a section that run: all that have a pool in `placement`, in fixed order."""
         return [role for role in CONFIGURED if role in self.placement]
 
     @property
     def value_model(self) -> CriticConfig:
-        """The critic. The run must have one."""
+        """Section of the critic. AssertionError in a stage without one."""
         assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
         return self.critic
 
@@ -139,28 +140,32 @@ class RunConfig(Section):
 
     @property
     def warmup_iters(self) -> int:
-        """The number of first iterations in which only the critic learns."""
+        """Number of first iterations in which only the critic learns; 0 without a critic."""
         return self.critic.warmup_iters if self.critic else 0
 
     def learning_iters(self, role: Role) -> int:
-        """Iterations in which a role that is trained learns."""
+        """Return in how many of the run's iterations a trained role is updated."""
         return self.training.train_iters - (self.warmup_iters if role is Role.ACTOR_ROLLOUT else 0)
 
     def count_updates(self, iteration: int) -> int:
-        """Return how many iterations up to this one update the actor."""
+        """Return how many of the iterations 1 to `iteration` update the actor."""
         return max(0, iteration - self.warmup_iters)
 
     @property
     def samples_together(self) -> int:
-        """Consecutive samples that must stay on one data-parallel rank: those of a prompt, or 1."""
+        """Number of consecutive samples that must be on one data-parallel rank.
+
+        All responses to a prompt where they are compared, else 1.
+        """
         compares = self.algorithm.estimator.compares_group
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         return self.actor_rollout.n_samples_per_prompt if compares or pairs else 1
 
     def kept_together(self, role: Role) -> int:
-        """Consecutive samples of a role's mini-batch that must stay in one micro-batch, or 1.
+        """Return how many consecutive samples of a mini-batch must be in one micro-batch.
 
-        Both responses of a pair; all samples where a loss is not a sum over them.
+        2 for pairs of online DPO; micro_batch_size where the loss of a micro-batch is not a sum
+        over its samples (a mean, or load balancing of experts); else 1.
         """
         section = self.role(role)
         means = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
@@ -172,7 +177,7 @@ class RunConfig(Section):
 
     @property
     def verifiers(self) -> list[tuple[Verifier, float]]:
-        """Rules that score every prompt, with their weights; none = the data source chooses."""
+        """(rule, weight) of the rules that score every prompt; [] = the data source chooses one."""
         if not self.reward.verifier:
             return []
         rules = self.algorithm.verifier_function or (Verifier.ACC,)
@@ -180,12 +185,15 @@ class RunConfig(Section):
 
     @property
     def shared_save(self) -> str | None:
-        """The one folder that actor and critic both name as `save`."""
+        """Folder that is `save` of actor and critic alike; None if theirs differ or are not set."""
         actor, critic = self.actor_rollout.save, self.critic and self.critic.save
         return actor if actor is not None and actor == critic else None
 
     def save_folder(self, role: Role) -> Path | None:
-        """Return the folder for the final weights of a trained role; None = the run directory."""
+        """Return the folder for the final weights of a trained role, by its `save`.
+
+        A subfolder where actor and critic share `save`. None = in the run directory.
+        """
         section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
         if section.save is None:
             return None
@@ -210,7 +218,7 @@ class RunConfig(Section):
         return sum(self.resource_pool[pool])
 
     def layout(self, role: Role) -> ParallelLayout:
-        """Return the parallel sizes of a role's ranks."""
+        """Return the parallel layout of a role's ranks: of the actor, those that train."""
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),
@@ -219,9 +227,9 @@ class RunConfig(Section):
         )
 
     def processes_of(self, role: Role) -> list[int]:
-        """Return a role's processes on each node that has any.
+        """Return the number of a role's processes on each node that has any.
 
-        The actor's, where its pool is split, are those that train.
+        Where the actor's pool is split, only the processes that train count.
         """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:
@@ -230,18 +238,25 @@ class RunConfig(Section):
 
     @property
     def parts(self) -> tuple[int, int] | None:
-        """Ranks of the actor's pool that train, and that generate; None = all do both."""
+        """Numbers of ranks of the actor's pool that (train, generate); None = all do both."""
         train, infer = self.actor_rollout.num_gpus_for_train, self.actor_rollout.num_gpus_for_infer
         return None if train is None or infer is None else (train, infer)
 
     @property
     def rollout_tp(self) -> int:
-        """Ranks that share a layer in generation."""
+        """Tensor-parallel size of generation."""
         actor = self.actor_rollout
         return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
 
     @property
+    def rollout_ep(self) -> int:
+        """Replicas that share the experts of a layer in generation."""
+        usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
+        return self.rollout.expert_model_parallel_size or usual
+
+    @property
     def rollout_layout(self) -> ParallelLayout:
-        """Parallel groups of the ranks that generate: all of the actor, or the rest of its pool."""
+        """Parallel layout of the ranks that generate: the actor's, or in a split pool those that
+        only generate. No pipeline."""
         generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
         return ParallelLayout(generating, self.rollout_tp)

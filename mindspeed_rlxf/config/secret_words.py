@@ -1,4 +1,4 @@
-"""Recognise secrets by name and by form, and withhold such variables of the workers.
+"""Recognise secrets by name and by form, and replace them by placeholders in the configuration.
 
 `doctor --bundle` removes the same names and forms from logs.
 """
@@ -53,15 +53,15 @@ CONFIG_KEYS = frozenset().union(*known_keys().values())
 
 KEY = "resource_pool.env"
 BY_NAME = re.compile(r"\$\{oc\.env:[A-Za-z_]\w*(?:,\s*(?:null|''|\"\")?\s*)?\}")
-"""An interpolation that has a name and no value."""
+"""An interpolation of a variable without a default value, which shows no secret."""
 ELSEWHERE = "${*}"
-"""In place of the text of a variable whose whole section is one interpolation."""
+"""Placeholder for the text of a variable whose whole section is one interpolation."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a name is that of a secret: `HF_TOKEN`, `api-key`, `db.password`, `my_pat`, `apiKey`.
+    """Return whether a name sounds like a secret: `HF_TOKEN`, `api-key`, `db.password`, `apiKey`.
 
-    Keys of the configuration such as `prompt_key` are no secrets. Very long names count as secrets.
+    Keys of the configuration such as `prompt_key` do not. Names over LONGEST_NAME characters do.
     """
     if len(name) > LONGEST_NAME:
         return True
@@ -71,15 +71,16 @@ def is_secret_name(name: str) -> bool:
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Whether a variable is kept out of files, because of its name or of the form of its value."""
+    """Return whether a variable is a secret, by its name or by the form of its value."""
     return is_secret_name(name) or any(f.search(value) for f in (*FORMS, SCHEME, URL_USER))
 
 
 def read_variable(name: str, value: Any) -> Any:
-    """Return a variable of the YAML as text; withheld where it looks like a secret.
+    """Return a value of `resource_pool.env` as text, or as `Withheld` if it looks like a secret.
 
-    `***` stands for the variable of that name in this process. Errors: ConfigError where this
-    process has none, and where a secret is no text.
+    A number becomes text; `***` becomes the environment variable `name` of this process. Other
+    values (a list, true) are returned unchanged, and fail in the later check of types.
+    Errors: ConfigError for `***` without such a variable, and for a secret that is no text.
     """
     if isinstance(value, Withheld):
         return value
@@ -104,23 +105,28 @@ def read_variable(name: str, value: Any) -> Any:
 
 
 def withhold(name: str, value: str) -> str:
-    """Wrap the value of a variable as `Withheld` where it looks like a secret."""
+    """Return the value; as `Withheld`, shown as `***`, if it looks like a secret."""
     if isinstance(value, Withheld) or not looks_secret(name, value):
         return value
     return Withheld(MASK, value)
 
 
 def mask_secret(name: str, shown: Any) -> Any:
-    """Return a variable's value for display, masked as `withhold` would have written it."""
+    """Return `***` for a value that looks like a secret, else the value.
+
+    An interpolation such as `${oc.env:NAME}` shows no secret and is returned as is.
+    """
     if isinstance(shown, str) and not BY_NAME.fullmatch(shown) and looks_secret(name, shown):
         return MASK
     return shown
 
 
 def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
-    """Withhold the values of resource_pool.env that are interpolations (`${oc.env:NAME}`).
+    """Wrap values of `resource_pool.env` that came from interpolations as `Withheld`, in place.
 
-    config: before its interpolations were resolved; tree: the resolved one, changed in place
+    They are shown as the user wrote them, such as `${oc.env:NAME}`, and never with their values.
+    tree:   resolved configuration, changed in place
+    config: the same with its interpolations
     """
     raw: Any = OmegaConf.to_container(config, resolve=False)
     for section, pool in tree.items():
@@ -138,7 +144,10 @@ def _part(written: Any, name: Any) -> Any:
 
 
 def _as_written(name: str, value: Any, written: Any) -> Any:
-    """Return the value, withheld where its text `written` is an interpolation."""
+    """Return the value; as `Withheld`, shown as `written`, where that text has an interpolation.
+
+    Shown as `***` where `written` itself has a secret, for example as a default value.
+    """
     if not isinstance(written, str) or "${" not in written:
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):

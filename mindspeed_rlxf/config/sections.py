@@ -1,4 +1,4 @@
-"""Sections of the configuration that belong to no role."""
+"""Sections of the configuration that belong to no role: training, algorithm, logging, runtime."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
 class PluginConfig(Section):
-    """A Python file that registers parts. In the YAML its path alone is enough."""
+    """A Python file of the user. In the YAML its path may stand for the section."""
 
     file: str = key(..., "path, absolute")
     sha256: str = key(..., "of its text; a run is not resumed with another")
 
 
 class TrainingConfig(Section):
-    """The run as a whole. In the YAML this section may also hold keys of roles, as defaults."""
+    """The run as a whole. In the YAML this section may also have keys of roles, as defaults."""
 
     stage: Annotated[Stage, Word] = key(Stage.RAY_PPO, "training algorithm")
     train_iters: int = key(..., "iterations", "free", ge=1)
@@ -143,7 +143,10 @@ class TrainingConfig(Section):
 
     @property
     def seconds_between_saves(self) -> float:
-        """Seconds between checkpoints by time; 0 = none."""
+        """Seconds between checkpoints by time; 0 = none by time.
+
+        Without `save_interval_s`: 1800, or 0 if `save_interval` saves during the run.
+        """
         if self.save_interval_s is not None:
             return self.save_interval_s
         return 0.0 if 0 < self.save_interval <= self.train_iters else 1800.0
@@ -158,7 +161,7 @@ class TrainingConfig(Section):
     @field_validator("max_wall_time", mode="before")
     @classmethod
     def _parse_time_limit(cls, value: Any) -> Any:
-        """Turn `1-02:00:00`, as schedulers write times, into seconds."""
+        """Return text such as `1-02:00:00` ([D-]HH:MM:SS) as seconds; other values unchanged."""
         found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
         if found is None:
             return value
@@ -250,7 +253,7 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """Traits of `adv_estimator`."""
+        """Needs of the chosen `adv_estimator`."""
         return TRAITS[self.adv_estimator]
 
     @field_validator("adv_estimator")
@@ -271,7 +274,7 @@ class AlgorithmConfig(Section):
         return 0.0 if value is None else value
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield limits that need recomputed log-probs, and verifier functions named twice."""
+        """Yield problems of keys that need recomputed log-probs, and of verifiers named twice."""
         if self.old_log_probs is OldLogProbs.ROLLOUT:
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:
@@ -294,6 +297,13 @@ class RolloutConfig(Section):
     engine: str = key("native", "rollout engine: native, or the name of a plugin's engine")
     tensor_model_parallel_size: int | None = key(
         None, "ranks that share a layer in generation; null = as in training", "reshard", ge=1
+    )
+    expert_model_parallel_size: int | None = key(
+        None,
+        "replicas that share the experts of a layer in generation, which then make each step "
+        "together; null = as in training on the actor's devices, 1 on devices of its own",
+        "reshard",
+        ge=1,
     )
 
 

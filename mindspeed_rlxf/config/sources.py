@@ -1,7 +1,7 @@
-"""Python files of the user; a process needs only their text.
+"""Python files of the user, which other processes get as text.
 
-The driver reads a file once, when the configuration is made. Other processes get the text with the
-role that is built in them, so no other host needs the file.
+The driver reads a file once, when the configuration is made. It sends the text to a worker before
+the worker builds a role, so no other host needs the file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.files.plain import read_text
 
 MODULES = "rlxf_plugin_"
-"""Start of the names of the files' modules."""
-SLOW_S = 10.0  # until a file that is still running is named
+"""Prefix of the names of the files' modules."""
+SLOW_S = 10.0  # a file that runs longer is named on the console
 
 
 @dataclass(frozen=True)
 class Source:
+    """Path and text of a Python file of the user."""
+
     file: str  # on the driver's host
     text: str
 
@@ -37,12 +39,12 @@ class Source:
 
     @property
     def module(self) -> str:
-        """Name of the module in a process; another text is another module."""
+        """Name of the module that runs the text; other texts of the same file have other names."""
         return f"{MODULES}{Path(self.file).stem}_{self.sha256[:12]}"
 
 
 class _Loader(InspectLoader):
-    """Runs a text as a module; the loader also lets tracebacks show its lines."""
+    """Import loader of a text. Tracebacks can show its lines."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -55,7 +57,11 @@ class _Loader(InspectLoader):
 
 
 def run_as_module(source: Source) -> ModuleType:
-    """Run the file as a module of this process. Its exceptions are not caught."""
+    """Run the file as a new module of this process, put it in `sys.modules` and return it.
+
+    Prints a note if the file runs for longer than SLOW_S. Its exceptions are not caught; the
+    module is removed again then.
+    """
     spec = spec_from_loader(source.module, _Loader(source))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -74,12 +80,16 @@ def run_as_module(source: Source) -> ModuleType:
 
 
 def _name_slow_file(file: str) -> None:
-    """Say which file keeps the run from starting."""
+    """Print to stderr that `file` is still running."""
     print(f"note: still running {file} after {SLOW_S:g} s", file=sys.stderr, flush=True)
 
 
 def read_source(key: str, path: str, expected: str | None = None) -> Source:
-    """Read the file that a key names. expected: its SHA-256. Raises UserError."""
+    """Read the file `path`, which the key names.
+
+    expected: SHA-256 that the text must have; None = any
+    Errors: UserError where the file cannot be read or has another hash.
+    """
     file = os.path.abspath(os.path.expanduser(path))
     try:
         source = Source(file, read_text(file))
@@ -94,37 +104,44 @@ def read_source(key: str, path: str, expected: str | None = None) -> Source:
 
 
 def load_error(key: str, file: str, error: BaseException) -> UserError:
-    """Make the error of a file that raised while it was loaded; it names the line."""
-    rule = f"must run without an error, {type(error).__name__} {_place(file, error)}: {error}"
+    """Return a UserError that reports an exception of the file `file`, with the line.
+
+    key: of the configuration that names the file
+    """
+    rule = f"must run without an error, {type(error).__name__} {_find_line(file, error)}: {error}"
     return UserError(Problem(key, rule, file, "correct the file"))
 
 
-def _place(file: str, error: BaseException) -> str:
-    """Say in which line of the file the error arose."""
+def _find_line(file: str, error: BaseException) -> str:
+    """Return `in line N` for the last line of `file` in the traceback; `while loading` if none."""
     if isinstance(error, SyntaxError):
         return f"in line {error.lineno}"
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"in line {lines[-1]}" if lines else "while loading"
 
 
-_carried: dict[tuple[str, str], Source] = {}  # by file and SHA-256
+_carried: dict[tuple[str, str], Source] = {}  # (file, SHA-256) -> text that workers also need
 
 
 def carry(source: Source) -> None:
-    """Let other processes find the source, which get it with the first role built in them."""
+    """Register a source in this process for `find_carried`, and for sending to workers."""
     _carried[source.file, source.sha256] = source
 
 
 def carried() -> tuple[Source, ...]:
+    """Return all sources registered by `carry`."""
     return tuple(_carried.values())
 
 
 def find_carried(file: str, sha256: str) -> Source:
-    """Return a source that the driver read."""
+    """Return the source registered by `carry`. Errors: KeyError where there is none."""
     return _carried[file, sha256]
 
 
 def split_entry(entry: Any, name: str) -> tuple[Any, Any]:
-    """Return (path, SHA-256 or None) of an entry that is a path, or {name: path, sha256: ...}."""
+    """Return (path, SHA-256 or None) of an entry: a path, or {name: path, sha256: ...}.
+
+    Values are not checked.
+    """
     given = entry if isinstance(entry, dict) else {name: entry}
     return given.get(name), given.get("sha256")

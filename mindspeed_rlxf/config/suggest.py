@@ -1,4 +1,4 @@
-"""Find the nearest good value to a bad one, for error messages."""
+"""Find the nearest legal value to a wrong one, and format values, for error messages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ MAX_SHOWN = 60  # characters of a value
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """Find the known word most like a misspelt or shortened one; None when none is near."""
+    """Return the one of `words` that is most like `word`, which may be misspelt or shortened.
+
+    None when none is similar, or `word` is longer than MAX_WORD.
+    """
     if len(word) > MAX_WORD:
-        return None  # nearness takes the square of the length
+        return None  # the time to compare grows with the square of the length
     known = sorted(words, key=lambda name: (len(name), name))
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     longer = [name for name in known if len(word) > 2 and name.startswith(word)]
@@ -23,7 +26,10 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
 
 def neighbours(value: int, good: Iterable[int]) -> list[int]:
-    """Return the nearest legal numbers below and above `value`; either may be absent."""
+    """Return the nearest positive number of `good` below `value`, and the nearest above.
+
+    Either may be missing.
+    """
     below = [number for number in good if 0 < number < value]
     above = [number for number in good if number > value]
     return ([max(below)] if below else []) + ([min(above)] if above else [])
@@ -36,7 +42,7 @@ def multiples_around(value: int, step: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """List all divisors of a positive number, ascending; only 1 and itself above MAX_FACTORED."""
+    """List the divisors of a positive number, ascending; above MAX_FACTORED only 1 and itself."""
     if number > MAX_FACTORED:
         return [1, number]
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
@@ -44,12 +50,12 @@ def divisors(number: int) -> list[int]:
 
 
 def use(numbers: Iterable[int]) -> str:
-    """Format a remedy: `use 96 or 104`."""
+    """Return a remedy such as `use 96 or 104`."""
     return "use " + " or ".join(map(str, numbers))
 
 
 def format_value(value: Any) -> str:
-    """Format a value as in YAML: null and true for None and True."""
+    """Return a value as text with YAML's words: null, true, .inf; strings in quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -60,6 +66,6 @@ def format_value(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error message, cut to `MAX_SHOWN` characters."""
+    """Return `format_value` of a value, cut to MAX_SHOWN characters."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

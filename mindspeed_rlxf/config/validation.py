@@ -1,4 +1,4 @@
-"""Section of the validation: when, how, and which of its metrics decides."""
+"""The section `validation`: when and how to validate, and which metric ranks checkpoints."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ class ValidationConfig(Section):
 
     @property
     def sizes(self) -> list[int]:
-        """K of the metrics best@K and pass@K: the powers of two below `n_samples`, and itself."""
+        """Values of K of the metrics best@K and pass@K: powers of two below `n_samples`, and
+        `n_samples`."""
         powers = [2**i for i in range(self.n_samples.bit_length()) if 2**i < self.n_samples]
         return [*powers, self.n_samples]
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics of a data source, beside the parts of its rule, by which checkpoints compare."""
+        """Names that `best_metric` may have: the metrics that every data source gets."""
         n = self.n_samples
         by_rule = self.reward is RewardKind.RULE
         found = ["score", f"mean@{n}"]

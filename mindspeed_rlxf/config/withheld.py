@@ -1,8 +1,8 @@
-"""Secret variables of the workers, which are used and never written to a file.
+"""Secret environment variables of the workers: they are used, and never written to a file.
 
 Configuration, plan and logs show a placeholder: `${oc.env:NAME}` as the user wrote it, or `***`.
-A configuration with `***` takes the variable of the driver, so the file in a run directory starts
-the same run again without the value.
+`***` in a configuration means the variable of that name in the driver, so the config.yaml of a run
+directory starts the same run again without containing the secret.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ MASK = "***"
 
 
 class Withheld(str):
-    """A placeholder string that carries the secret; copies, pickles and prints show no secret."""
+    """A placeholder string with the secret as attribute `secret`.
+
+    Printing shows the placeholder. A deep copy is the same object; a pickle is the placeholder
+    alone, as plain str.
+    """
 
     secret: str
 
@@ -37,19 +41,19 @@ def _keep(value: Any, validate: ValidatorFunctionWrapHandler) -> str:
 
 
 Variable: TypeAlias = Annotated[str, WrapValidator(_keep)]
-"""Type of a worker's variable in the schema: text, or a withheld text."""
+"""Pydantic type of a worker's variable: text, or `Withheld`, which stays unchanged."""
 
 
 def reveal(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables with their values, secrets included."""
+    """Return all variables with their real values: `Withheld` is replaced by its secret."""
     return {n: v.secret if isinstance(v, Withheld) else v for n, v in variables.items()}
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are no secrets."""
+    """Return the variables that are not `Withheld`."""
     return {n: v for n, v in variables.items() if not isinstance(v, Withheld)}
 
 
 def secret_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables with their values."""
+    """Return the `Withheld` variables with their secrets."""
     return {n: v.secret for n, v in variables.items() if isinstance(v, Withheld)}

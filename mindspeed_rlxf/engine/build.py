@@ -30,7 +30,10 @@ from mindspeed_rlxf.models.transformer import (
 def build_chunks(
     role: RoleConfig, head: Head, groups: ParallelGroups, dtype: torch.dtype
 ) -> list[TransformerModel]:
-    """Build this pipeline rank's chunks, one without a virtual pipeline; weights are not set."""
+    """Build the model chunks of this pipeline rank on the device, with random weights.
+
+    There is one chunk without a virtual pipeline.
+    """
     assert role.architecture is not None, "checked beforehand"
     count = role.model_chunks
     config = transformer_config(
@@ -61,7 +64,10 @@ def build_chunks(
 
 
 def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
-    """Wrap a chunk so that its gradients are summed over the replicas, in fp32."""
+    """Wrap a chunk in Megatron's data parallelism: gradients are summed over replicas in fp32.
+
+    The hooks that gather weights in forward passes start switched off.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
@@ -76,22 +82,23 @@ def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedData
     return model
 
 
-def set_gather_in_forward(models: Sequence[Any], begins: bool) -> None:
+def set_gather_in_forward(models: Sequence[Any], enabled: bool) -> None:
     """Switch on or off that forward passes gather the weights which the last step changed.
 
-    Switching off gathers them at once. It must be off before generation, checkpoints and exports,
-    which read weights without a forward pass; so it is on only between the steps of an iteration.
+    Switching off gathers all weights at once. It must be off for generation, checkpoints and
+    exports, which read weights without a forward pass. No effect where the configuration does not
+    gather ahead.
     """
     for model in models:
         hooked = _gathers_in_forward(model)
-        if model.use_forward_hook and begins and not hooked:
+        if model.use_forward_hook and enabled and not hooked:
             model.enable_forward_pre_hook()
-        elif hooked and not begins:
+        elif hooked and not enabled:
             model.disable_forward_pre_hook(param_sync=True)
 
 
 def await_gathers(model: Any) -> None:
-    """Wait for gathers of this chunk's weights that a forward pass began and did not wait for.
+    """Wait for gathers of this chunk's weights that a forward pass started and did not wait for.
 
     Megatron waits when the module of a weight is called. The head's weight is read after the
     forward pass, without calling its module.
@@ -103,12 +110,17 @@ def await_gathers(model: Any) -> None:
 
 
 def _gathers_in_forward(model: Any) -> bool:
-    """Whether the hooks of `set_gather_in_forward` are on; a chunk of a frozen role has none."""
+    """Return whether the hooks of `set_gather_in_forward` are on; frozen roles have no hooks."""
     return bool(getattr(model, "remove_forward_pre_hook_handles", None))
 
 
-def connect(config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer) -> None:
-    """Set the hooks of Megatron's schedule; without them it skips the reduction of gradients."""
+def connect_schedule(
+    config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer
+) -> None:
+    """Set the functions in `config` with which Megatron's schedule scales and reduces gradients.
+
+    The reduction is paused until the last micro-batch. Without these functions it is skipped.
+    """
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     pauses = [model.no_sync for model in models]

@@ -25,7 +25,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine import residency
-from mindspeed_rlxf.engine.build import build_chunks, connect, set_gather_in_forward, wrap
+from mindspeed_rlxf.engine.build import build_chunks, connect_schedule, set_gather_in_forward, wrap
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.grouping import group_rows
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
@@ -36,15 +36,15 @@ from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.protocol import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.readouts import (
     Read,
-    by_row,
     log_prob_reader,
     loss_reader,
     read_log_probs_and_kl,
     read_scores,
     read_states,
     read_values,
+    scatter_rows,
 )
-from mindspeed_rlxf.engine.schedule import mean_metrics, run_schedule
+from mindspeed_rlxf.engine.schedule import average_metrics, run_schedule
 from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.slots import single_optimizers
 from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
@@ -72,10 +72,12 @@ class MegatronEngine:
         deterministic: bool | None = None,
         tokenizer: str | None = None,
     ) -> None:
-        """A collective over the world. Without `optimizer` the model is frozen.
+        """Build the model, load its weights, and move offloaded parts away; a collective.
 
-        skipped:       what to do about steps with a number that is not finite; None = raise
-        deterministic: see `device.set_deterministic`, which holds for the process
+        Seeds the process. Without `optimizer` the model is frozen.
+
+        skipped:       counts skipped steps and decides if the run goes on; None = raise at once
+        deterministic: see `device.set_deterministic`; it holds for the whole process
         tokenizer:     its folder, for side files that `load` lacks; None = nothing is exported
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
@@ -116,7 +118,7 @@ class MegatronEngine:
                 self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
                 self._guarded = GuardedOptimizer(self.optimizer)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
-                connect(self.config, self.models, self.optimizer)
+                connect_schedule(self.config, self.models, self.optimizer)
                 self.state = TrainState(
                     self.weights,
                     self.groups,
@@ -130,7 +132,7 @@ class MegatronEngine:
         self._offload = self._make_offload()
 
     def _make_offload(self) -> Offload:
-        """Make the parts that the configuration names (`offload`) movable, and move them away."""
+        """Make the parts that the role's key `offload` names movable; move them to the host."""
         optimizer, keys = self.optimizer, self.role.offload
         adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
         movable = [Part.WEIGHTS] if keys.weights else []
@@ -141,24 +143,24 @@ class MegatronEngine:
         return made
 
     def offload(self) -> None:
-        """Move the parts that the configuration names (`offload`) to host memory."""
+        """Move the parts that the role's key `offload` names to host memory."""
         self._offload.offload(self._offload.movable)
 
     def onload(self) -> None:
-        """Bring everything back to the device."""
+        """Bring all parts back to the device; movable parts of other engines make room."""
         with self.holding(*Part):
             pass
 
     def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
-        """Keep parts on the device inside the block (see `residency.holding`).
+        """Return a context manager that keeps parts on the device (see `residency.holding`).
 
-        later: a part whose copy to the device is waited for only when it is used
+        later: a part whose copy may still run in the block, until `Offload.await_copies`
         """
         return residency.holding((self._offload, parts), later=[later] if later else [])
 
     @property
     def module(self) -> torch.nn.Module:
-        """All parameters of this rank as one module, by the names of `models.parameters`."""
+        """The module with all parameters of this rank, named as in `models.parameters`."""
         return self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
 
     @property
@@ -167,7 +169,7 @@ class MegatronEngine:
         return self.chunks[0].config
 
     def _load(self, seed: int) -> None:
-        """Load the weights; a score head that the folder lacks is drawn from the seed."""
+        """Load the weights from `role.load`; a score head that it lacks is drawn from the seed."""
         assert self.role.load is not None, "checked beforehand"
         absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
         if absent:
@@ -181,8 +183,8 @@ class MegatronEngine:
     ) -> list[MicroBatch]:
         """Make micro-batches of the given rows, packed or padded as this role computes.
 
-        A collective over the data-parallel ranks, which bring the same number of rows.
-        in_order: keep the order of the rows across micro-batches
+        A collective over the data-parallel ranks, which must pass equally many rows.
+        in_order: True = consecutive rows in each micro-batch, whatever `balance_by_length` says
         """
         lengths = rollouts.prompt_lengths + rollouts.response_lengths
         groups = group_rows(self.role, rows, lengths.tolist(), in_order, self.groups.dp_host)
@@ -199,16 +201,15 @@ class MegatronEngine:
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
         """Compute log-probs of the trained tokens; None on ranks other than the leader."""
         flat = self._read_all(rollouts, log_prob_reader(temperature))
-        return LogProbs(by_row(flat, rollouts.trained_mask)) if self.is_leader else None
+        return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
 
     def log_probs_with_kl(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
-        """Compute log-probs of the trained tokens, and KL(policy || this) over the vocabulary.
+        """Compute the trained tokens' log-probs, and KL(policy || this engine) over the vocabulary.
 
-        None on ranks that are not the leader.
-
-        Both engines have the same layout, so that a rank holds the same part of both vocabularies.
+        None on ranks other than the leader. Both engines must have the same layout, so that a rank
+        has the same vocabulary shard of both.
         """
         weights = [Part.WEIGHTS]
         with residency.holding((self._offload, weights), (policy._offload, weights)):
@@ -217,7 +218,7 @@ class MegatronEngine:
     def _compare(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
-        """Compute `log_probs_with_kl` once the weights of both engines are on the device."""
+        """Compute `log_probs_with_kl`; the weights of both engines are on the device."""
         # Row after row, as the two engines may make different micro-batches.
         parts = policy._read_all(rollouts, read_states)
         states = torch.cat(parts) if parts else torch.empty(0)
@@ -226,25 +227,26 @@ class MegatronEngine:
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
             first = starts[batch.rows[0]]
-            mine = states[first : first + len(batch.trained_ids)]
-            theirs = policy.chunks[-1], mine, temperature
-            return read_log_probs_and_kl(model, batch, hidden, *theirs)
+            own = states[first : first + len(batch.trained_ids)]
+            return read_log_probs_and_kl(model, batch, hidden, policy.chunks[-1], own, temperature)
 
         flat = self._read_all(rollouts, read)
         if not self.is_leader:
             return None
-        log_probs, kl = (by_row([p[i] for p in flat], rollouts.trained_mask) for i in range(2))
+        log_probs, kl = (
+            scatter_rows([p[i] for p in flat], rollouts.trained_mask) for i in range(2)
+        )
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """Compute the values of the slots that may be read; None on ranks other than the leader."""
+        """Compute the values of the readable slots; None on ranks other than the leader."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
             return read_values(model, batch, hidden, slots[batch.rows])
 
         flat = self._read_all(rollouts, read)
-        return Values(by_row(flat, slots)) if self.is_leader else None
+        return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
         """Score each response at its last token; None on ranks other than the leader."""
@@ -252,12 +254,16 @@ class MegatronEngine:
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
     def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
+        """Run forward passes over all rows in order; return `read` of each micro-batch."""
         rows = range(rollouts.num_rows)
         return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
-        """Run the forward passes; return `read` of each micro-batch on the last stage, else []."""
+        """Run the forward passes without gradients; return `read` of each micro-batch.
+
+        Empty on all pipeline stages but the last.
+        """
         for model in self.models:
             model.eval()
         # The schedule needs a multiple of this number, so the last micro-batch runs again.
@@ -274,8 +280,8 @@ class MegatronEngine:
         """Take an optimizer step on one mini-batch, or skip it where a number is not finite.
 
         Returns the metrics of the loss averaged over the mini-batch of all data-parallel ranks
-        (on the last stage), `grad_norm`, and under `nan_policy: skip` whether it was skipped.
-        Errors: FloatingPointError as `SkippedSteps` raises it, before any weight changes.
+        (on the last stage only), `grad_norm`, and with `nan_policy: skip` `skipped_steps`, 0 or 1.
+        Raises FloatingPointError, before any weight changes, as `SkippedSteps.judge` decides.
         """
         self._mini_batch += 1
         with self.holding(*Part, later=Part.OPTIMIZER), self.groups.active():
@@ -286,21 +292,21 @@ class MegatronEngine:
             self.state.optimizer.zero_grad()
             read = loss_reader(step)
             outputs = run_schedule(self.models, self.chunks[-1], micro_batches, read)
-            self._offload.change(Part.WEIGHTS, Part.OPTIMIZER)
-            self._offload.arrive(Part.OPTIMIZER)
+            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
+            self._offload.await_copies(Part.OPTIMIZER)
             done = self._guarded.step([output.loss.detach() for output in outputs])
             step_number = self.state.scheduler.num_steps + 1
             self.skipped.judge(done, step_number, self._mini_batch)
-            metrics = mean_metrics(outputs, self.sum_over_replicas)
+            metrics = average_metrics(outputs, self.sum_over_replicas)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy is NanPolicy.SKIP:
             metrics["skipped_steps"] = float(bool(done.wrong))
         return metrics
 
     def end_iteration(self) -> float:
-        """Advance the learning-rate schedule; return the rate that the iteration used.
+        """Advance the learning-rate schedule; return the rate of the iteration that ends.
 
-        Mini-batches are counted from 1 again.
+        Ends gathers in forward passes, and counts mini-batches from 1 again.
         """
         assert self.optimizer is not None and self.scheduler is not None
         set_gather_in_forward(self.models, False)
@@ -321,9 +327,10 @@ class MegatronEngine:
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
-        """Write the weights as a Hugging Face folder and as a Megatron checkpoint, where named.
+        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None = not.
 
-        A collective over the role's ranks; both are complete when all have finished.
+        A collective over the role's ranks. A folder is complete when all ranks have returned.
+        Raises OSError where a checkpoint cannot be written.
         """
         # With `runtime: local` the first rank has just removed the files of an earlier export.
         dist.barrier()
@@ -348,29 +355,29 @@ class MegatronEngine:
             dist.barrier()
 
     def describe(self, folder: Path) -> list[Path]:
-        """Write config.json, with the head and the dtype of training, and the tokenizer's files.
+        """Write config.json and the tokenizer's files into a folder; return the written files.
 
-        Returns the files. The Megatron checkpoint in the folder can then be read.
+        config.json has the head and dtype of training. A checkpoint in the folder needs it.
         """
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
-        """Start to write the training state (see `StateSaver.begin`).
+        """Copy the training state to the host, and start to write it (see `StateSaver.begin`).
 
-        Parts are copied from where they are; nothing is brought back to the device.
+        Offloaded parts are read from the host, not brought back to the device.
         """
         self._saver.begin(folder)
 
     def _read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Copy a range of a weight or of a slot of the optimizer to the host."""
+        """Return a copy of elements `start` to `stop` of a state tensor on the host."""
         return self._offload.read(tensor, start, stop)
 
     def end_save(self) -> Written:
-        """Wait for the files of all ranks (see `StateSaver.end`)."""
+        """Wait for the files of all ranks and return them (see `StateSaver.end`)."""
         return self._saver.end()
 
     def load_state(self, folder: Path) -> Loaded:
-        """Load a training state (`train_state.load_state`)."""
+        """Load weights and optimizer from a training state (see `train_state.load_state`)."""
         with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
-            self._offload.change(Part.WEIGHTS, Part.OPTIMIZER)
+            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             return load_state(self.state, folder)

@@ -24,10 +24,11 @@ REMEDY = "lower the learning rate or raise warm-up, look at the rewards and at b
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step.
+    """The result of an optimizer step.
 
     grad_norm: before clipping
-    wrong:     names of the numbers that are not finite; empty where the step was taken
+    wrong:     names of numbers that are not finite, so that the step was skipped; empty = it was
+               taken
     """
 
     grad_norm: float
@@ -42,10 +43,10 @@ class _Stopped(Exception):
 
 
 class GuardedOptimizer:
-    """Megatron's optimizer; its step ends before weights change if a number is not finite.
+    """Wraps Megatron's optimizer; skips a step, before weights change, if a number is not finite.
 
-    Megatron computes the norm after gradients have been summed over the replicas, and before it
-    clips them and changes weights; gradients are set to zero before the next step anyway.
+    It replaces the optimizer's `get_grad_norm`, which Megatron calls after gradients have been
+    summed over the replicas, and before it clips them and changes weights.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -70,9 +71,9 @@ class GuardedOptimizer:
         return Step(float(grad_norm))
 
     def _checked_norm(self) -> float:
-        """Measure the gradient norm.
+        """Return the gradient norm; a collective.
 
-        Raises _Stopped when it or a loss of any rank is not finite.
+        Raises _Stopped on all ranks where the norm or a loss of any rank is not finite.
         """
         norm = float(self._measure())
         self._checked = True
@@ -87,17 +88,18 @@ class GuardedOptimizer:
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row and decides whether the run continues."""
+    """Counts skipped steps in a row and decides whether the run goes on."""
 
     def __init__(self, policy: NanPolicy, max_skipped: int, role: str) -> None:
         self.policy, self.max_skipped, self.role = policy, max_skipped, role
         self.in_a_row = 0
 
     def judge(self, step: Step, iteration: int, mini_batch: int) -> None:
-        """Count the steps skipped in a row.
+        """Count a skipped step; a step that was taken resets the count.
 
-        Raises FloatingPointError on all ranks where the policy stops the run.
-        iteration, mini_batch: from 1, for the message
+        Raises FloatingPointError for a skipped step if `training.nan_policy` is `raise`, or if more
+        than `max_skipped` in a row were skipped.
+        iteration, mini_batch: counted from 1, for the message
         """
         if not step.wrong:
             self.in_a_row = 0

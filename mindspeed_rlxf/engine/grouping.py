@@ -20,12 +20,14 @@ def group_rows(
     in_order: bool,
     group: dist.ProcessGroup,
 ) -> list[Rows]:
-    """Divide this rank's rows into micro-batches, the same number on every data-parallel rank.
+    """Divide this rank's rows into micro-batches, equally many on every data-parallel rank.
 
-    A collective over `group`, a group of the data-parallel ranks for tensors on the CPU.
+    By `micro_batch_size`, or by tokens where `max_tokens_per_micro_batch` is set; then a collective
+    over `group`.
 
-    lengths:  tokens of every row of the batch, looked up by row
-    in_order: the groups are consecutive
+    lengths:  tokens of every row of the batch, indexed by row
+    in_order: True = groups of consecutive rows only
+    group:    the data-parallel ranks, for tensors on the CPU
     """
     limit = role.max_tokens_per_micro_batch
     if limit is None:
@@ -48,7 +50,7 @@ def chunk_rows(rows: Rows, size: int) -> list[Rows]:
 def group_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]:
     """Divide rows into consecutive groups of at most `limit` tokens; a longer row is alone.
 
-    lengths: tokens of every row of the batch, looked up by row
+    lengths: tokens of every row of the batch, indexed by row
     """
     groups, start, tokens = [], 0, 0
     for place, row in enumerate(rows):
@@ -62,12 +64,14 @@ def group_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows
 def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]:
     """Divide rows into few groups of nearly equal token counts, at most `limit` tokens each.
 
-    lengths: tokens of every row of the batch, looked up by row; a longer row stands alone.
+    A row longer than the limit is alone. Rows of a group keep their order; groups are in the order
+    of their first rows.
 
-    The longest rows are placed first, each in the group with the fewest tokens. Where a group
-    exceeds the limit, that is repeated with one group more, up to the number of groups that
-    consecutive rows need. Rows of a group keep the given order; groups are in the order of their
-    first rows.
+    lengths: tokens of every row of the batch, indexed by row
+
+    Greedy: rows go, longest first, to the group with the fewest tokens. Where a group exceeds the
+    limit, one group is added and all is repeated. The result never has more groups than
+    `group_by_tokens` needs, and is its result where packing fails.
     """
     tokens, consecutive = [lengths[row] for row in rows], group_by_tokens(rows, lengths, limit)
     least = -(-sum(min(n, limit) for n in tokens) // limit)
@@ -79,6 +83,10 @@ def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]
 
 
 def _longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Put indices of `tokens`, longest first, into the group with the fewest tokens.
+
+    Returns at most `count` groups, none of them empty.
+    """
     groups: list[list[int]] = [[] for _ in range(count)]
     shortest = [(0, number) for number in range(count)]
     for place in sorted(range(len(tokens)), key=lambda place: -tokens[place]):
@@ -89,7 +97,7 @@ def _longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def split_groups(groups: Sequence[Rows], count: int) -> list[Rows]:
-    """Halve the group with most rows until there are `count`, or as many as rows."""
+    """Return the groups after halving the largest until there are `count`, or one per row."""
     result = list(groups)
     while len(result) < count:
         largest = max(range(len(result)), key=lambda i: len(result[i]))

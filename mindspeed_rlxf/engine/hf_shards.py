@@ -1,8 +1,8 @@
 """Map this rank's parameters to Hugging Face tensors, and divide their writing among replicas.
 
-A shard of a parameter is made of boxes of Hugging Face tensors; rows that pad the vocabulary belong
-to none. Replicas hold the same shards and share the work of writing them: each writes a flat range
-of equal length of all elements, in the order of the parameters.
+A shard of a parameter consists of boxes of Hugging Face tensors; rows that pad the vocabulary are
+in no box. Replicas have the same shards and share the work of writing them: the elements of all
+shards, in the order of the parameters, are cut into one range of equal length per replica.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from mindspeed_rlxf.weights.stage import StageWeights
 class Shard:
     """A parameter of this rank.
 
-    is_written: this rank or a replica of it writes the shard; False = other ranks, which hold
-                the same elements, do
-    written:    the flat range that this rank writes; empty if not `is_written`
+    boxes:      the boxes of Hugging Face tensors that it consists of
+    is_written: this rank or a replica writes the shard; False = another tensor-parallel rank with
+                the same elements does
+    written:    range of flattened elements that this rank writes; empty if not `is_written`
     """
 
     parameter: Tensor
@@ -32,9 +33,10 @@ class Shard:
     written: range
 
     def held_boxes(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldBox]:
-        """Yield a view of each box of a Hugging Face tensor that the shard's flat range covers.
+        """Yield views of `tensor`, one per box of a Hugging Face tensor that the range covers.
 
-        tensor: contiguous, the elements of the range
+        flat:   a range of flattened elements of the shard
+        tensor: the elements of that range, contiguous
         """
         shape = tuple(self.parameter.shape)
         for rows in flat_boxes(flat, shape):
@@ -46,11 +48,11 @@ class Shard:
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
-    """Yield every parameter of this rank, with the range of its elements that this replica writes.
+    """Yield the shard of every parameter of this rank, with the range that this replica writes.
 
-    The elements of all parameters, laid end to end in the order of the parameter map, are divided
-    into equal ranges, one per replica: a replica writes few parameters and a part of two. Experts
-    have dp / ep replicas and are divided apart from the others, which have dp.
+    The elements of all parameters, end to end in the order of the parameter map, are cut into
+    equal ranges, one per replica. Experts have dp / ep replicas and are cut separately from the
+    other parameters, which have dp.
     """
     dp, rank, ep = groups.dp.size(), groups.dp.rank(), groups.ep.size()
     counts = {False: 0, True: 0}  # is an expert -> elements so far
@@ -63,8 +65,8 @@ def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
         first, total = counts[expert], totals[expert]
         counts[expert] += tensor.numel()
         start, stop = (total * n // replicas - first for n in (replica, replica + 1))
-        mine = range(max(0, start), max(0, min(stop, tensor.numel())))
+        written = range(max(0, start), max(0, min(stop, tensor.numel())))
         tp_rank = groups.tp.rank()
         boxes = shard_boxes(parameter, weights.architecture, tp_rank, groups.tp.size())
         is_written = parameter.is_first_copy(tp_rank)
-        yield Shard(tensor, tuple(boxes), is_written, mine if is_written else range(0))
+        yield Shard(tensor, tuple(boxes), is_written, written if is_written else range(0))

@@ -17,30 +17,33 @@ from mindspeed_rlxf.weights.stage import StageWeights
 def hf_tensors(
     weights: StageWeights, groups: ParallelGroups, chunks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight whole as (Hugging Face name, tensor on the device), on every rank.
+    """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank.
 
-    A collective: all ranks of the role take the same number of tensors. A rank holds one parameter
-    at a time beside its own. A tied output layer is left out, as Hugging Face's files do.
+    A collective: all ranks of the role must iterate to the same tensor. Memory for one parameter is
+    needed beside the model. A tied output layer is left out, as in Hugging Face's files.
     """
     architecture, pp, ep = weights.architecture, groups.pp, groups.ep
     dtype = next(iter(weights.tensors.values())).dtype
     for stage in range(pp.size()):
         for ep_rank in range(ep.size()):
-            place = stage, pp.size(), chunks, ep_rank, ep.size()
-            for parameter in rank_parameters(architecture, weights.head, *place):
+            owner = stage, pp.size(), chunks, ep_rank, ep.size()
+            for parameter in rank_parameters(architecture, weights.head, *owner):
                 if not parameter.is_first_copy(0, ep_rank):
                     continue
                 held = stage == pp.rank() and (parameter.expert is None or ep_rank == ep.rank())
-                whole = _whole(weights, parameter, held, dtype)
+                whole = _gather_whole(weights, parameter, held, dtype)
                 for tensor in whole.values():
-                    _share(tensor, parameter, groups, stage, ep_rank)
+                    _broadcast(tensor, parameter, groups, stage, ep_rank)
                 yield from whole.items()
 
 
-def _whole(
+def _gather_whole(
     weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return a parameter's whole tensors by name; uninitialised if this rank has no shard."""
+    """Return a parameter's whole tensors by name, gathered over tensor-parallel ranks.
+
+    held: this rank has a shard; False = return uninitialised tensors, to receive a broadcast
+    """
     where = device.current_device()
     if held:
         return {name: t.to(where) for name, t in weights.hf_tensors(parameter).items()}
@@ -50,10 +53,13 @@ def _whole(
     }
 
 
-def _share(
+def _broadcast(
     tensor: Tensor, parameter: StageParameter, groups: ParallelGroups, stage: int, ep_rank: int
 ) -> None:
-    """Broadcast a tensor from its stage along the pipeline, and an expert's to all expert ranks."""
+    """Broadcast a tensor, in place, from its pipeline stage to all stages.
+
+    An expert's tensor then goes from `ep_rank` to all expert-parallel ranks.
+    """
     if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
         dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)
     if groups.ep.size() > 1 and parameter.expert is not None:

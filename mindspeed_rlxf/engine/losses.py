@@ -1,4 +1,4 @@
-"""Turn losses of tokens into the sums and weights that Megatron's schedule adds up."""
+"""Turn the losses of tokens into a sum and a weight, which Megatron's schedule adds up."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def normalised_loss(
     per_token: dict[str, Tensor],
     coefficient: float = 1.0,
 ) -> LossOutput:
-    """Return a micro-batch's loss as a sum, the weight it is divided by later, and its metrics.
+    """Return a micro-batch's loss as a sum, the weight that divides it later, and its metrics.
 
     loss:           [tokens] with gradient, response after response
-    lengths:        [responses] tokens of each
-    max_new_tokens: divisor of a response's sum under `sequence_sums`, whatever its length
-    parts:          name -> [tokens], reported as the loss is averaged
-    per_token:      name -> [tokens], reported as means over tokens
-    coefficient:    weight of the loss; metrics are reported without it
+    lengths:        [responses] number of tokens of each
+    max_new_tokens: divisor of each response's sum with `sequence_sums`, whatever its length
+    parts:          name -> [tokens], metrics averaged as the loss is
+    per_token:      name -> [tokens], metrics averaged over tokens
+    coefficient:    factor of the loss; metrics are reported without it
 
-    `micro_batch_mean` is TRL's way: loss and metrics are means of micro-batch means. The constant
-    divisor is that of Dr. GRPO (arXiv:2503.20783, section 3.2), the largest length of a response.
+    With `micro_batch_mean`, as in TRL, loss and metrics are means of micro-batch means. The
+    constant divisor of `sequence_sums` is that of Dr. GRPO (arXiv:2503.20783, section 3.2).
     """
     tokens, rows = loss.numel(), len(lengths)
     scale, weight, token_scale, token_weight = 1.0, tokens, 1.0, tokens

@@ -1,6 +1,6 @@
 """Samples of one forward on one rank: packed end to end, or padded to the longest.
 
-Axes: rows = samples, tokens = all places of the micro-batch in the order of the flattened hidden
+Axes: rows = samples, tokens = all positions of the micro-batch in the order of the flattened hidden
 states ([s, b] flattened; packed: b = 1).
 """
 
@@ -19,11 +19,13 @@ from mindspeed_rlxf.models.attention import Attend, PackedSequences
 
 @dataclass(frozen=True)
 class MicroBatch:
-    rows: list[int]  # which rows of the rank's batch these are
+    """The inputs of one forward pass, and where its tokens are in the hidden states."""
+
+    rows: list[int]  # indices of the rows in the rank's batch
     token_ids: Tensor  # [b, s] int64
     positions: Tensor  # [s] int64
     attend: Attend | None  # None = padded rows
-    starts: Tensor  # [rows] flat place of each row's first token
+    starts: Tensor  # [rows] flat index of each row's first token
     stride: int  # flat distance between neighbouring tokens of a row
     prompt_lengths: Tensor  # [rows]
     response_lengths: Tensor  # [rows]
@@ -31,20 +33,22 @@ class MicroBatch:
     trained_ids: Tensor  # [trained tokens of all rows] int64
 
     def prediction_places(self, slots: Tensor) -> Tensor:
-        """Return the flat places of the hidden states that predict the tokens marked in `slots`.
+        """Return the flat index of the hidden state one token before each marked slot.
 
-        slots: [rows, slots] bool; the state that predicts token t is one place before it
-        The places are in the order of the rows.
+        That state predicts the slot's token. The result is [marked slots], row after row.
+        slots: [rows, slots] bool, True = marked; slot t is the position of response token t, the
+               last one may be behind the response
         """
         row, slot = slots.nonzero(as_tuple=True)
         return self._flat(row, self.prompt_lengths[row] - 1 + slot)
 
     def last_places(self) -> Tensor:
-        """Return the flat place of the last token of each row."""
+        """Return the flat index of the last token of each row, [rows]."""
         last = self.prompt_lengths + self.response_lengths - 1
         return self._flat(torch.arange(len(last)), last)
 
     def _flat(self, row: Tensor, token: Tensor) -> Tensor:
+        """Return the flat indices, on the device, of token numbers `token` of rows `row`."""
         return (self.starts[row] + token * self.stride).to(self.token_ids.device)
 
 
@@ -57,6 +61,7 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Make one micro-batch for each group of rows.
 
+    packed:      True = rows end to end; False = padded to the longest row
     multiple_of: the token axis is padded to a multiple of it, as sequence parallel splits this axis
     """
     build = _pack if packed else _pad
@@ -64,7 +69,7 @@ def make_micro_batches(
 
 
 def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
-    """Join prompt and response of each row, without padding."""
+    """Return the tokens of each row, prompt and response, without padding."""
     prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
     return [
         torch.cat(

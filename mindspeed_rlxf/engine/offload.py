@@ -1,7 +1,7 @@
 """Move parts of an engine between device and host memory.
 
-Storages are moved, not tensors. A storage is freed by setting its size to 0 and allocated again at
-its old size, so all tensors that view it stay valid: parameters, views of Megatron's buffers,
+Storages are moved, not tensors. A storage is freed by resizing it to 0 bytes, and later resized to
+its old size. So all tensors that view it stay valid: parameters, views of Megatron's buffers,
 gradients, the weights that a rollout shares.
 """
 
@@ -18,18 +18,18 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.device.copies import CopyStream, host_buffer
 from mindspeed_rlxf.engine.protocol import Part
 
-CHUNK_BYTES = 2**28  # of host memory allocated at once; torch rounds up to a power of two
-ALIGNMENT = 512
+CHUNK_BYTES = 2**28  # largest allocation of host memory; torch rounds up to a power of two
+ALIGNMENT = 512  # bytes
 
 Tensors = Callable[[], Iterable[Tensor]]
 
 
 @dataclass
 class _Storage:
-    """A storage of the device, with its place in host memory.
+    """A storage on the device, and the host memory that it is copied to.
 
-    tensor: one that views it
-    pieces: [bytes] uint8 of the host, in order; none where nothing is copied
+    tensor: any tensor that views the storage
+    pieces: host memory, in order, each [bytes] uint8; empty where the part is not copied
     """
 
     tensor: Tensor
@@ -37,6 +37,7 @@ class _Storage:
     pieces: list[Tensor] = field(default_factory=list)
 
     def resize(self, num_bytes: int) -> None:
+        """Free (0) or allocate the storage on the device; its content is lost."""
         self.tensor.untyped_storage().resize_(num_bytes)
 
     def on_device(self) -> Tensor:
@@ -45,17 +46,17 @@ class _Storage:
 
     @property
     def on_host(self) -> list[Tensor]:
-        """The pieces on the host, viewed in the storage's dtype."""
+        """The host memory, piece by piece, in the dtype of `tensor`."""
         return [piece.view(self.tensor.dtype) for piece in self.pieces]
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (piece on the device, the same piece on the host)."""
+        """Yield (range of the storage on the device, the host memory of the same range)."""
         hosts = self.on_host
         devices = self.on_device().split([host.numel() for host in hosts])
         yield from zip(devices, hosts, strict=True)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of elements `start` to `stop` from the host, [stop - start]."""
+        """Return a copy of elements `start` to `stop` of the host memory, [stop - start]."""
         copied, at = torch.empty(stop - start, dtype=self.tensor.dtype), 0
         for piece in self.on_host:
             first, last = max(start, at), min(stop, at + piece.numel())
@@ -66,14 +67,14 @@ class _Storage:
 
 
 class _HostMemory:
-    """Chunks of host memory in which storages get their places; they are never freed."""
+    """Host memory for storages, allocated in chunks that live as long as this object."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self._free = 0  # bytes of the last chunk
 
-    def place(self, storages: list[_Storage]) -> None:
-        """Give storages their pieces; allocate host memory for all of them together."""
+    def assign(self, storages: list[_Storage]) -> None:
+        """Append host memory to the `pieces` of each storage; allocate chunks as needed."""
         wanted = sum(_aligned(each.num_bytes) for each in storages) - self._free
         for each in storages:
             missing = each.num_bytes
@@ -90,14 +91,17 @@ class _HostMemory:
 
 
 def _aligned(size: int) -> int:
+    """Round up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class _MovedPart:
-    """The storages of one part.
+    """Moves the storages of one part of an engine.
 
-    tensors:   returns the part's present tensors; the optimizer makes some in its first step
-    is_copied: False = the part is freed without a copy, and is zeros when it returns
+    tensors:    returns the tensors that the part has now (an optimizer's first step makes some)
+    is_copied:  False = the part is freed without a copy, and is zeros after `onload`
+    is_away:    the part is on the host
+    is_changed: the copy on the host is out of date
     """
 
     def __init__(self, tensors: Tensors, copies: CopyStream, is_copied: bool) -> None:
@@ -108,11 +112,11 @@ class _MovedPart:
         self.is_away, self.is_changed = False, True
 
     def offload(self) -> None:
-        """Copy what has changed to the host, wait for the copies, and free the storages."""
+        """Copy the part to the host if it has changed, wait, and free it on the device."""
         if self.is_away:
             return
-        self._find()
-        self._copies.finish()  # those to the device may be under way
+        self._add_new_storages()
+        self._copies.finish()  # copies to the device may still run
         if self._is_copied and self.is_changed:
             with self._copies.copying():
                 for each in self._storages.values():
@@ -123,7 +127,11 @@ class _MovedPart:
         self.is_away, self.is_changed = True, False
 
     def onload(self) -> None:
-        """Allocate the storages and start to fill them; `arrive` waits for that."""
+        """Allocate the storages on the device and start to copy them back.
+
+        `await_copies` waits for the copies. Raises RuntimeError where the device lacks memory; the
+        part is then still on the host.
+        """
         if not self.is_away:
             return
         try:
@@ -143,8 +151,8 @@ class _MovedPart:
                 each.on_device().zero_()
         self.is_away = False
 
-    def arrive(self) -> None:
-        """Let work launched from now on wait for the copies to the device."""
+    def await_copies(self) -> None:
+        """Make device work launched from now on wait for the copies of `onload`."""
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             self._copies.join(arrived)
@@ -153,15 +161,15 @@ class _MovedPart:
         """Return the storage of a tensor if it is of this part and on the host, else None."""
         return self._storages.get(_key(tensor)) if self.is_away else None
 
-    def _find(self) -> None:
-        """Add new storages, with places on the host."""
+    def _add_new_storages(self) -> None:
+        """Add storages of tensors made since the last time, with host memory for their copies."""
         new: dict[int, _Storage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             if _key(tensor) not in self._storages and storage.nbytes():
                 new[_key(tensor)] = _Storage(tensor.detach(), storage.nbytes())
         if self._is_copied:
-            self._host.place(list(new.values()))
+            self._host.assign(list(new.values()))
             self.is_changed = self.is_changed or bool(new)
         self._storages |= new
 
@@ -171,14 +179,14 @@ class _MovedPart:
 
 
 def _key(tensor: Tensor) -> int:
-    """Identify a tensor's storage, also while it has no memory."""
+    """Return a number that identifies a tensor's storage, also while it has no memory."""
     return tensor.untyped_storage()._cdata
 
 
 class Offload:
-    """The parts of one engine that may leave the device.
+    """Moves the parts of one engine between device and host.
 
-    movable: parts that move to the host when another engine of the process needs the device
+    movable: parts that are moved to the host when another engine of the process needs the device
     """
 
     def __init__(self, tensors: Mapping[Part, Tensors], movable: Collection[Part]) -> None:
@@ -190,32 +198,38 @@ class Offload:
         }
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Copy what has changed of these parts to the host, and free their storages."""
+        """Copy changed parts to the host, and free the memory of all given parts on the device."""
         for part in self._named(parts):
             self._parts[part].offload()
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Allocate the storages of these parts again and start to fill them."""
+        """Allocate these parts on the device and start to copy them back.
+
+        `await_copies` waits for the copies.
+        """
         for part in self._named(parts):
             self._parts[part].onload()
 
-    def arrive(self, *parts: Part) -> None:
-        """Let work launched from now on wait for the copies of these parts."""
+    def await_copies(self, *parts: Part) -> None:
+        """Make device work launched from now on wait for the copies of these parts."""
         for part in self._named(parts):
-            self._parts[part].arrive()
+            self._parts[part].await_copies()
 
-    def change(self, *parts: Part) -> None:
+    def mark_changed(self, *parts: Part) -> None:
         """Mark the host copies of these parts as out of date."""
         for part in self._named(parts):
             self._parts[part].is_changed = True
 
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop` of a contiguous tensor on the host, wherever it is."""
+        """Return a copy on the host of elements `start` to `stop` of a contiguous tensor.
+
+        The tensor may be on the device or moved to the host; it stays there.
+        """
         for part in self._parts.values():
             if (storage := part.find(tensor)) is not None:
                 offset = int(tensor.storage_offset())
                 return storage.read(offset + start, offset + stop)
-            part.arrive()
+            part.await_copies()
         return tensor.view(-1)[start:stop].to("cpu", copy=True)
 
     def away(self) -> frozenset[Part]:
@@ -230,16 +244,16 @@ class Offload:
 def tensors_of(
     module: torch.nn.Module, models: Iterable[Any], adams: list[Any]
 ) -> dict[Part, Tensors]:
-    """Return, for each part of a Megatron engine, a function that lists its tensors.
+    """Return, for each part of a Megatron engine, a function that lists its present tensors.
 
-    models: chunks wrapped for data parallelism, which hold the gradient buffers
-    adams:  torch's optimizers; empty if nothing is trained
+    models: chunks wrapped for data parallelism, which have the gradient buffers
+    adams:  torch's optimizers; empty if nothing is trained: then there are only weights
     """
     if not adams:
         return {Part.WEIGHTS: module.parameters}
 
     def optimizer() -> Iterator[Tensor]:
-        """Yield moments and main weights, except main weights that are the model's own."""
+        """Yield moments and main weights on the device, except those that are model weights."""
         own = {_key(parameter) for parameter in module.parameters()}
         for adam in adams:
             mains = (main for group in adam.param_groups for main in group["params"])

@@ -16,9 +16,9 @@ from mindspeed_rlxf.device import megatron_versions
 def build_optimizer(
     config: OptimizerConfig, models: list[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build Adam with decoupled weight decay; fp32 main weights when the model is bf16.
+    """Build Adam with decoupled weight decay, with fp32 main weights if the model is bf16.
 
-    models: the chunks of this rank
+    models: this rank's chunks, wrapped for data parallelism; dtype: of the model
     """
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -43,7 +43,10 @@ def build_optimizer(
 def build_scheduler(
     config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int
 ) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule: one step per iteration, warm-up by `lr_warmup_fraction`."""
+    """Build the learning-rate schedule over `train_iters` iterations, one step each.
+
+    It warms up from 0 over the fraction `lr_warmup_fraction`, then decays by `lr_decay_style`.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -31,6 +31,7 @@ def _is_state(name: str) -> bool:
 
 
 _PRISTINE = _globals()
+EP_HOST = "expert-parallel host group"  # among the globals that are kept of a layout
 
 
 def _random_states() -> dict[str, Any]:
@@ -71,7 +72,10 @@ class ParallelGroups:
         assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
         with _restored():
             make = partial(_make_groups, tp, pp, ep)
-            vars(parallel_state).update(groups_of_layout((tp, pp, ep), make))
+            state = groups_of_layout((tp, pp, ep), make)
+            # For words between the expert-parallel ranks without a wait for the device.
+            self.ep_host: dist.ProcessGroup = state.pop(EP_HOST)
+            vars(parallel_state).update(state)
             if chunks > 1:
                 vars(parallel_state).update(
                     _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK=0,
@@ -120,9 +124,28 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
         expert_tensor_parallel_size=tp,
         distributed_timeout_minutes=worlds.timeout_minutes(),
     )
-    made = _globals()
+    made = _globals() | {EP_HOST: _ep_host_group(tp, ep)}
     worlds.set_timeout(process_groups(made))
     return made
+
+
+def _ep_host_group(tp: int, ep: int) -> dist.ProcessGroup:
+    """Return a gloo group of the ranks of this rank's expert-parallel group.
+
+    It is the group itself in a world of gloo or with one rank.
+    """
+    own = parallel_state.get_expert_model_parallel_group()
+    if ep == 1 or dist.get_backend(own) == "gloo":
+        return own
+    found = own
+    for first in range(0, dist.get_world_size(), tp * ep):
+        for tp_rank in range(tp):
+            ranks = list(range(first + tp_rank, first + tp * ep, tp))
+            group = dist.new_group(ranks, backend="gloo")
+            if dist.get_rank() in ranks:
+                assert ranks == dist.get_process_group_ranks(own), "Megatron's order of ranks"
+                found = group
+    return found
 
 
 def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:

@@ -1,8 +1,8 @@
-"""The interface between a role and the engine that trains its model.
+"""The interface between a role and the engine that computes with its model.
 
 A role knows neither parallel groups nor schedules nor output weights: it passes rows and gets their
-log-probs, values or scores, or it passes the loss of a step. `MegatronEngine` implements it; every
-method is a collective over the ranks of the role.
+log-probs, values or scores, or it passes the loss of an optimizer step. `MegatronEngine` implements
+the interface. Every method is a collective over the ranks of the role.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_rlxf.weights.state_files import Loaded, Written
 
 
 class Part(Enum):
-    """What an engine holds on the device."""
+    """A part of an engine's memory on the device, which may be moved to the host."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -29,7 +29,7 @@ class Part(Enum):
 
 
 class TokenLogProbs(NamedTuple):
-    """Two [tokens] fp32 tensors of the trained tokens of a micro-batch, row after row."""
+    """Log-probs and entropies of a micro-batch's trained tokens, row after row, [tokens] fp32."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -44,7 +44,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
-        """Sum `values`, of any shape, multiply by `scale`, and detach."""
+        """Return a Mean whose total is the sum of `values` (any shape) times `scale`, detached."""
         return cls(values.detach().double().sum() * scale, weight)
 
 
@@ -54,7 +54,7 @@ class LossOutput:
 
     loss:    scalar with gradient, the sum over tokens or responses
     weight:  number of tokens or responses in the micro-batch, or 1 for a mean of means
-    metrics: by name; reported is the sum over all replicas divided by the sum of the weights
+    metrics: by name; each is reported as its total over its weight, summed over all replicas
     """
 
     loss: Tensor
@@ -63,15 +63,15 @@ class LossOutput:
 
 
 TokenLoss: TypeAlias = Callable[[list[int], TokenLogProbs], LossOutput]
-"""(rows of the micro-batch, log-probs of their trained tokens) -> loss."""
+"""(rows of the micro-batch, log-probs of its trained tokens) -> loss."""
 
 SlotLoss: TypeAlias = Callable[[list[int], Tensor], LossOutput]
-"""(rows of the micro-batch, values of their slots, row after row, [slots] fp32) -> loss."""
+"""(rows of the micro-batch, values of its trained slots, row after row, [slots] fp32) -> loss."""
 
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """One optimizer step of a policy. temperature: divides the logits."""
+    """The loss of an optimizer step of a policy. temperature: divides the logits"""
 
     loss: TokenLoss
     temperature: float
@@ -79,7 +79,10 @@ class PolicyStep:
 
 @dataclass(frozen=True)
 class ValueStep:
-    """One optimizer step of a value model. slots: [all rows, slots] bool, True = trained"""
+    """The loss of an optimizer step of a value model.
+
+    slots: [all rows, slots] bool, True = the value of the slot is trained
+    """
 
     loss: SlotLoss
     slots: Tensor
@@ -88,7 +91,7 @@ class ValueStep:
 class TrainEngine(Protocol):
     """Trains a model and computes with it.
 
-    Results have the order of the rows, and are None on ranks that do not lead their replica.
+    Results have the order of the rows. They are None on all ranks of a replica but its leader.
     """
 
     @property
@@ -96,62 +99,63 @@ class TrainEngine(Protocol):
         """Whether the results of this rank are used for its replica."""
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Log-probs of the trained tokens of the responses."""
+        """Return the log-probs of the trained tokens of the responses, 0 elsewhere."""
 
     def log_probs_with_kl(
         self, rollouts: Rollouts, temperature: float, policy: Any
     ) -> LogProbsWithKl | None:
-        """Log-probs of the trained tokens, and KL(policy || this) over the vocabulary.
+        """Return the trained tokens' log-probs, and KL(policy || this engine) over the vocabulary.
 
-        policy: an engine of this class and layout in the same process
+        policy: an engine of the same class and layout in this process
         """
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """Values of the slots that may be read (`algorithms.slots.readable_slots`)."""
+        """Return the values of the slots that `algorithms.slots.readable_slots` marks."""
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Scores at the last token of each response."""
+        """Return the score at the last token of each response."""
 
     def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> Sequence[Any]:
-        """Micro-batches of the given rows, in the form that this engine computes with."""
+        """Return micro-batches of the given rows, in the form that `train_step` takes."""
 
     def train_step(
         self, micro_batches: Sequence[Any], step: PolicyStep | ValueStep
     ) -> dict[str, float]:
-        """One optimizer step; metrics over the mini-batch of all replicas, and `grad_norm`.
+        """Take an optimizer step; return the metrics of the mini-batch of all replicas.
 
-        Errors: FloatingPointError before any weight changes, where a number is NaN or infinite.
+        With `grad_norm`. Raises FloatingPointError, before any weight changes, where the loss or
+        the gradient is NaN or infinite, unless `training.nan_policy` skips the step.
         """
 
     def end_iteration(self) -> float:
-        """Advance the learning-rate schedule; returns the rate that the iteration used."""
+        """Advance the learning-rate schedule; return the rate of the iteration that ends."""
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """The sum of a small CPU tensor over the data-parallel ranks."""
+        """Return the sum of a small CPU tensor over the data-parallel ranks, as a new tensor."""
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight as (Hugging Face name, whole tensor on the device), one at a time."""
+        """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank."""
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
-        """Write the weights in each format that has a folder."""
+        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None = not."""
 
     def offload(self) -> None:
-        """Move the parts that the configuration names (`offload`) to host memory.
+        """Move the parts that the role's key `offload` names to host memory.
 
-        Every method brings back the parts that it needs.
+        Each method brings the parts that it needs back to the device.
         """
 
     def onload(self) -> None:
-        """Bring everything back to the device."""
+        """Bring all parts back to the device."""
 
     def holding(self, *parts: Part) -> AbstractContextManager[None]:
-        """Keep parts on the device inside the block, for code that reads them from outside."""
+        """Return a context manager that keeps parts on the device, for code outside the engine."""
 
     def begin_save(self, folder: Path) -> None:
-        """Copy the training state to the host and start writing it."""
+        """Copy the training state to the host, and start to write it into `folder`."""
 
     def end_save(self) -> Written:
-        """Wait for the files of all ranks."""
+        """Wait for the files of all ranks and return them. Raises OSError on all ranks."""
 
     def load_state(self, folder: Path) -> Loaded:
-        """Load a training state; if one rank cannot, all ranks report the problem."""
+        """Load a training state; return the problem of any rank, on every rank, or the success."""

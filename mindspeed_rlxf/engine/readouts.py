@@ -1,6 +1,6 @@
-"""Functions that the last pipeline stage applies to the hidden states of a micro-batch.
+"""Functions that compute results from a micro-batch's hidden states, on the last pipeline stage.
 
-Axes: tokens = trained tokens of the micro-batch, row after row; slots = places of values.
+Axes: tokens = trained tokens of the micro-batch, row after row; slots = positions with a value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 
 Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
-"""(last chunk of the model, micro-batch, its hidden states) -> the result of a forward pass."""
+"""(last chunk of the model, micro-batch, its hidden states) -> result of the micro-batch."""
 
 
 def log_prob_reader(temperature: float) -> Read:
@@ -45,7 +45,7 @@ def loss_reader(
 def read_log_probs(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, temperature: float
 ) -> TokenLogProbs:
-    """Compute log-probs and entropies of the trained tokens."""
+    """Compute log-probs and entropies of the trained tokens; temperature divides the logits."""
     places = batch.prediction_places(batch.trained_mask)
     return TokenLogProbs(
         *token_log_probs(
@@ -62,9 +62,9 @@ def read_log_probs(
 def read_values(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, slots: Tensor
 ) -> Tensor:
-    """Compute the values of the slots, [slots] fp32.
+    """Compute the values of the marked slots, row after row, fp32.
 
-    slots: [rows, slots] bool of this micro-batch
+    slots: [rows, slots] bool of this micro-batch, True = wanted
     """
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.prediction_places(slots)))
@@ -92,7 +92,8 @@ def read_log_probs_and_kl(
 ) -> Tensor:
     """Compute [2, tokens]: log-probs of the trained tokens, and KL(policy || model) at each.
 
-    states: [tokens, hidden] of the policy (`read_states`)
+    policy: the last chunk of the policy's model
+    states: [tokens, hidden], the policy's `read_states` of this micro-batch
     """
     kl = full_kl(
         states.to(hidden.device),
@@ -106,10 +107,11 @@ def read_log_probs_and_kl(
     return torch.stack((read_log_probs(model, batch, hidden, temperature).log_probs, kl))
 
 
-def by_row(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Write flat values of consecutive micro-batches into [rows, width] fp32, 0 where masked.
+def scatter_rows(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Return [rows, width] fp32 with the flat values where the mask is True, 0 elsewhere.
 
-    flat[m]: values of micro-batch m, row after row; mask: [all rows, width] bool, their places
+    flat[m]: values of micro-batch m, row after row; the micro-batches have consecutive rows
+    mask:    [all rows, width] bool
     """
     values = torch.cat([part.cpu() for part in flat]).float()
     out = torch.zeros(mask.shape, dtype=torch.float32)

@@ -1,8 +1,9 @@
 """Decide which parts of the engines of a process are on its device.
 
-Engines of one process compute one after the other. An engine holds the parts that it needs while it
-computes; all other movable parts are moved to the host first. Parts stay on the device after the
-block until another engine needs it, so that the next phase of the same role need not copy them.
+Engines of one process compute one after the other. While an engine computes, the parts that it
+needs are on the device; all other movable parts of all engines are moved to the host first. After
+that the parts stay on the device until another engine needs it, so that the next phase of the same
+role need not copy them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from mindspeed_rlxf.engine.protocol import Part
 
 @dataclass(eq=False)
 class _Hold:
+    """Parts that an open `holding` block keeps on the device."""
+
     offload: Offload
     parts: frozenset[Part]
 
@@ -27,7 +30,7 @@ _holds: list[_Hold] = []
 
 
 def register(offload: Offload) -> None:
-    """Add an engine whose parts may be moved; the entry ends with the life of the engine."""
+    """Add an engine whose parts may be moved, until the engine is collected."""
     _known.add(offload)
 
 
@@ -37,10 +40,11 @@ def holding(
 ) -> Iterator[None]:
     """Keep parts on the device inside the block, beside the parts of enclosing blocks.
 
-    All other movable parts are moved to the host first, also with no `needs`: that makes room for
-    something else.
+    All other movable parts of all engines are moved to the host first, also where `needs` is empty,
+    to make room for something else. Parts stay on the device after the block.
 
-    later: parts whose copies may still run; call `Offload.arrive` before their use
+    needs: (offload of an engine, its parts)
+    later: parts whose copies may still run in the block; call `Offload.await_copies` before use
     """
     holds = [_Hold(offload, frozenset(parts)) for offload, parts in needs]
     _holds.extend(holds)
@@ -49,7 +53,7 @@ def holding(
         for hold in holds:
             hold.offload.onload(hold.parts)
         for hold in holds:
-            hold.offload.arrive(*(hold.parts - frozenset(later)))
+            hold.offload.await_copies(*(hold.parts - frozenset(later)))
         yield
     finally:
         for hold in holds:
@@ -58,13 +62,13 @@ def holding(
 
 
 def forget() -> None:
-    """Remove all engines and holds, before the process serves another pool."""
+    """Forget all engines and open blocks, before the process serves another pool."""
     _known.clear()
     _holds.clear()
 
 
 def _make_room() -> None:
-    """Move all movable parts that no block holds to the host."""
+    """Move all movable parts that no open block needs to the host."""
     for offload in list(_known):
         held = frozenset[Part]().union(*(h.parts for h in _holds if h.offload is offload))
         offload.offload(offload.movable - held)

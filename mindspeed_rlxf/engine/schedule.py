@@ -23,13 +23,13 @@ def run_schedule(
     then: Callable[[TransformerModel, MicroBatch, Tensor], Any],
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run the forward passes, and the backward ones unless `forward_only`.
+    """Run the forward passes, and unless `forward_only` the backward passes, of all micro-batches.
 
     Returns the output of `then` for each micro-batch on the last pipeline stage, else [].
 
     models: this rank's chunks of the model, wrapped for data parallelism where they are trained
     last:   the last chunk, not wrapped
-    then:   computes a reading (forward_only), else a LossOutput, from the hidden states
+    then:   computes from the hidden states a LossOutput, or with forward_only any tensor
     """
 
     def forward_step(batches, model):  # type: ignore[no-untyped-def]
@@ -60,12 +60,12 @@ def run_schedule(
     )
 
 
-def mean_metrics(
+def average_metrics(
     outputs: Sequence[LossOutput], sum_over_replicas: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Average the metrics of the losses over the mini-batch of all data-parallel ranks.
+    """Return the metrics averaged over the mini-batch of all data-parallel ranks, by name.
 
-    outputs: of this rank's micro-batches; empty before the last pipeline stage: so is the result
+    outputs: of this rank's micro-batches. Empty before the last pipeline stage; the result is too
     """
     if not outputs:
         return {}

@@ -15,12 +15,12 @@ _made: dict[Layout, dict[str, Any]] = {}
 
 
 def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return Megatron's globals with the groups of a layout, made once and shared by all roles."""
+    """Return Megatron's globals with the groups of a layout; call `make` only for a new layout."""
     if layout not in _made:
         _made[layout] = make()
     return dict(_made[layout])
 
 
 def forget() -> None:
-    """Drop all groups, before their world ends."""
+    """Drop the groups of all layouts; call it before the torch world ends."""
     _made.clear()

@@ -1,6 +1,6 @@
-"""Read and make Adam's tensors (slots) of each parameter, in any of Megatron's optimizers.
+"""Find and make Adam's tensors of each parameter (its slots), in any of Megatron's optimizers.
 
-Under the distributed optimizer a data-parallel rank holds a flat slice of the slots of some
+With the distributed optimizer a data-parallel rank has a flat slice of the slots of some
 parameters.
 """
 
@@ -23,8 +23,9 @@ Slots = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """This rank's part of a parameter's slots: the moments, and `fp32_param` unless the parameter
-    itself is fp32.
+    """Adam's tensors (slots) of a parameter on this rank.
+
+    slots: the moments, and `fp32_param` unless the parameter itself is fp32
 
     start: offset of this rank's slice in the flattened parameter; no other replica has the slice.
            None = every replica has the slots of the whole parameter
@@ -36,20 +37,23 @@ class HeldSlots:
 
     @property
     def flat(self) -> range:
-        """The range of the flattened parameter that the slots belong to."""
+        """The range of elements of the flattened parameter that the slots belong to."""
         start = self.start or 0
         return range(start, start + next(iter(self.slots.values())).numel())
 
 
 def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """List Megatron's optimizers of a model: one, and a second one for experts."""
+    """Return the optimizers that `optimizer` chains, or itself: experts have their own."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
-    """Yield the optimizer slots of every parameter on this rank; zeros where no step was taken."""
+    """Yield this rank's slots of every parameter; moments are zeros where no step was taken.
+
+    The tensors are the optimizer's own, detached.
+    """
     for each in single_optimizers(optimizer):
-        for parameter, main, start in _held(each):
+        for parameter, main, start in _held_mains(each):
             state = each.optimizer.state.get(main, {})
             slots = {k: state[k] if k in state else torch.zeros_like(main) for k in MOMENTS}
             if parameter.dtype is not torch.float32:
@@ -58,9 +62,9 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
 
 
 def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
-    """Add moments of zero where a parameter has none, and set the number of steps taken."""
+    """Give parameters without moments moments of zero, and set the number of steps taken."""
     for each in single_optimizers(optimizer):
-        for _, main, _ in _held(each):
+        for _, main, _ in _held_mains(each):
             state = each.optimizer.state[main]
             for name in MOMENTS:
                 if name not in state:
@@ -68,15 +72,15 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
         _set_step(each.optimizer, step)
 
 
-def step_of(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps taken, which Adam's bias correction uses."""
+def count_steps(optimizer: MegatronOptimizer) -> int:
+    """Return the number of optimizer steps taken, for Adam's bias correction; 0 = none yet."""
     steps = {step for each in single_optimizers(optimizer) for step in _steps(each.optimizer)}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
 
 
 def _steps(adam: torch.optim.Optimizer) -> Iterator[int]:
-    """Yield step counts: torch keeps one for each parameter, fused Adams one for each group."""
+    """Yield all step counts: torch's Adam has one per parameter, fused Adams one per group."""
     yield from (int(state["step"]) for state in adam.state.values() if "step" in state)
     yield from (int(group["step"]) for group in adam.param_groups if "step" in group)
 
@@ -91,7 +95,7 @@ def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
             group["step"] = step
 
 
-def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _pair_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each parameter with the tensor that the optimizer updates: an fp32 copy, or itself."""
     if not optimizer.config.bf16:
         for group in optimizer.optimizer.param_groups:
@@ -104,13 +108,13 @@ def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((parameter, parameter) for parameter in group)
 
 
-def _held(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
-    """Yield each parameter, its main weights on this rank, and their offset in the parameter.
+def _held_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
+    """Yield each parameter, the tensor that the optimizer updates for it here, and its offset.
 
-    An offset of None = the rank has the main weights of the whole parameter.
+    The offset is where the tensor starts in the flattened parameter; None = it is whole.
     """
     if not isinstance(optimizer, DistributedOptimizer):
-        yield from ((parameter, main, None) for parameter, main in _mains(optimizer))
+        yield from ((parameter, main, None) for parameter, main in _pair_mains(optimizer))
         return
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():

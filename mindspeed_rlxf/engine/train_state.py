@@ -1,4 +1,4 @@
-"""The training state of a role, written to and read from a folder by all its ranks.
+"""Write the training state of a role to a folder, and load it; all ranks of the role take part.
 
     state_00003.safetensors     weights and Adam's slots that the rank writes (`weights.role_state`)
     random/rank_00003.json      random streams of a rank
@@ -30,7 +30,7 @@ from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.hf_shards import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import name_with_free_space
-from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
+from mindspeed_rlxf.engine.slots import count_steps, held_slots, make_slots
 from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import sync_folder
 from mindspeed_rlxf.weights.boxes import HeldBox
@@ -55,7 +55,7 @@ STATE = "state.json"
 RANDOM = "random"
 MAX_STEPS = 1 << 53  # exact as a float
 Read = Callable[[Tensor, int, int], Tensor]
-"""(tensor, first number, number behind the last) -> these numbers, copied to the host."""
+"""(tensor, start, stop) -> copy on the host of elements start to stop, flattened."""
 T = TypeVar("T")
 
 
@@ -78,7 +78,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A rank's part of the state, copied to the host. texts: path within the folder -> content"""
+    """This rank's share of the state on the host. texts: path within the folder -> content"""
 
     rank: int
     boxes: list[HeldBox]
@@ -86,10 +86,10 @@ class _Copy:
 
 
 class StateSaver:
-    """Writes the role's part of a checkpoint, from copies on the host.
+    """Writes the role's training state, from copies on the host.
 
-    Between `begin` and `end`, both collectives over the role's ranks, files are written in a thread
-    while the role works on.
+    Files are written in a thread between `begin` and `end`, while the role works on. These two are
+    collectives over the role's ranks.
     """
 
     def __init__(self, state: TrainState, read: Read) -> None:
@@ -99,14 +99,17 @@ class StateSaver:
         self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path) -> None:
-        """Copy this rank's part to the host, and start writing it to `folder` in a thread."""
+        """Copy this rank's share to the host, and start to write it into `folder` in a thread.
+
+        A collective. The save before must have been ended.
+        """
         assert self._writing is None, "the save before this one has not been ended"
         state, rank = self._state, dist.get_rank()
         texts = {_random_file(rank): json.dumps(_random_state(state.groups))}
         if rank == 0:
             texts[STATE] = json.dumps(saved_numbers(state), indent=1)
         with state.groups.active():
-            copy = _Copy(rank, list(_copied_boxes(state, self._read)), texts)
+            copy = _Copy(rank, list(_copy_share(state, self._read)), texts)
         # With `runtime: local` the first rank makes the folder of the checkpoint and removes
         # unfinished ones right before.
         dist.barrier()
@@ -114,31 +117,35 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for the files of all ranks; return their entries, each with its hash and host.
+        """Wait for the files of all ranks; return their manifest entries and the longest time.
 
-        Paths are within the folder. Raises OSError on all ranks when one could not write.
+        An entry has the path within the folder, hash and host. Raises OSError on all ranks where
+        one could not write.
         """
         writing, folder = self._writing, self._folder
         assert writing and folder, "no save has begun"
         self._writing = None
         error = writing.exception()  # waits
         named = [] if error is None else [name_with_free_space(error, folder)]
-        failed = _all([f"rank {dist.get_rank()}: {text}" for text in named])
+        failed = _gather_all([f"rank {dist.get_rank()}: {text}" for text in named])
         if failed:
             raise OSError(f"{folder}: {'; '.join(failed)}")
         host = socket.gethostname()
-        seconds = max(_all([writing.result().seconds]))
-        return Written(_all([{**entry, HOST: host} for entry in writing.result().files]), seconds)
+        seconds = max(_gather_all([writing.result().seconds]))
+        return Written(
+            _gather_all([{**entry, HOST: host} for entry in writing.result().files]), seconds
+        )
 
 
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-"""One for all roles of the process, which share a disk."""
+"""One thread for all roles of the process, which share a disk."""
 
 
 def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> Written:
-    """Write a rank's files in a thread; return their manifest entries. Uses no collective.
+    """Write a rank's files and fsync the folder; return the manifest entries and the time.
 
-    describe: called on the first rank for files of its own
+    Runs in a thread, so it uses no collective. Empties `copy.boxes` once they are written.
+    describe: called on rank 0, whose files are added
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)  # another host may have no such folder yet
@@ -156,25 +163,27 @@ def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[P
 
 
 def load_state(state: TrainState, folder: Path) -> Loaded:
-    """Load what each rank holds from `folder`; a collective over the role's ranks.
+    """Load the training state of this role from `folder`; a collective over its ranks.
 
-    If the layout or the kind of device has changed, random streams start from the seed. If the
-    folder holds another model or no state, all ranks report the problem.
+    Random streams are not loaded if the layout or the kind of device has changed: they go on from
+    the seed, and `same_layout` of the result is False. Where the folder has another model or no
+    state, all ranks return the problem instead of raising.
     """
     same, problem = False, []
     try:
         same = _load_share(state, folder)
     except ValueError as error:
         problem = [str(error)]
-    if problems := _all(problem):
+    if problems := _gather_all(problem):
         return Loaded("; ".join(dict.fromkeys(problems)))
     return Loaded(same_layout=same)
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:
-    """Load this rank's part, without collectives; return whether the layout is the same.
+    """Load this rank's share, without collectives.
 
-    Raises ValueError where the folder holds another model or no state.
+    Returns False where random streams were not loaded, as the layout or device kind has changed.
+    Raises ValueError where the folder has another model or no state.
     """
     numbers = _checked_numbers(folder / STATE)
     with state.groups.active():
@@ -185,7 +194,7 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     if numbers["layout"] != _layout(state):
         return False
     file = folder / _random_file(dist.get_rank())
-    content = _read(file)
+    content = _read_json(file)
     try:
         return _load_random_state(state.groups, content)
     except ValueError as error:
@@ -194,8 +203,8 @@ def _load_share(state: TrainState, folder: Path) -> bool:
         ) from None
 
 
-def _read(file: Path) -> Any:
-    """Read a JSON file of a checkpoint.
+def _read_json(file: Path) -> Any:
+    """Read a JSON file of a checkpoint; return its content.
 
     Raises ValueError where it is missing or no JSON, OSError where it cannot be read.
     """
@@ -206,8 +215,8 @@ def _read(file: Path) -> Any:
 
 
 def _checked_numbers(file: Path) -> dict[str, Any]:
-    """Read and check `state.json`. Raises ValueError unless it has what `saved_numbers` returns."""
-    numbers = _read(file)
+    """Read `state.json`, as `saved_numbers` wrote it. Raises ValueError for any other content."""
+    numbers = _read_json(file)
     steps = ("optimizer_steps", "scheduler_steps", "skipped_in_a_row")
     if type(numbers) is not dict or numbers.keys() != {*steps, "layout"}:
         raise ValueError(
@@ -223,27 +232,28 @@ def _checked_numbers(file: Path) -> dict[str, Any]:
     return dict(numbers)
 
 
-def _copied_boxes(state: TrainState, read: Read) -> Iterator[HeldBox]:
-    """Yield copies on the host of the weights and optimizer slots that this rank writes."""
+def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
+    """Yield the weights and optimizer slots that this rank writes, copied to the host."""
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
-        yield from _copied(read, WEIGHT, shard, shard.parameter.detach(), 0, shard.written)
+        yield from _copy_range(read, WEIGHT, shard, shard.parameter.detach(), 0, shard.written)
     for held in held_slots(state.optimizer):
         shard = by_parameter[id(held.parameter)]
         flat, start = shard.written, held.start or 0
         if held.start is not None:  # only this rank has the slice
             flat = held.flat if shard.is_written else range(0)
         for name, tensor in held.slots.items():
-            yield from _copied(read, name, shard, tensor, start, flat)
+            yield from _copy_range(read, name, shard, tensor, start, flat)
 
 
-def _copied(
+def _copy_range(
     read: Read, slot: str, shard: Shard, tensor: Tensor, start: int, flat: range
 ) -> Iterator[HeldBox]:
-    """Copy a range of a shard to the host.
+    """Copy a range of a shard to the host; yield it as boxes, nothing for an empty range.
 
     tensor: the elements of the shard from `start` on
+    flat:   the range, in elements of the flattened shard
     """
     if flat:
         copied = read(tensor, flat.start - start, flat.stop - start)
@@ -251,7 +261,10 @@ def _copied(
 
 
 def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
-    """Read the tensors of this rank from files, through a bounded buffer on the host."""
+    """Read this rank's weights and optimizer slots from the files of `folder`, in place.
+
+    Uses a bounded buffer on the host. step: optimizer steps taken
+    """
     make_slots(state.optimizer, step)
     reader = open_state(folder, state.weights.architecture, state.weights.head)
     by_parameter = {}
@@ -259,19 +272,19 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
         for shard in shards(state.weights, state.groups):
             by_parameter[id(shard.parameter)] = shard
             weights = shard.parameter.detach().view(-1)
-            _fill(reader, WEIGHT, shard, weights, range(weights.numel()))
+            _read_range(reader, WEIGHT, shard, weights, range(weights.numel()))
         for held in held_slots(state.optimizer):
             for name, tensor in held.slots.items():
                 shard = by_parameter[id(held.parameter)]
-                _fill(reader, name, shard, tensor.view(-1), held.flat)
+                _read_range(reader, name, shard, tensor.view(-1), held.flat)
     finally:
         reader.close()
 
 
-def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
+def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
     """Read a range of a shard into `tensor`; elements that pad the vocabulary become 0.
 
-    Errors: ValueError when the folder lacks a part of it, or has another dtype.
+    Raises ValueError where the folder lacks a tensor, or has it in another dtype.
     """
     filled, stored = 0, reader.slot(slot)
     for held in shard.held_boxes(slot, tensor, flat):
@@ -289,7 +302,7 @@ def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: ra
 def saved_numbers(state: TrainState) -> dict[str, Any]:
     """Return the content of `state.json`: counts of steps and the layout."""
     return {
-        "optimizer_steps": step_of(state.optimizer),
+        "optimizer_steps": count_steps(state.optimizer),
         "scheduler_steps": state.scheduler.num_steps,
         "skipped_in_a_row": state.skipped.in_a_row,
         "layout": _layout(state),
@@ -313,7 +326,7 @@ def _random_file(rank: int) -> str:
 
 
 def _random_state(groups: ParallelGroups) -> dict[str, Any]:
-    """Return the random streams of the process, and Megatron's for this role, as JSON."""
+    """Return the random streams of the process, and Megatron's of this role, as JSON values."""
     streams = groups.random_states
     return {
         "process": random_states.process_state(),
@@ -324,7 +337,7 @@ def _random_state(groups: ParallelGroups) -> dict[str, Any]:
 def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
     """Set the random streams; change nothing and return False if another kind of device wrote them.
 
-    Errors: ValueError where it is not what `_random_state` gave.
+    Raises ValueError where `state` is not what `_random_state` returns.
     """
     if type(state) is not dict or state.keys() != {"process", "megatron"}:
         raise ValueError("there must be streams of the process and of megatron")
@@ -347,8 +360,8 @@ def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
     return True
 
 
-def _all(items: list[T]) -> list[T]:
-    """Return the items of all ranks, joined, on every rank."""
+def _gather_all(items: list[T]) -> list[T]:
+    """Return the items of all ranks as one list, in the order of ranks; a collective."""
     gathered: list[list[T]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, items)
     return [item for part in gathered for item in part]

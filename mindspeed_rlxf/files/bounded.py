@@ -1,8 +1,8 @@
-"""Run code in a forked process with limits, because hostile input may keep it busy for ever.
+"""Run code in a forked process with limits, because hostile input may make it run for ever.
 
 The kernel enforces the limits, because neither a deadline nor a signal handler in this process
 stops a power of large integers or a text of terabytes. Results come back as JSON: numbers, texts,
-lists and dicts, whose keys may be numbers too.
+lists (also for tuples) and dicts, whose keys may be numbers too.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
-WALL_S = 30.0  # longest wait for one value, if the child is stopped or gets no processor
+WALL_S = 30.0  # longest wait for one value, in wall-clock time
 
 
 class OutOfBoundsError(ValueError):
-    """A value took more time or memory than allowed."""
+    """A value took more time or memory than allowed, or the process that computed it died."""
 
 
 def stream_bounded(
     values: Callable[[], Iterator[Any]], cpu_s: float, memory_bytes: int
 ) -> Iterator[Any]:
-    """Yield the values of `values()`, computed in a child process.
+    """Yield the values of `values()`, computed in a forked child process, and kill it at the end.
 
     cpu_s:        processor seconds for each value
     memory_bytes: address space of the child, beyond what this process has
-    Raises OutOfBoundsError for a value that exceeds them.
+    Errors: OutOfBoundsError for a value that exceeds a limit or WALL_S, and also where `values`
+    raises any exception or a value is not JSON: the child cannot report which.
     """
     source, sink = Pipe(duplex=False)
     child = os.fork()
@@ -50,7 +51,10 @@ def stream_bounded(
 
 
 def run_bounded(action: Callable[[], Any], cpu_s: float, memory_bytes: int) -> Any:
-    """Return the result of `action`, computed in a child process; see `stream_bounded`."""
+    """Return the result of `action`, computed in a forked child process with limits.
+
+    Arguments and errors as in `stream_bounded`.
+    """
     (found,) = stream_bounded(lambda: iter([action()]), cpu_s, memory_bytes)
     return found
 
@@ -58,7 +62,7 @@ def run_bounded(action: Callable[[], Any], cpu_s: float, memory_bytes: int) -> A
 def _run_child(
     values: Callable[[], Iterator[Any]], sink: Connection, cpu_s: float, memory: int
 ) -> NoReturn:
-    """Limit this process, send a frame for each value, an empty one after the last, and exit."""
+    """Set the limits in this process, send each value to `sink` as JSON, then b"", and exit."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
@@ -76,7 +80,7 @@ def _run_child(
 
 
 def _pack(value: Any) -> Any:
-    """Write each dict as the list of its items, because keys of JSON objects are always text."""
+    """Return the value with each dict as a list of items: keys of JSON objects are always text."""
     if isinstance(value, dict):
         return {"items": [[key, _pack(item)] for key, item in value.items()]}
     return [_pack(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -94,7 +98,10 @@ def _address_space() -> int:
 
 
 def _receive(source: Connection) -> bytes:
-    """Return the next frame, empty after the last value. Raises OutOfBoundsError."""
+    """Return the next message of the child; b"" after the last value.
+
+    Errors: OutOfBoundsError where the child has died, or sends nothing for WALL_S.
+    """
     try:
         if source.poll(WALL_S):
             return source.recv_bytes()

@@ -1,7 +1,7 @@
-"""Read files that others wrote: regular files only, up to a size, with bounded JSON.
+"""Read files that others wrote: regular files only, up to a size, and JSON up to a depth.
 
 A path may lead to a FIFO, which blocks the reader, to a device, which has no end, or to a sparse
-file of terabytes. Links are followed here; `safe.open_inside` refuses those out of a folder.
+file of terabytes. Links are followed here; `safe.open_inside` refuses those that leave a folder.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ JSON_STRING = re.compile(r'"(?:[^"\\]+|\\.)*"?', re.DOTALL)
 
 
 class NotPlainError(OSError, ValueError):
-    """The path leads to something other than a regular file, or to one that is too large.
+    """The path leads to something other than a regular file, or to a file that is too large.
 
-    A ValueError too, because the file is wrong and not the disk.
+    It is also a ValueError, because the content is wrong, not the access to it.
     """
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class NotPlainError(OSError, ValueError):
 
 
 def require_plain(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    """Raise NotPlainError unless `status`, of the file at `path`, is that of a regular file."""
+    """Raise NotPlainError unless `status` is that of a regular file. path: for the message"""
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         found = f"it is {KINDS.get(kind, OTHER_KIND)}, not a plain file"
@@ -51,10 +51,10 @@ def require_plain(path: str | os.PathLike[str], status: os.stat_result) -> None:
 
 
 def open_plain(path: str | os.PathLike[str], limit: int | None = None) -> IO[bytes]:
-    """Open a regular file for reading; links are followed.
+    """Open a regular file for reading bytes; links are followed. Never blocks.
 
     limit: largest size in bytes; None = any size
-    Raises OSError: NotPlainError, without blocking, for other kinds of files and larger ones.
+    Errors: OSError; of these NotPlainError for other kinds of files, and for larger files.
     """
     require_plain(path, os.stat(path))  # before opening, because opening may act on a device
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -71,26 +71,32 @@ def open_plain(path: str | os.PathLike[str], limit: int | None = None) -> IO[byt
 
 
 def read_plain(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> bytes:
-    """Read the whole file, `limit` bytes of one that is growing. Raises OSError as `open_plain`."""
+    """Return the content of a regular file of at most `limit` bytes. Errors as in `open_plain`."""
     with open_plain(path, limit) as stream:
         return stream.read(limit)
 
 
 def read_text(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> str:
-    """Read the whole file as UTF-8. Raises OSError as `open_plain`, UnicodeDecodeError."""
+    """Return the text of a regular UTF-8 file of at most `limit` bytes.
+
+    Errors: as in `open_plain`, and UnicodeDecodeError.
+    """
     with open_plain(path, limit) as stream:
         return io.TextIOWrapper(stream, encoding="utf-8").read(limit)
 
 
 def read_pointer(path: str | os.PathLike[str]) -> str:
-    """Read the one word of a small file; invalid UTF-8 is replaced. Raises OSError."""
+    """Return the text of a file of at most MAX_POINTER bytes, without surrounding spaces.
+
+    Invalid UTF-8 is replaced. Errors: as in `open_plain`.
+    """
     return read_plain(path, MAX_POINTER).decode("utf-8", "replace").strip()
 
 
 def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
-    """Parse JSON that nests at most `max_depth` deep, so that recursion over the result ends.
+    """Return the value of JSON text that nests at most `max_depth` lists and objects.
 
-    Raises ValueError.
+    Errors: ValueError for deeper or invalid JSON, and bytes that are not UTF-8.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -103,7 +109,10 @@ def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON) -> Any:
-    """Read and parse a JSON file. Raises OSError as `open_plain`, ValueError naming the file."""
+    """Return the value of a JSON file of at most `limit` bytes.
+
+    Errors: as in `open_plain`, and ValueError with the file's path for invalid JSON.
+    """
     try:
         return parse_json(read_plain(path, limit))
     except NotPlainError:
@@ -113,7 +122,10 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON) -> Any:
 
 
 def folder_problem(folder: str | os.PathLike[str]) -> str | None:
-    """Describe the first entry of a folder that is no regular file, folder or dangling link."""
+    """Return text about the first entry of a folder that is a FIFO, socket, device or link to one.
+
+    None if there is none. Regular files, folders and dangling links are fine.
+    """
     for entry in sorted(Path(folder).iterdir()):
         if entry.exists() and not entry.is_dir():
             kind = stat.S_IFMT(entry.stat().st_mode)

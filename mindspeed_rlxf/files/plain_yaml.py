@@ -1,4 +1,4 @@
-"""Read YAML that others may have written, with bounds on size, depth and expanded aliases."""
+"""Read YAML that others may have written, with limits of size, depth and expanded aliases."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ MAX_NODES = 100_000  # of one file, with aliases expanded
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Read a YAML file. Raises OSError (see `open_plain`), ValueError and yaml.YAMLError."""
+    """Return the plain values of a YAML file of at most MAX_BYTES.
+
+    Errors: OSError (as in `open_plain`), UnicodeDecodeError, and what `parse_yaml` raises.
+    """
     return parse_yaml(read_text(path, MAX_BYTES))
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML to plain values. Raises ValueError and yaml.YAMLError."""
+    """Return YAML text as plain values (dict, list, str, number, date, None).
+
+    Errors: yaml.YAMLError for invalid text or text beyond the limits, ValueError for a bad value.
+    """
     check_yaml(text)
     return yaml.safe_load(text)
 
 
 def check_yaml(text: str, name: str = "<unicode string>") -> None:
-    """Raise yaml.YAMLError, naming the line, for text that nests or expands beyond the bounds."""
+    """Raise yaml.YAMLError, with the line, if YAML nests deeper than MAX_DEPTH or has more than
+    MAX_NODES values with aliases expanded.
+
+    name: of the file, for the message
+    """
     if "*" not in text and text.count("[") + text.count("{") <= MAX_DEPTH and not _is_deep(text):
         return  # without aliases nothing expands, and the text cannot nest
     loader = _CountingLoader(text)
@@ -39,13 +49,13 @@ def check_yaml(text: str, name: str = "<unicode string>") -> None:
 
 
 def _is_deep(text: str) -> bool:
-    """Whether the indent or the list marks of a line allow a node that is too deep."""
+    """Return whether a line begins with so many spaces and marks that it may nest too deep."""
     indents = (len(line) - len(line.lstrip(" -?:")) for line in text.splitlines())
     return max(indents, default=0) > MAX_DEPTH
 
 
 class _CountingLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Composes nodes, and counts them with aliases expanded."""
+    """A YAML loader that raises beyond MAX_DEPTH, and beyond MAX_NODES with aliases expanded."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -53,9 +63,9 @@ class _CountingLoader(yaml.SafeLoader):  # type: ignore[misc]
         self._sizes: dict[int, int] = {}  # id of a node -> nodes in it, with aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node as PyYAML does.
+        """Return the next node, as PyYAML does.
 
-        Raise beyond MAX_DEPTH, or MAX_NODES with aliases unfolded.
+        Errors: yaml.YAMLError where it exceeds a limit, or an alias is inside its own anchor.
         """
         mark, before = self.peek_event().start_mark, self._count
         is_alias = self.check_event(yaml.AliasEvent)

@@ -1,7 +1,7 @@
 """Escape control characters in text before it is printed to a terminal.
 
 Escape sequences can move the cursor, change the title, or put text on the clipboard. Direction
-overrides show the characters of a line in another order.
+overrides display the characters of a line in another order.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ _ESCAPES = {number: f"\\u{number:04x}" for number in _CONTROLS}
 
 
 def printable(text: str) -> str:
-    """Write control characters, except line ends and tabs, like `\\u001b`.
+    """Return the text with control characters and direction overrides written like `\\u001b`.
 
-    Inside the quotes of JSON and YAML that means the same character.
+    Newlines and tabs stay. Inside quotes, JSON and YAML read the escape as the same character.
     """
     return text if text.isascii() and text.isprintable() else text.translate(_ESCAPES)
 
 
 def protect(stream: TextIO) -> None:
-    """Make a stream encode everything as UTF-8 without control characters.
+    """Change a text stream, such as sys.stdout, to write UTF-8 with control characters escaped.
 
-    Streams in memory stay as they are.
+    Streams that are not io.TextIOWrapper, such as StringIO, stay as they are.
     """
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(encoding=CODEC, errors="backslashreplace")
 
 
 def write_raw(stream: TextIO, text: str) -> None:
-    """Write our own colours and cursor moves to a stream that `protect` has changed."""
+    """Write and flush text with its control characters, past the escaping that `protect` set.
+
+    For our own colours and cursor moves only, never for text of others.
+    """
     stream.flush()
     buffer = getattr(stream, "buffer", None)
     if buffer is None:
@@ -49,7 +52,7 @@ def write_raw(stream: TextIO, text: str) -> None:
 
 
 class RawStream:
-    """A stream for tqdm, which draws its bar with cursor moves.
+    """A wrapper of a protected stream that writes control characters, for tqdm's cursor moves.
 
     Write only numbers and names of metrics to it.
     """
@@ -77,7 +80,10 @@ class _Encoder(codecs.IncrementalEncoder):
 
 
 def _find_codec(name: str) -> codecs.CodecInfo | None:
-    """Return the codec that writes only printable characters, for Python's registry; else None."""
+    """Return the codec named CODEC, which encodes with `printable`; None for other names.
+
+    Python's codec registry calls it.
+    """
     if name.replace("_", "-") != CODEC:
         return None
     plain = codecs.lookup("utf-8")

@@ -1,7 +1,7 @@
-"""Open, create and replace files where others may have put a link, a pipe or another file.
+"""Open, create and replace files in folders where others may have put links, pipes or other files.
 
-No function follows a link in the last part of a path, except `open_inside` and `read_inside`, which
-follow links that stay in the folder. None waits for the other end of a pipe.
+No function follows a link in the last component of a path, except `open_inside` and `read_inside`,
+which follow links that stay in the folder. None blocks on a pipe.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ HOW = {
 
 
 def folder_mode(file_mode: int) -> int:
-    """Return the mode of a folder for files of a mode: readers may enter it. 0640 -> 0750"""
+    """Return the mode of a folder for files of `file_mode`: whoever may read may also enter.
+
+    0640 -> 0750
+    """
     return file_mode | (file_mode & 0o444) >> 2
 
 
 def mode_within(folder: Path) -> int:
-    """Return the mode of files in a folder that `make_private_folder` made; PRIVATE without one."""
+    """Return the mode for files in `folder`: the folder's mode without execute bits.
+
+    It reverses `folder_mode`. PRIVATE where the folder cannot be read.
+    """
     try:
         return stat.S_IMODE(folder.stat().st_mode) & 0o666
     except OSError:
@@ -47,9 +53,10 @@ def mode_within(folder: Path) -> int:
 
 
 def make_private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
-    """Make a folder for files of this mode, or set the mode of one that is ours.
+    """Create a folder for files of `file_mode`, with its parents; a folder that exists is kept.
 
-    Folders above it get the mode of the umask. Errors: OSError, also where it is a link.
+    Sets the folder's mode by `folder_mode` if this user owns it. New parents have the default mode.
+    Errors: OSError, also where the path is a link or a file.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -65,10 +72,11 @@ def make_private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
 
 
 def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> IO[Any]:
-    """Open a file like `open`, but refuse links, pipes and devices.
+    """Open a file like `open`, but refuse links, pipes and devices, and set its mode.
 
-    how:  r, r+, a, a+, w or x, each also with b
-    mode: set on the file, if it is ours; None = the umask decides for a new file
+    how:  mode of `open`: r, r+, a, a+, w or x, each also with b
+    mode: permissions, set also on an existing file of this user, but not with r; None = as `open`
+    text: further arguments of `open`, such as encoding
     Errors: OSError.
     """
     kind = how.replace("b", "")
@@ -91,28 +99,37 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
 
 
 def new_file(path: Path, mode: int | None = None, **text: Any) -> IO[Any]:
-    """Replace whatever has the name, also a link, by a new file; binary unless `text` is given."""
+    """Delete the file or link at `path`, and create and open a new file for writing.
+
+    mode: permissions; None = by the umask
+    text: arguments of a text file, such as encoding; without any the file is binary
+    Errors: OSError, also where the path is a folder.
+    """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return open_file(path, "x" if text else "xb", mode, **text)
 
 
 def hidden_name(path: Path) -> Path:
-    """Return an unpredictable name in the path's folder."""
+    """Return an unpredictable path for a temporary file beside `path`: .NAME.RANDOM.tmp."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 
 def find_hidden_files(path: Path) -> list[Path]:
-    """List the files beside the path that have such a name, which killed processes left."""
+    """List the files beside `path` with a name by `hidden_name`, which killed processes left.
+
+    Errors: OSError where the folder cannot be read.
+    """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(SUFFIX)}")
     return [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
 
 
 def replace_file(path: Path, content: str | bytes, mode: int | None = None) -> None:
-    """Replace a file, or a link, at once, and flush it to the disk.
+    """Write `content` to the file atomically and flush it to disk; a link is itself replaced.
 
     After a crash the file has either its old or its new content.
-    mode: None = by the umask. Errors: OSError.
+    mode: permissions; None = by the umask
+    Errors: OSError; no temporary file is left then.
     """
     hidden = hidden_name(path)
     try:
@@ -128,7 +145,7 @@ def replace_file(path: Path, content: str | bytes, mode: int | None = None) -> N
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush a folder's entries (new, renamed and deleted files) to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -137,7 +154,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_plain_path(name: object) -> bool:
-    """Whether a name that a file gave is a path inside the folder to which it is appended."""
+    """Return whether a name, read from a file, is a relative path in normal form without `..`.
+
+    Appended to a folder it stays inside. False for other types than str, "", `.`, and backslashes.
+    """
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -146,7 +166,7 @@ def is_plain_path(name: object) -> bool:
 
 
 def locate_inside(folder: Path, name: str, manifest: str) -> Path:
-    """Return the path of a file that a manifest names, which must be in the manifest's folder.
+    """Return folder / name, for a file `name` that a manifest in `folder` lists.
 
     manifest: name of the manifest, for the message
     Errors: ValueError for an absolute path, one with `..`, and a link that leads out of the folder.
@@ -162,19 +182,19 @@ def locate_inside(folder: Path, name: str, manifest: str) -> Path:
 
 
 def leads_outside(folder: Path, path: Path) -> bool:
-    """Whether links lead from `path`, which is below `folder`, out of the folder.
+    """Return whether `path`, which is below `folder`, is outside once its links are followed.
 
-    Links of Hugging Face's cache, from a snapshot to the blobs of the same model, do not.
+    In Hugging Face's cache the blobs of the same model count as inside.
     """
     target = _resolved(path)
     return not any(target.is_relative_to(root) for root in _roots(folder))
 
 
 def open_inside(folder: Path, name: str) -> IO[bytes]:
-    """Open a file below `folder` for reading, through no link that leads out of it.
+    """Open the regular file folder / name for reading bytes; links must stay inside the folder.
 
-    A link that is put there between the check and the opening is not followed either.
-    Errors: ValueError where it leads out; OSError: NotPlainError as `plain.open_plain`.
+    A link that is created between the check and the opening is not followed.
+    Errors: ValueError for a link that leads out; OSError, with NotPlainError for no regular file.
     """
     path = folder / name
     target = _resolved(path)
@@ -203,9 +223,9 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
 
 
 def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> bytes:
-    """Read a whole file below `folder`.
+    """Return the content of the file folder / name.
 
-    Errors: as `open_inside`; ValueError for more than `limit` bytes.
+    Errors: as in `open_inside`; ValueError for more than `limit` bytes.
     """
     with open_inside(folder, name) as stream:
         content = stream.read(limit + 1)
@@ -215,7 +235,7 @@ def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> bytes:
 
 
 def outside_message(path: Path) -> str:
-    """Word the error for a link that leads out of its folder."""
+    """Return the error message for a link that leads out of its folder."""
     return (
         f"{path} must not lead out of its folder, it is a link to {_resolved(path)}; "
         "copy the file in its place"
@@ -229,7 +249,7 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def _resolved(path: Path) -> Path:
-    """Resolve all links of a path, as far as they go where they form a circle."""
+    """Return the path with all links resolved; links in a circle stay."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):  # links in a circle
@@ -241,7 +261,7 @@ def _refused(path: Path, found: str) -> OSError:
 
 
 def _set_mode(descriptor: int, mode: int) -> None:
-    """Set the mode whatever the umask is, except on files of other owners (some network disks)."""
+    """Set the permissions of an open file regardless of the umask; do nothing for other owners."""
     found = os.fstat(descriptor)
     if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
         os.fchmod(descriptor, mode)

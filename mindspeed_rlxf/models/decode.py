@@ -3,7 +3,8 @@
 Megatron's modules hold the weights; the arithmetic is theirs, operator by operator and in their
 order, so that bf16 rounds alike. Left out are its checks and reshaping in every layer, which cost
 most of a decode step's time on the host. Where the device has fused norms and MLPs, Megatron's
-module computes the part; it does for experts too whose weights no grouped product can take.
+module computes the part; it does for experts too whose weights no grouped product can take. Experts
+that ranks share are computed as in a prefill (`shared_experts.py`).
 
 Axes: rows = sequences, groups = key-value groups of this rank, d = width of a head.
 """
@@ -21,6 +22,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.grouped_experts import GroupedExperts
 from mindspeed_rlxf.models.rope import rotary_angles
+from mindspeed_rlxf.models.shared_experts import SharedExperts
 from mindspeed_rlxf.models.transformer import TransformerModel
 
 SMALL = 2**16  # numbers of a weight
@@ -93,8 +95,9 @@ class _Layer:
         self.groups = config.num_query_groups // decoder.tp  # 0 where ranks share one
         self.mlp = layer.mlp
         self.is_plain = config.num_moe_experts is None and not device.fuses_layers()
-        has_experts = config.num_moe_experts is not None and not device.fuses_layers()
-        self.experts = GroupedExperts.of(layer.mlp) if has_experts else None
+        has_all_experts = not (self.is_plain or isinstance(layer.mlp, SharedExperts))
+        grouped = has_all_experts and not device.fuses_layers()
+        self.experts = GroupedExperts.of(layer.mlp) if grouped else None
 
     def forward(
         self, hidden: Tensor, number: int, cos: Tensor, sin: Tensor, attend: Attend

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +49,11 @@ class ExpertWeights:
         first, last = (experts[i].linear_fc1.weight.storage_offset() for i in (0, -1))
         return cls(widens, narrows, last < first)
 
+    @cached_property
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """Views of `widens` and `narrows` that rows are multiplied by."""
+        return self.widens.transpose(1, 2), self.narrows.transpose(1, 2)
+
 
 class GroupedExperts:
     """The experts of a layer without a gradient and without a wait for the device.
@@ -56,8 +62,7 @@ class GroupedExperts:
     """
 
     def __init__(self, router: Any, weights: ExpertWeights) -> None:
-        self.router, self.is_reversed = router, weights.is_reversed
-        self.widens, self.narrows = weights.widens.transpose(1, 2), weights.narrows.transpose(1, 2)
+        self.router, self.weights = router, weights
 
     @classmethod
     def of(cls, layer: Any) -> GroupedExperts | None:
@@ -67,21 +72,42 @@ class GroupedExperts:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute [tokens, hidden] of [tokens, hidden], this rank's part of the sum."""
-        assert _GROUPED is not None, "checked in `of`"
         probabilities, _ = self.router(hidden[:, None])  # [tokens, experts], 0 where not chosen
-        if self.is_reversed:
+        if self.weights.is_reversed:
             probabilities = probabilities.flip(-1)
-        weights, chosen = probabilities.topk(self.router.topk, dim=-1)
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        number = torch.arange(probabilities.size(1), device=hidden.device)
-        ends = torch.searchsorted(flat[order], number, right=True).to(torch.int32)
+        shares, chosen = probabilities.topk(self.router.topk, dim=-1)
+        order, ends = sort_by_expert(chosen.flatten(), probabilities.size(1))
         given = hidden[order // self.router.topk]
-        gate, up = _GROUPED(given, self.widens, offs=ends).chunk(2, dim=-1)
-        inner = (F.silu(gate) * up * weights.flatten()[order, None]).to(hidden.dtype)
         out = torch.empty_like(given)
-        out[order] = _GROUPED(inner, self.narrows, offs=ends)
+        out[order] = gated_products(given, shares.flatten()[order], ends, self.weights)
         return out.unflatten(0, (-1, self.router.topk)).sum(1)
+
+
+def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sort pairs of token and expert by expert, the pairs of one in their order.
+
+    numbers: [pairs] int64, `count` and above = none of the experts
+    Returns the order [pairs] int64 and where each expert's pairs end in it [count] int32.
+    """
+    order = numbers.argsort(stable=True)
+    each = torch.arange(count, device=numbers.device)
+    return order, torch.searchsorted(numbers[order], each, right=True).to(torch.int32)
+
+
+def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWeights) -> Tensor:
+    """Compute the gated MLP of each expert for its rows, [rows, hidden]; no gradient.
+
+    shares: [rows] fp32, the weight of each result
+    ends:   [experts] int32, in the order of the weights in memory; the results of rows behind the
+            last end are undefined
+    """
+    assert _GROUPED is not None, "checked in `ExpertWeights.of`"
+    (widens, narrows), dtype = weights.transposed, rows.dtype
+    gate, up = _GROUPED(rows, widens, offs=ends).chunk(2, dim=-1)
+    del rows  # in a prefill these tensors are large
+    inner = (F.silu(gate) * up * shares[:, None]).to(dtype)
+    del gate, up
+    return _GROUPED(inner, narrows, offs=ends)  # type: ignore[no-any-return]
 
 
 class GroupedMLP(SequentialMLP):  # type: ignore[misc]
@@ -195,6 +221,8 @@ def stacked(weights: Sequence[Tensor]) -> Tensor | None:
     None for others.
     """
     ordered = sorted((weight.data for weight in weights), key=Tensor.storage_offset)
+    if len(ordered) == 1:
+        return ordered[0][None]
     places = [weight.storage_offset() for weight in ordered]
     steps = {after - before for before, after in pairwise(places)}
     memories = {weight.untyped_storage().data_ptr() for weight in ordered}

@@ -81,7 +81,7 @@ def received_numbers(
     chunks: int = 1,
     ep: int = 1,
 ) -> int:
-    """Count the numbers that a rank receives to hold all layers and experts: all but its own.
+    """Count the numbers that a rank receives to hold all layers, with its share of the experts.
 
     A tied output layer does not count as its own, as the embedding comes from the first stage.
     """
@@ -90,4 +90,4 @@ def received_numbers(
         for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep)
         if not parameter.is_tied_output_layer
     ]
-    return sum(shard_sizes(architecture, head, tp, 0, 1)) - sum(own)
+    return sum(shard_sizes(architecture, head, tp, 0, 1, 1, ep)) - sum(own)

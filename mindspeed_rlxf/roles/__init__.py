@@ -1,1 +1,1 @@
-"""Actor with rollout, reference, critic and reward: plain classes over one engine each."""
+"""Roles of PPO: actor, rollout, reference, critic, reward and scorer, as plain classes."""

@@ -1,4 +1,4 @@
-"""The role of the policy, which recomputes log-probs, learns, and sends its weights."""
+"""The actor role: it trains the policy, recomputes log-probs, and sends weights to the rollout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class ActorRole:
         self.measures = config.old_log_probs is OldLogProbs.AUTO
 
     def send_weights(self) -> RoleOutput:
-        """Send the weights to the ranks that generate, in their `RolloutRole.update_weights`."""
+        """Send the weights to the ranks that generate, which call `RolloutRole.update_weights`.
+
+        Only for a split pool; AssertionError where the rollout shares the weights.
+        """
         assert self.sender is not None, (
             "no weights are sent where the rollout shares those of these ranks"
         )
@@ -54,12 +57,13 @@ class ActorRole:
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
         """Compute log-probs under the training model, and report their gaps to those of generation.
 
-        Raises ValueError for a gap over `max_log_prob_gap`.
+        Rows: LogProbs. Report: LogProbReport. Both only on the leader of a replica.
+        Errors: ValueError for a gap over `max_log_prob_gap`.
         """
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
             return RoleOutput()
-        gaps = _gaps(rollouts, result)
+        gaps = _measure_gaps(rollouts, result)
         if self.algorithm.max_log_prob_gap is not None:
             _check_gaps(gaps, rollouts, self.algorithm.max_log_prob_gap)
         mask, weight = rollouts.trained_mask, None
@@ -78,7 +82,10 @@ class ActorRole:
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Make advantages where there is no critic; a collective over replicas."""
+        """Compute rewards and advantages on the actor's ranks, for a run without a critic.
+
+        A collective over replicas.
+        """
         return self.experience.make(inputs)
 
     def update_policy(
@@ -90,9 +97,9 @@ class ActorRole:
     ) -> RoleOutput:
         """Take one optimizer step for each entry of `steps`, then advance the learning rate.
 
-        steps: this rank's rows of each mini-batch
-
+        steps:   this rank's rows of each mini-batch
         kl_coef: weight of the KL where it is part of the loss
+        Report: UpdateReport; no rows.
         """
         metrics = []
         for rows in steps:
@@ -105,14 +112,14 @@ class ActorRole:
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 
 
-def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
-    """Return [batch, response] |log-prob of training - of generation|, 0 where not trained."""
+def _measure_gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
+    """Return [batch, response]: |log-prob of training - log-prob of generation|, 0 where masked."""
     gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
     return gaps * rollouts.trained_mask
 
 
 def _check_gaps(gaps: Tensor, rollouts: Rollouts, limit: float) -> None:
-    """Raise ValueError for the token with the largest gap over the limit; NaN is over it."""
+    """Raise ValueError, naming the token with the largest gap, for a gap over the limit or NaN."""
     if bool((gaps <= limit).all()):
         return
     row, token = divmod(int(gaps.nan_to_num(nan=float("inf")).argmax()), gaps.size(1))

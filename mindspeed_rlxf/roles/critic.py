@@ -1,4 +1,4 @@
-"""The role of the value model: it computes values, makes experience from them, and learns."""
+"""The critic role: it computes values, makes experience from them, and trains the value model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from mindspeed_rlxf.roles.reports import UpdateReport
 
 
 class CriticRole:
+    """The value model, its experience and its updates."""
+
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         critic = config.value_model
         self.config, self.algorithm = critic, config.algorithm
@@ -28,11 +30,15 @@ class CriticRole:
         self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute values: slot t is the state before token t, the last slot that after the last."""
+        """Compute values [batch, response + 1]: slot t is the state before token t of the response,
+        the last slot the state after its last token."""
         return RoleOutput(self.engine.values(rollouts))
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Make KL-shaped rewards and advantages; a collective over replicas."""
+        """Compute rewards with the KL penalty, advantages and returns.
+
+        A collective over replicas.
+        """
         return self.experience.make(inputs)
 
     def update_critic(
@@ -41,6 +47,7 @@ class CriticRole:
         """Take one optimizer step for each entry of `steps`, then advance the learning rate.
 
         steps: this rank's rows of each mini-batch
+        Report: UpdateReport; no rows.
         """
         step = ValueStep(partial(self.loss, experience), experience.value_mask)
         metrics = []
@@ -50,7 +57,11 @@ class CriticRole:
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 
     def loss(self, experience: Experience, rows: list[int], values: Tensor) -> LossOutput:
-        """Compute the loss of a micro-batch. values: [slots] fp32 of `value_mask`, row by row."""
+        """Compute the value loss of a micro-batch and its metrics.
+
+        rows:   of the micro-batch
+        values: [slots] fp32 with gradient, where `value_mask` of these rows is True, row after row
+        """
         mask = experience.value_mask[rows]
         old = experience.values[rows][mask].to(values.device)
         returns = experience.returns[rows][mask].to(values.device)

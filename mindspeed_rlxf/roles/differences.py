@@ -1,4 +1,4 @@
-"""Differences of log-probs that the update measures where no pass before it does."""
+"""Metrics of log-prob gaps and KL, measured in the update if no pass before it computes them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLo
 def measure_differences(
     step: PolicyStep, rollouts: Rollouts, experience: Experience, kl_penalty: KlPenalty
 ) -> PolicyStep:
-    """Add metrics to the loss of a step: the gap to generation, and the KL to the reference.
+    """Return a copy of the step whose loss also reports the gap to generation and the reference KL.
 
-    Both are those of the log-probs before the step: `rollout/log_prob_gap_mean` over tokens, and
-    `critic/kl` over samples of the mean of their tokens, where the experience has the reference's.
+    Both are of the log-probs before the optimizer step. `rollout/log_prob_gap_mean` is a mean over
+    tokens. `critic/kl` is the mean over samples of their mean per token, and is left out if the
+    experience has no log-probs of the reference.
     """
 
     def loss(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
@@ -37,7 +38,10 @@ def measure_differences(
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return [rows] means; values: [tokens], row after row; mask: [rows, response]"""
+    """Return [rows]: the mean of each row's values.
+
+    values: [tokens], those where `mask` [rows, response] is True, row after row
+    """
     placed = values.new_zeros(mask.shape)
     placed[mask] = values
     return placed.sum(1) / mask.sum(1)

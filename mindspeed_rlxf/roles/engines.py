@@ -19,12 +19,18 @@ SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
 
 
 def room_on_device() -> AbstractContextManager[None]:
-    """Move away what the engines of the process offload, for a model that is no engine."""
+    """Return a context that moves offloaded weights and optimizers of this process to the host.
+
+    For models that are no engine and need the device's memory.
+    """
     return residency.holding()
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
-    """Build the Megatron engine of a role, with an optimizer if it learns; a collective."""
+    """Return the Megatron engine of a role, with an optimizer if the role is trained.
+
+    A collective over the role's ranks; it loads the weights.
+    """
     section, training = config.role(role), config.training
     if not isinstance(section, LearningConfig):
         return MegatronEngine(

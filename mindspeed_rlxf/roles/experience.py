@@ -1,7 +1,7 @@
 """Make experience from log-probs, values and scores of the responses (design, section 6).
 
-It is made on the critic's ranks, or the actor's where there is no critic. Each rank takes its own
-samples, and sums go over the replicas.
+On the critic's ranks, or without a critic on the actor's. Each replica computes its own samples;
+whitening sums over all replicas.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, ValueFit
 
 
 class ExperienceMaker:
+    """Computes rewards, advantages and returns of the samples of a replica."""
+
     def __init__(
         self, config: RunConfig, objective: Objective, sum_over_replicas: AllReduce
     ) -> None:
-        """sum_over_replicas: adds a small tensor up over the data-parallel ranks."""
+        """objective: estimates the advantages
+        sum_over_replicas: returns a tensor's sum over the data-parallel ranks
+        """
         self.algorithm, self.objective = config.algorithm, objective
         self.shaping = ScoreShaping(config)
         self.group_size = config.actor_rollout.n_samples_per_prompt
@@ -48,9 +52,10 @@ class ExperienceMaker:
         self.measures_kl = self.old_are_of_update and not full
 
     def make(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Make KL-shaped rewards, advantages and returns; a collective over replicas.
+        """Compute rewards with the KL penalty, advantages and returns; a collective over replicas.
 
-        Rows: Experience. Report: ExperienceReport.
+        Rows: Experience. Report: ExperienceReport. With a token log also the rows of that log.
+        Errors: ValueError for scores that are NaN or inf, unless `nan_policy` is skip.
         """
         rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
         trained = rollouts.trained_mask
@@ -58,18 +63,22 @@ class ExperienceMaker:
         given_old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
         old = None if self.old_are_of_update else fit_columns(given_old, width)
         ref = None if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
-        kl = self._kl(inputs, old, ref)
+        kl = self._compute_kl(inputs, old, ref)
         zero = torch.zeros(trained.shape)
         given = self._make_rewarded(inputs, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
-        experience = self._experience(given, estimate, old, ref)
-        report = _report(experience, given, kl)
-        return RoleOutput(experience, report, _token_rows(inputs, experience, kl))
+        experience = self._gather_experience(given, estimate, old, ref)
+        report = _summarize(experience, given, kl)
+        return RoleOutput(experience, report, _gather_token_rows(inputs, experience, kl))
 
-    def _kl(
+    def _compute_kl(
         self, inputs: ExperienceInputs, old: Tensor | None, ref: Tensor | None
     ) -> Tensor | None:
-        """Return the KL of each token, [batch, response]; None where the update measures it."""
+        """Return [batch, response]: the KL of each token, by `kl_penalty`.
+
+        None without old or reference log-probs. The KL over the vocabulary, if the reference has
+        computed it, is returned as it is.
+        """
         if isinstance(inputs.ref, LogProbsWithKl):
             return fit_columns(inputs.ref.kl, inputs.rollouts.response_ids.size(1))
         if old is None or ref is None:
@@ -77,7 +86,7 @@ class ExperienceMaker:
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
     def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
-        """Make the inputs of the advantage estimator: rewards per token, masks, values and scores.
+        """Return the input of the advantage estimator: rewards per slot, masks, values, scores.
 
         kl: [batch, response], 0 where not trained
         """
@@ -89,7 +98,7 @@ class ExperienceMaker:
             algorithm.score_position,
             inputs.slot_limit,
         )
-        scores = self._score(rollouts, inputs.scores)
+        scores = self._shape_scores(rollouts, inputs.scores)
         kl_coef = inputs.kl_coef if self.objective.kl_in_reward else 0.0
         rewards = token_rewards(fit_columns(kl, mask.size(1)), scores, mask, kl_coef)
         if algorithm.whiten_rewards:
@@ -98,7 +107,7 @@ class ExperienceMaker:
         if inputs.values is not None:
             values = fit_columns(inputs.values.values, mask.size(1)) * mask
         if inputs.greedy is not None and inputs.greedy_scores is not None:
-            greedy = self._score(inputs.greedy, inputs.greedy_scores)
+            greedy = self._shape_scores(inputs.greedy, inputs.greedy_scores)
         return Rewarded(
             scores=scores,
             rewards=rewards,
@@ -113,16 +122,19 @@ class ExperienceMaker:
             lam_alpha=algorithm.lam_alpha,
         )
 
-    def _score(self, rollouts: Rollouts, scores: Scores) -> Tensor:
-        """Return [batch] shaped scores with penalties; NaN for wrong ones if steps are skipped."""
+    def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
+        """Return [batch]: scores after scaling, clipping and penalties.
+
+        Errors: ValueError for NaN or inf; with `nan_policy: skip` they give NaN.
+        """
         if not self.skips:
             _check_finite(scores.scores, rollouts.sample_ids)
         return self.shaping.penalize(scores.scores, rollouts.response_lengths, rollouts.has_eos)
 
-    def _experience(
+    def _gather_experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None
     ) -> Experience:
-        """Gather the columns; those that the run does not need are empty."""
+        """Return the Experience; columns that the run does not need have width 0."""
         trained = given.trained_mask
         none = trained.new_zeros(len(trained), 0)
         reads_reference = self.objective.reads_reference or self.measures_kl
@@ -138,7 +150,7 @@ class ExperienceMaker:
 
 
 def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
-    """Raise ValueError for scores that are not finite: they would spoil the whole batch."""
+    """Raise ValueError, naming up to 8 samples, if a score is NaN or inf."""
     wrong = {i: s for i, s in zip(sample_ids, scores.tolist(), strict=True) if not isfinite(s)}
     if wrong:
         named = ", ".join(f"{score} for sample {i}" for i, score in list(wrong.items())[:8])
@@ -148,12 +160,12 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
         )
 
 
-def _token_rows(
+def _gather_token_rows(
     inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
 ) -> TokenRows | None:
-    """Gather advantages, KL and values of each token for the token log; None without one.
+    """Return advantages, KL and values of each token for the token log; None without a token log.
 
-    kl: as in `_report`
+    kl: [batch, response] or None
     """
     if inputs.token_log is None:
         return None
@@ -168,10 +180,10 @@ def _token_rows(
     )
 
 
-def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
-    """Summarize the experience of a replica for the metrics.
+def _summarize(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
+    """Return summaries of a replica's experience for the metrics.
 
-    kl: [batch, response]; None without a reference, and where the update measures it
+    kl: [batch, response]; None = not computed, reported as []
     """
     tokens, slots = experience.trained_mask, experience.value_mask
     has_values = bool(slots.numel())

@@ -1,4 +1,4 @@
-"""Requests of a batch of prompts, and the rows made from an engine's results."""
+"""Make an engine's requests from a batch of prompts, and padded rows from its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def sampling_settings(
     do_sample: bool,
     stop: StopStrings | None = None,
 ) -> SamplingSettings:
-    """Make the settings of generation; do_sample False = greedy."""
+    """Return the settings of generation by the actor's keys.
+
+    do_sample: False = greedy, whatever the actor's key says
+    stop:      texts that end a response; None = none
+    """
     return SamplingSettings(
         do_sample=do_sample,
         temperature=actor.temperature,
@@ -44,7 +48,7 @@ def sampling_settings(
 def validation_settings(
     validation: ValidationConfig, settings: SamplingSettings
 ) -> SamplingSettings:
-    """Return `settings` with those of validation in their place."""
+    """Return `settings` with do_sample, temperature, top_k and top_p of the validation section."""
     return replace(
         settings,
         do_sample=validation.do_sample,
@@ -57,7 +61,7 @@ def validation_settings(
 def make_requests(
     prompts: Prompts, settings: SamplingSettings, seed: int
 ) -> list[GenerationRequest]:
-    """Make one request for each prompt, in their order."""
+    """Return one request for each prompt, in their order; `place` is the prompt's row."""
     samples = zip(prompts.sample_ids, prompts.token_ids, strict=True)
     return [
         GenerationRequest(place, sample_id, prompt, settings, seed)
@@ -66,7 +70,10 @@ def make_requests(
 
 
 def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Rollouts:
-    """Make the rows of a batch, padded, in the order of its prompts; waits for all results."""
+    """Consume all results; return the padded rows of a batch, in the order of its prompts.
+
+    results: one for each prompt, in any order, else AssertionError
+    """
     by_place = {result.place: result for result in results}
     assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"
     ordered = [by_place[place] for place in range(prompts.num_rows)]
@@ -90,7 +97,7 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
 
 
 def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
-    """Return the smallest and the largest weights version over the tokens of a response."""
+    """Return (smallest, largest) weights version over the tokens of a row's response."""
     versions = rollouts.weights_version[row, : rollouts.response_lengths[row]]
     return int(versions.min()), int(versions.max())
 
@@ -98,9 +105,11 @@ def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
 def make_output(
     rows: Rollouts, stats: GenerationStats, sync_s: float, device: str = ""
 ) -> RoleOutput:
-    """Return rows and GenerateReport of a replica.
+    """Return the rows of a replica with their GenerateReport.
 
-    sync_s: seconds that it waited for weights; device: its model
+    stats:  counts of computed tokens
+    sync_s: seconds that the replica waited for weights
+    device: name of its device's model; "" on CPU
     """
     report = GenerateReport(
         sample_ids=rows.sample_ids,

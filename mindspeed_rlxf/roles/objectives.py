@@ -1,7 +1,7 @@
-"""Objectives of the policy: the advantages of its tokens, and the loss, by algorithm.
+"""Objectives of the policy: advantages of tokens, and the loss, by algorithm.
 
-Advantages are made on the ranks that make experience (the critic's, or the actor's), the loss on
-the actor's. An objective is built on both, from the configuration alone.
+Advantages are computed on the ranks that make experience (the critic's, or without a critic the
+actor's), the loss on the actor's ranks. Each of these ranks builds the objective by itself.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ class Objective(Protocol):
     """The advantages and the loss of one algorithm."""
 
     kl_in_reward: bool
-    """The KL penalty is part of the token rewards."""
+    """Whether the KL penalty is part of the token rewards."""
 
     reads_reference: bool
-    """The loss compares with the reference."""
+    """Whether the loss reads the reference's log-probs."""
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Estimate advantages of the trained tokens of all samples; a collective over replicas."""
+        """Return advantages of the trained tokens of all samples; a collective over replicas."""
 
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
-        """Build the optimizer step on these rows; a collective over the replicas.
+        """Return loss function and temperature of an optimizer step on these rows; take no step.
 
-        kl_coef: weight of the KL where it is part of the loss
+        A collective over replicas. kl_coef: weight of the KL where it is part of the loss
         """
 
 
 class ClippedObjective:
-    """PPO and GSPO: estimated advantages, whitened where asked for, and the clipped loss.
+    """PPO and GSPO: advantages by `adv_estimator`, whitened if configured, and the clipped loss.
 
     The ratio of probabilities is that of a token (ppo) or of a response (gspo).
     """
 
     def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
-        """sum_over_replicas: adds a small tensor up over the data-parallel ranks."""
+        """sum_over_replicas: returns a tensor's sum over the data-parallel ranks"""
         actor = config.actor_rollout
         self.actor, self.algorithm = actor, config.algorithm
         self.sum_over_replicas = sum_over_replicas
@@ -73,9 +73,9 @@ class ClippedObjective:
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Estimate by `algorithm.adv_estimator`.
+        """Return advantages and returns by `algorithm.adv_estimator`.
 
-        Advantages, not returns, are whitened if configured.
+        Advantages are whitened over the batch of all replicas with `advantage_whiten: batch`.
         """
         found = ESTIMATORS[self.algorithm.adv_estimator](given)
         advantages = found.advantages
@@ -98,9 +98,11 @@ class ClippedObjective:
         rows: list[int],
         tokens: TokenLogProbs,
     ) -> LossOutput:
-        """Compute a micro-batch's loss: the clipped one, less entropy, plus KL where configured.
+        """Compute a micro-batch's loss and metrics: clipped policy loss - entropy bonus + KL loss.
 
-        advantages: [all rows, response] of this step; rows: the micro-batch's; tokens: theirs
+        advantages: [all rows, response]
+        rows:       of the micro-batch
+        tokens:     log-probs and entropy of the trained tokens of these rows, row after row
         """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
@@ -138,10 +140,11 @@ class ClippedObjective:
     def _step_advantages(
         self, rollouts: Rollouts, experience: Experience, rows: list[int]
     ) -> Tensor:
-        """Return [all rows, response] advantages, whitened over this mini-batch if configured.
+        """Return [all rows, response] advantages of an optimizer step on `rows`.
 
-        They are multiplied by the importance weight of each token, because the clipped loss is
-        proportional to its advantage.
+        Whitened over the mini-batch of all replicas with `advantage_whiten: minibatch` (0 in other
+        rows), and multiplied by each token's importance weight with `rollout_is_threshold`, to
+        which the clipped loss is proportional.
         """
         advantages = experience.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
@@ -159,7 +162,7 @@ class ClippedObjective:
 
 
 class PairObjective:
-    """Online DPO, which prefers the better of two responses to a prompt."""
+    """Online DPO: the loss prefers the better of the two responses to a prompt."""
 
     kl_in_reward, reads_reference = False, True
 
@@ -167,7 +170,10 @@ class PairObjective:
         self.actor = config.actor_rollout
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Return 1 for tokens of the better response of a pair, -1 for the other, 0 for a draw."""
+        """Return advantages 1 for tokens of a pair's better response, -1 for the worse, 0 if equal.
+
+        NaN where a score of the pair is NaN. No returns.
+        """
         return Estimate(preference_of_pairs(given.scores)[:, None] * given.trained_mask)
 
     def step(
@@ -176,10 +182,12 @@ class PairObjective:
         return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-        """Compute the mean loss over the pairs of a micro-batch; NaN with a NaN score.
+        """Return the sum of the DPO losses of a micro-batch's pairs, their number, and metrics.
 
-        A pair with equal scores counts with a loss of 0. Metrics are over the other pairs, whose
-        share is `dpo_decided`.
+        A pair with equal scores has loss 0; the metrics leave it out, and `dpo_decided` is the
+        share of other pairs. A NaN score gives a NaN loss.
+        rows:   of the micro-batch, two responses of a pair next to each other
+        tokens: log-probs and entropy of their trained tokens, row after row
         """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
@@ -206,9 +214,10 @@ class PairObjective:
 
 
 def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return [pairs] 1 where the first response is the better one, -1 the second, 0 or NaN.
+    """Return [pairs]: 1 where the first response is better, -1 the second, 0 if equal, or NaN.
 
-    advantages, mask: [2 * pairs, response]; every trained token of a response has the same
+    advantages: [2 * pairs, response], equal for all trained tokens of a response
+    mask:       [2 * pairs, response] bool, True = trained token
     """
     first = mask.long().argmax(1, keepdim=True)
     return advantages.gather(1, first).view(-1, 2)[:, 0]
@@ -222,7 +231,10 @@ OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
 
 
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
-    """Build the objective of a run, by its stage and `actor_rollout.policy_loss`."""
+    """Return the objective of a run, by its stage and `actor_rollout.policy_loss`.
+
+    sum_over_replicas: returns a tensor's sum over the data-parallel ranks
+    """
     pairs = config.training.stage is Stage.RAY_ONLINE_DPO
     name = "dpo" if pairs else config.actor_rollout.policy_loss.value
     return OBJECTIVES[name](config, sum_over_replicas)

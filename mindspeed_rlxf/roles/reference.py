@@ -1,4 +1,4 @@
-"""The role of the reference: the frozen policy of the KL penalty."""
+"""The reference role: the frozen policy that the KL penalty compares with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 
 
 class ReferenceRole:
+    """The frozen policy; computes log-probs."""
+
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         self.engine = build_engine(config, Role.REF)
         self.temperature = config.actor_rollout.logit_temperature
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute log-probs of the trained tokens at the actor's temperature."""
+        """Compute log-probs of the trained tokens by the reference, at the actor's temperature."""
         return RoleOutput(self.engine.log_probs(rollouts, self.temperature))
 
     def log_probs_with_kl(self, rollouts: Rollouts, actor: ActorRole) -> RoleOutput:
-        """Compute these log-probs and the KL over the vocabulary to the present policy."""
+        """Compute log-probs as `log_probs` does, and the KL between actor and reference.
+
+        The KL of each token is summed over the whole vocabulary.
+        actor: role of the same process, with the current policy
+        """
         policy = actor.engine
         return RoleOutput(self.engine.log_probs_with_kl(rollouts, self.temperature, policy))

@@ -1,4 +1,4 @@
-"""Reports of role methods to the driver: plain numbers, small however long responses are."""
+"""Reports of role methods to the driver: plain Python values, without tensors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Summary:
 
     @classmethod
     def of(cls, values: Tensor) -> Summary:
-        """Summarize numbers: count, sum, largest, smallest.
+        """Return the summary of all numbers of a tensor.
 
-        values: any shape, at least one number; on the host, so that fp64 is fp64
+        values: any shape, at least one number; on the host, where fp64 exists
         """
         wide = values.double()
         return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))
 
     @classmethod
     def merge(cls, parts: Iterable[Summary]) -> Summary:
-        """Merge summaries into one of all their numbers."""
+        """Return the summary of all numbers that `parts` (one or more) summarize."""
         parts = list(parts)
         return cls(
             sum(p.count for p in parts),
@@ -53,7 +53,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """One entry per sample of the rank, and counts of the computed tokens."""
+    """Generation of a replica: lists with one entry per sample, and counts of computed tokens."""
 
     sample_ids: list[int]
     data_sources: list[str]
@@ -69,7 +69,7 @@ class GenerateReport:
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """One entry per sample, in tokens."""
+    """Lengths in tokens, one entry per sample."""
 
     prompts: list[int]
     responses: list[int]
@@ -80,7 +80,8 @@ class ResponseLengths:
 class LogProbReport:
     """The recomputed log-probs compared with the rollout's, over tokens.
 
-    gap: distance; weight: truncated probability ratio, None where it is not used
+    gap:    |difference| of log-probs
+    weight: truncated ratio of probabilities; None without `rollout_is_threshold`
     """
 
     gap: Summary
@@ -98,18 +99,18 @@ class FailedSample:
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """One entry per sample of the rank, before any penalty."""
+    """Scores before any penalty; lists with one entry per sample of the rank, or empty."""
 
     scores: list[float]
     parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
-    # None = scored; no entries where scoring cannot fail for one sample alone
+    # None = scored; [] where scoring cannot fail for a single sample
     failures: list[FailedSample | None] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)  # bounded in length; of a validation
 
 
 @dataclass(frozen=True)
 class ValueFit:
-    """Sums over the slots of a rank, fp64: of returns R and of errors E = R - V. They add up."""
+    """Sums over the slots of a rank, fp64: of returns R, of errors R - V, and of their squares."""
 
     count: int
     returns: float
@@ -119,7 +120,7 @@ class ValueFit:
 
     @classmethod
     def of(cls, returns: Tensor, values: Tensor) -> ValueFit:
-        """Sum over all slots. returns, values: the same shape, on the host"""
+        """Return the sums over all slots. returns, values: of the same shape, on the host"""
         wide = returns.double()
         errors = wide - values.double()
         sums = (wide.sum(), (wide**2).sum(), errors.sum(), (errors**2).sum())
@@ -127,7 +128,10 @@ class ValueFit:
 
     @classmethod
     def explained_variance(cls, parts: Sequence[ValueFit]) -> float:
-        """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN where R is constant."""
+        """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN where R is constant.
+
+        parts: sums of each rank
+        """
         n = sum(part.count for part in parts)
         names = "returns", "returns_squared", "errors", "errors_squared"
         means = [sum(getattr(part, name) for part in parts) / n for name in names]
@@ -137,10 +141,11 @@ class ValueFit:
 
 @dataclass(frozen=True)
 class ExperienceReport:
-    """kl: one entry per sample, none without a reference; the others over the tokens or samples of
-    the rank.
+    """Experience of a replica.
 
-    returns, values, fit: None without a critic.
+    kl: mean KL per token of each sample; [] where it is not computed
+    score, rewards: over samples; advantages: over tokens; returns, values: over slots
+    returns, values, fit: None without a critic
     """
 
     kl: list[float]

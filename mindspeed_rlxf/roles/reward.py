@@ -1,4 +1,4 @@
-"""The role that scores responses by a reward model or by rules."""
+"""The reward role: it scores responses by a reward model, a classifier or rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_rlxf.roles.reports import ScoreReport
 
 
 class RewardRole:
-    """Scores by rules without a device, or by a reward model with an engine."""
+    """Scores responses by rules (no device), by a Megatron reward model, or by a classifier."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         reward = config.reward
@@ -34,7 +34,10 @@ class RewardRole:
             )
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
-        """Score by the configured reward: a model, a classifier, or the rules."""
+        """Score responses by `reward.kind`: reward model, Hugging Face classifier, or rules.
+
+        Rows: Scores. Report: ScoreReport. Of a reward model only on the leader of a replica.
+        """
         if self.classifier is not None:
             return self._score_by_classifier(self.classifier, rollouts)
         if self.engine is None:
@@ -56,9 +59,10 @@ class RewardRole:
         return texts
 
     def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
-        """Add the weighted score of the model to the scores of functions.
+        """Score by the model, and return model_weight * its score + the functions' score.
 
-        rules: of the same samples. A sample that failed there keeps its score.
+        rules: scores of the functions for the same samples. A sample whose functions failed keeps
+               their score, without the model's
         """
         output = self.score(rollouts)
         if output.rows is None:  # this rank is no leader
@@ -75,9 +79,9 @@ class RewardRole:
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
 
     def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
-        """Score decoded responses by the verifiers, or by the rule of each sample's data source.
+        """Score responses, as text, by the verifiers or the rule of each sample's data source.
 
-        find_answers: report the answer of each response too
+        find_answers: also report the answer extracted from each response
         """
         texts = self._decode(rollouts.response_tokens())
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)

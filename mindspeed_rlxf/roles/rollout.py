@@ -1,4 +1,4 @@
-"""The role that generates with an engine and the weights of the policy."""
+"""The rollout role: it generates responses with the weights of the policy."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class RolloutRole:
         actor: ActorRole | None = None,
         scorer: ScorerRole | None = None,
     ) -> None:
-        """Build the engine; a collective over the ranks that generate.
+        """Build the rollout engine; a collective over the ranks that generate.
 
-        actor:  the role of the same process whose weights are shared; None = other ranks train and
-                send their weights
-        scorer: the role of the same process that scores responses as they finish
+        actor:  role of the same process that trains the weights; None = other ranks train and send
+                their weights
+        scorer: role of the same process that scores responses as they finish; None = no scoring
+                here. Its `is_leader` is set
         """
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
@@ -49,12 +50,13 @@ class RolloutRole:
         self.scorer = scorer
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
-        self.sync_s = 0.0  # spent on weights since the last report
+        self.sync_s = 0.0  # seconds of waiting for weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:
-        """Take the weights of the actor after `version` updates.
+        """Give the engine the actor's weights, which have had `version` updates.
 
-        Ranks that do not train receive what `ActorRole.send_weights` sends at the same time.
+        Ranks that do not train wait for the weights that `ActorRole.send_weights` sends. The time
+        is added to `sync_s`, which the next report contains.
         """
         started = time.monotonic()
         self.replica.take_weights(version)
@@ -62,17 +64,19 @@ class RolloutRole:
         return RoleOutput()
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
-        """Return responses to the prompts, on the leader: generated ones, or the prompts' own.
+        """Generate responses to the prompts; rows and report only on the leader of a replica.
 
-        seed: of this call; with the sample ids it determines every sampled token.
-        greedy: take the most likely tokens, also with `do_sample` (ReMax).
-        The engine holds weights and cache during this call only.
+        Prompts that have fixed responses get those, with log-probs by the engine.
+        seed:   with the sample ids it determines every sampled token
+        greedy: take the most likely tokens, also with `do_sample` (ReMax)
+        The engine takes device memory (weights, KV cache) only during the call. With a scorer it
+        starts to score responses as they finish.
         """
         with self.replica.room():
             return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> RoleOutput:
-        """As `generate`, with the settings of the validation section."""
+        """Generate as `generate` does, with the sampling settings of the validation section."""
         with self.replica.room():
             return self._generate(prompts, self.validation, seed)
 

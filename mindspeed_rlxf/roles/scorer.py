@@ -1,4 +1,4 @@
-"""The role that scores responses as they finish, in the process that generates them."""
+"""The scorer role: it scores responses as they finish, in the process that generates them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mindspeed_rlxf.rewards.votes import AnswerFinder
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.protocol import GenerationResult
 
-KEPT_GENERATIONS = 2  # whose samples may still be asked for
+KEPT_GENERATIONS = 2  # latest calls of `follow` whose scores can still be read
 
 
 class ScorerRole:
-    """Scores by functions and rules in processes of its own.
+    """Scores responses by functions and rules, in child processes.
 
-    `follow` starts the scoring of each response when it is finished, and `score` waits for it. Rows
-    that were not followed are scored when they are asked for.
+    `follow` starts to score each response when it is finished, and `score` waits for the result.
+    Rows that `follow` has not seen are scored in `score`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -31,15 +31,18 @@ class ScorerRole:
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rewards = StreamingRewards(config.reward)
         self.answers = AnswerFinder(dict(config.reward.rules), config.verifiers)
-        self.is_leader = True  # set by the rollout: this rank of its replica scores
+        self.is_leader = True  # whether this rank scores for its replica; set by RolloutRole
         by_rule = config.reward.kind is RewardKind.RULE
-        self._streams = by_rule or bool(config.reward.parts)  # else it scores validation alone
-        self._started: list[dict[tuple[int, ...], Scoring]] = []  # by generation
+        self._streams = by_rule or bool(config.reward.parts)  # else it only scores validation
+        self._started: list[dict[tuple[int, ...], Scoring]] = []  # one for each call of `follow`
 
     def follow(
         self, prompts: Prompts, results: Iterable[GenerationResult]
     ) -> Iterator[GenerationResult]:
-        """Yield the results of a generation; start to score each before it is passed on."""
+        """Yield the results unchanged; start to score each one first, on a leader rank.
+
+        Does not score if a model alone gives the reward.
+        """
         begun: dict[tuple[int, ...], Scoring] = {}
         self._started = [*self._started, begun][-KEPT_GENERATIONS:]
         for result in results:
@@ -58,22 +61,23 @@ class ScorerRole:
             yield result
 
     def score(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
-        """Return the score of each row, `reward.failed_score` where scoring failed.
+        """Wait for the score of each row; `reward.failed_score` where scoring failed.
 
-        find_answers: report the answer of each response too
+        Rows: RuleScores. Report: ScoreReport with parts and failures. Both only on a leader rank.
+        find_answers: also report the answer extracted from each response
         """
         if not self.is_leader:
             return RoleOutput()
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         scorings = [
-            self._scoring(rollouts, row, prompts[row], responses[row])
+            self._take_scoring(rollouts, row, prompts[row], responses[row])
             for row in range(rollouts.num_rows)
         ]
         outcomes = [scoring.outcome() for scoring in scorings]
         failed_score = self.reward.failed_score
         scores = [o.result.score if o.result else failed_score for o in outcomes]
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
-        failures = _failures(rollouts.sample_ids, outcomes)
+        failures = _list_failures(rollouts.sample_ids, outcomes)
         rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
         answers = self._find_answers(rollouts) if find_answers else []
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
@@ -82,10 +86,13 @@ class ScorerRole:
         texts = self.tokenizer.batch_decode(rollouts.response_tokens(), skip_special_tokens=True)
         return self.answers.find(texts, rollouts.data_sources)
 
-    def _scoring(
+    def _take_scoring(
         self, rollouts: Rollouts, row: int, prompt: list[int], response: list[int]
     ) -> Scoring:
-        """Return the scoring that `follow` started, or start one."""
+        """Return the running scoring of a row that `follow` started, else start one.
+
+        It is returned once: a second call for the same row starts another.
+        """
         key = _key(rollouts.sample_ids[row], response)
         for begun in reversed(self._started):
             if key in begun:
@@ -111,8 +118,10 @@ def _key(sample_id: int, response: Sequence[int]) -> tuple[int, ...]:
     return (sample_id, *response)
 
 
-def _failures(sample_ids: Sequence[int], outcomes: Sequence[Outcome]) -> list[FailedSample | None]:
-    """Return a failure for each sample, None where it was scored."""
+def _list_failures(
+    sample_ids: Sequence[int], outcomes: Sequence[Outcome]
+) -> list[FailedSample | None]:
+    """Return one entry per sample: its failure, or None where it was scored."""
     return [
         FailedSample(sample_id, outcome.cause.value, outcome.message) if outcome.cause else None
         for sample_id, outcome in zip(sample_ids, outcomes, strict=True)

@@ -24,6 +24,7 @@ from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
 from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationStats
+from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import Alike, Growing, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs
 
@@ -63,8 +64,9 @@ class Generation:
         requests: Sequence[GenerationRequest],
         limits: Limits,
         stats: GenerationStats,
+        rounds: Rounds,
     ) -> None:
-        self.model, self.limits, self.stats = model, limits, stats
+        self.model, self.limits, self.stats, self.rounds = model, limits, stats, rounds
         self.waiting = deque(map(Growing.begin, requests))
         self.active: list[Growing] = []
         self.where = next(model.parameters()).device
@@ -184,6 +186,7 @@ class Generation:
         attend = Prefill(
             lengths=tuple(lengths.tolist()), cache=self.cache, slot=slot, position=position
         )
+        self.rounds.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
         self.stats.prompt_tokens += len(token_ids)
         return hidden[self._tensor(lengths.cumsum() - 1)]
@@ -202,6 +205,7 @@ class Generation:
         for _ in range(steps):
             position = self.states.position[:rows]
             attend = DecodeStep(cache=self.cache, position=position)
+            self.rounds.announce(rows)
             hidden = self._decoder(self.states.last[:rows], position, attend)
             self._append(hidden, slice(0, rows), self._groups)
 

@@ -1,15 +1,16 @@
-"""The rollout model on the devices of the actor: same tensor-parallel layout, no pipeline.
+"""The rollout model on the devices of the actor: same tensor and expert parallelism, no pipeline.
 
 With one pipeline stage the rollout module shares the storage of the trained parameters. With
 several, each rank receives the other stages' parameters before generation (broadcast from the rank
-that trains them, one parameter at a time) and frees them afterwards. It receives the experts of
-other expert-parallel ranks in the same way. Expert parallelism cannot be used in generation:
-replicas take different numbers of steps, so ranks would wait for one another without end.
+that trains them, one parameter at a time) and frees them afterwards. Of the experts a rank has its
+own share in training and in generation, where the replicas that share them generate in rounds
+(`rounds.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 
 import torch
@@ -34,12 +35,13 @@ class SharedWeights:
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
         """A collective over the world."""
         self.engine = engine
-        tp = engine.groups.tp.size()
-        self.groups = ParallelGroups(tp, 1, seed)
-        with self.groups.active():
-            self.module = rollout_module(engine.role.architecture, tp, engine.dtype)
+        experts = engine.groups.ep
+        self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
+        architecture = engine.role.architecture
+        self.module, self.rounds = rollout_module(architecture, self.groups, engine.dtype)
         named = dict(self.module.named_parameters())
-        table = stage_parameters(engine.role.architecture, engine.head)
+        share = {"ep_rank": experts.rank(), "ep": experts.size()}
+        table = stage_parameters(architecture, engine.head, **share)
         self._by_source = {p.sources: named[p.name] for p in table}
         self._shapes = {k: p.shape for k, p in self._by_source.items()}
         self._held = contextlib.ExitStack()
@@ -52,33 +54,36 @@ class SharedWeights:
         raise AssertionError("the weights are shared with training, which alone changes them")
 
     def wake(self) -> None:
-        """Receive the parameters that other ranks train; a collective over pipeline and experts."""
+        """Receive the parameters of other stages; a collective over the pipeline."""
         self._held.enter_context(self.engine.holding(Part.WEIGHTS))
         pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
         for stage in range(pipeline.size()):
-            for ep_rank in range(experts.size()):
-                place = (stage, pipeline.size(), role.model_chunks, ep_rank, experts.size())
-                for parameter in rank_parameters(role.architecture, self.engine.head, *place):
-                    target = self._by_source.get(parameter.sources)
-                    if target is None or target.numel():
-                        continue  # a tied output layer, or a parameter that every expert rank has
-                    self._receive_one(target, parameter, stage, ep_rank)
+            place = (stage, pipeline.size(), role.model_chunks, experts.rank(), experts.size())
+            stacks: dict[str, Tensor] = {}
+            for parameter in rank_parameters(role.architecture, self.engine.head, *place):
+                target = self._by_source.get(parameter.sources)
+                if target is None or target.numel():
+                    continue  # a tied output layer
+                if stage == pipeline.rank():
+                    target.data = self.engine.weights.tensors[parameter.name].data
+                else:
+                    target.data = self._empty(parameter, stacks)
+                if pipeline.size() > 1:
+                    dist.broadcast(target.data, dist.get_global_rank(pipeline, stage), pipeline)
 
-    def _receive_one(
-        self, target: torch.nn.Parameter, parameter: StageParameter, stage: int, ep_rank: int
-    ) -> None:
-        """Broadcast a parameter along the pipeline, then an expert to the other expert ranks."""
-        pipeline, experts = self.engine.groups.pp, self.engine.groups.ep
-        holds = parameter.expert is None or ep_rank == experts.rank()
-        if holds and stage == pipeline.rank():
-            target.data = self.engine.weights.tensors[parameter.name].data
-        else:
-            shape, where = self._shapes[parameter.sources], device.current_device()
-            target.data = torch.empty(shape, dtype=self.engine.dtype, device=where)
-        if holds and pipeline.size() > 1:
-            dist.broadcast(target.data, dist.get_global_rank(pipeline, stage), group=pipeline)
-        if parameter.expert is not None and experts.size() > 1:
-            dist.broadcast(target.data, dist.get_global_rank(experts, ep_rank), group=experts)
+    def _empty(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
+        """Allocate a parameter; experts of a layer lie one after the other, for grouped products.
+
+        stacks: memory for all experts of a layer, by their names without the expert; is added to
+        """
+        shape, where = self._shapes[parameter.sources], device.current_device()
+        if parameter.expert is None:
+            return torch.empty(shape, dtype=self.engine.dtype, device=where)
+        count = (self.engine.role.architecture.num_experts or 0) // self.engine.groups.ep.size()
+        layer = re.sub(r"local_experts\.\d+\.", "", parameter.name)
+        if layer not in stacks:
+            stacks[layer] = torch.empty((count, *shape), dtype=self.engine.dtype, device=where)
+        return stacks[layer][parameter.expert % count]
 
     def sleep(self) -> None:
         # Megatron makes them on the host. They must be on the device, as the generating engine

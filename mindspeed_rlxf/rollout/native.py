@@ -96,17 +96,35 @@ class NativeRollout:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Generate as `RolloutEngine.generate` says; settings may differ between requests."""
         self.model.eval()
-        self._stats, version = GenerationStats(), self.weights_version
-        if not requests:
-            return
+        self._stats, version, rounds = GenerationStats(), self.weights_version, self.source.rounds
+        rounds.begin()
+        try:
+            if requests:
+                yield from self._generate(requests, version)
+        except GeneratorExit:  # the caller wants no more, but other ranks need this one's experts
+            if self._awake:
+                self._finish()
+            raise
+        self._finish()
+
+    def _generate(
+        self, requests: Sequence[GenerationRequest], version: int
+    ) -> Iterator[GenerationResult]:
+        rounds = self.source.rounds
         with self._computing():
-            generation = Generation(self.model, requests, self._limits(requests), self._stats)
+            limits = self._limits(requests)
+            generation = Generation(self.model, requests, limits, self._stats, rounds)
         while generation.waiting or generation.active:
             with self._computing():
                 assert self.weights_version == version, "weights changed during a generation"
                 finished = generation.advance()
             for sequence in finished:
                 yield sequence.result(version)
+
+    def _finish(self) -> None:
+        """Take part in the passes of the ranks that need this one's experts, until all are done."""
+        with self._computing():
+            self._stats.idle_passes = self.source.rounds.finish()
 
     def _limits(self, requests: Sequence[GenerationRequest]) -> Limits:
         """Return the limits of rows and cache tokens; a collective of the tensor-parallel ranks.
@@ -137,6 +155,7 @@ class NativeRollout:
         """Score as `RolloutEngine.score` says, in packed passes of up to PREFILL_TOKENS tokens."""
         self.model.eval()
         self._stats = GenerationStats()
+        self.source.rounds.begin()
         log_probs: list[list[float]] = []
         waiting = deque(zip(prompts, responses, strict=True))
         while waiting:
@@ -147,6 +166,7 @@ class NativeRollout:
                 pack.append(waiting.popleft())
             with self._computing():
                 log_probs += self._score_pack(pack, temperature)
+        self._finish()
         return log_probs
 
     def _score_pack(
@@ -173,6 +193,7 @@ class NativeRollout:
                 [np.asarray(response, dtype=np.int64) for _, response in pack],
             )
         )
+        self.source.rounds.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, PackedSequences(lengths=tuple(lengths)))
         self._stats.prompt_tokens += sum(lengths)
         found, _ = token_log_probs(

@@ -71,6 +71,7 @@ class GenerationStats:
     prompt_tokens: int = 0  # prompt tokens run through the model
     decoded_tokens: int = 0  # response tokens run through the model
     sampled_tokens: int = 0  # next-token choices made: each is a token of a response
+    idle_passes: int = 0  # passes of other ranks that needed this one's experts after its own
 
 
 class RolloutEngine(Protocol):
@@ -93,7 +94,8 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Yield one result for each request as soon as its response ends, in no fixed order.
 
-        The engine must be awake until the last result has been taken.
+        The engine must be awake until the last result has been taken. Ranks that share experts
+        need one another: take all results, or close the iterator after some.
         """
 
     def score(

@@ -92,13 +92,13 @@ def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replic
 
 
 def _build_receiving_replica(config: RunConfig) -> Replica:
-    """Build a replica on ranks that only generate: it receives all weights."""
+    """Build a replica on ranks that only generate: it receives its weights."""
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
     megatron_versions.mend()
     device.set_deterministic(config.training.deterministic)
     actor, tp = config.actor_rollout, config.rollout_layout.tp
     dtype = torch.bfloat16 if actor.bf16 else torch.float32
-    own = OwnWeights(actor.architecture, tp, dtype, config.training.seed)
+    own = OwnWeights(actor.architecture, tp, dtype, config.training.seed, config.rollout_ep)
     engine = _native(config, own)
     tensors = dict(own.module.named_parameters())
     receiver = WeightReceiver(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])

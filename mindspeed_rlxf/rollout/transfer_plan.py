@@ -72,22 +72,30 @@ def plan_moves(config: RunConfig) -> Iterator[Move]:
     training = TrainingLayout(
         config.layout(Role.ACTOR_ROLLOUT), actor.model_chunks, actor.expert_model_parallel_size
     )
-    return moves(actor.architecture, training, config.rollout_layout)
+    return moves(actor.architecture, training, config.rollout_layout, config.rollout_ep)
 
 
 def moves(
-    architecture: ArchitectureConfig, training: TrainingLayout, rollout: ParallelLayout
+    architecture: ArchitectureConfig,
+    training: TrainingLayout,
+    rollout: ParallelLayout,
+    rollout_ep: int = 1,
 ) -> Iterator[Move]:
-    """Plan moves so that each rollout rank gets every element once, by receiver and parameter.
+    """Plan moves so that each rollout rank gets each of its elements once.
 
-    Of the replicas that hold a slice, the one with the fewest elements to send so far sends it.
+    Ordered by receiver and parameter. Of the replicas that hold a slice, the one with the fewest
+    elements to send so far sends it.
+
+    rollout_ep: replicas of the rollout that share the experts
     """
     holders = _holders(architecture, training)
     sent = [0] * training.ranks.world_size
     found: dict[tuple[str, int], list[_Overlap]] = {}
     for receiver in range(rollout.world_size):
-        tp_rank = rollout.tp_rank(receiver)
-        for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
+        tp_rank, ep_rank = rollout.tp_rank(receiver), rollout.dp_rank(receiver) % rollout_ep
+        for parameter in stage_parameters(
+            architecture, Head.LANGUAGE_MODEL, ep_rank=ep_rank, ep=rollout_ep
+        ):
             # Every layer and every expert is cut in the same way.
             key = re.sub(r"\.\d+\.", ".", parameter.name), tp_rank
             if key not in found:

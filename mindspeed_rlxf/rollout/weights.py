@@ -15,7 +15,9 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head, hf_shapes, shard_slices, stage_parameters
+from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+from mindspeed_rlxf.rollout.rounds import Rounds
 
 
 class WeightSource(Protocol):
@@ -23,6 +25,10 @@ class WeightSource(Protocol):
 
     @property
     def module(self) -> TransformerModel: ...
+
+    @property
+    def rounds(self) -> Rounds:
+        """The rounds in which the module's ranks exchange tokens for experts."""
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Activate the module's parallel groups for Megatron inside the block."""
@@ -38,25 +44,34 @@ class WeightSource(Protocol):
 
 
 def rollout_module(
-    architecture: ArchitectureConfig, tp: int, dtype: torch.dtype
-) -> TransformerModel:
-    """Build a module with all layers and experts, in the active parallel groups."""
+    architecture: ArchitectureConfig, groups: ParallelGroups, dtype: torch.dtype
+) -> tuple[TransformerModel, Rounds]:
+    """Build a module with all layers and this rank's experts, without gradients, and its rounds."""
+    tp, ep = groups.tp.size(), groups.ep.size()
     config = transformer_config(architecture, tp, 1, False, dtype)
-    module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
-    return module.requires_grad_(False)
+    # Set afterwards, because megatron-core 0.12 refuses TP and EP without sequence parallelism.
+    config.expert_model_parallel_size = ep
+    with groups.active():
+        module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
+    exchange = Exchange(groups.ep, groups.tp)
+    layers = share_experts(module, exchange) if ep > 1 else []
+    return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
+
+
+Place = tuple[int, int, int, int]
+"""Tensor-parallel rank and size, expert-parallel rank and size."""
 
 
 class OwnWeights:
     """A module that keeps its own weights on the device, which it does not share with training."""
 
     def __init__(
-        self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int
+        self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int, ep: int = 1
     ) -> None:
         """Build the module with weights of 0. A collective over the world."""
         self.architecture = architecture
-        self.groups = ParallelGroups(tp, 1, seed)
-        with self.groups.active():
-            module = rollout_module(architecture, tp, dtype)
+        self.groups = ParallelGroups(tp, 1, seed, ep=ep)
+        module, self.rounds = rollout_module(architecture, self.groups, dtype)
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
         for parameter in self.module.parameters():
@@ -72,8 +87,9 @@ class OwnWeights:
         """Do nothing: no training needs the memory."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        parameters, tp = dict(self.module.named_parameters()), self.groups.tp
-        load_stream(parameters, self.architecture, tp.rank(), tp.size(), tensors)
+        parameters, tp, ep = dict(self.module.named_parameters()), self.groups.tp, self.groups.ep
+        place = tp.rank(), tp.size(), ep.rank(), ep.size()
+        load_stream(parameters, self.architecture, place, tensors)
 
 
 @dataclass(frozen=True)
@@ -95,8 +111,7 @@ class _Piece:
 def load_stream(
     parameters: dict[str, torch.nn.Parameter],
     architecture: ArchitectureConfig,
-    tp_rank: int,
-    tp: int,
+    place: Place,
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Fill a rank's parameters, of all layers, from Hugging Face tensors, one at a time.
@@ -105,7 +120,7 @@ def load_stream(
     tensors:    each with its Hugging Face name, whole, in any order, on any device
     Raises ValueError for a tensor that is missing or unknown, or has another shape.
     """
-    pieces = _pieces(parameters, architecture, tp_rank, tp)
+    pieces = _pieces(parameters, architecture, place)
     shapes = hf_shapes(architecture, Head.LANGUAGE_MODEL)
     missing = set(pieces)
     for name, tensor in tensors:
@@ -130,14 +145,14 @@ def load_stream(
 def _pieces(
     parameters: dict[str, torch.nn.Parameter],
     architecture: ArchitectureConfig,
-    tp_rank: int,
-    tp: int,
+    place: Place,
 ) -> dict[str, list[_Piece]]:
     """Map each Hugging Face name to its slices on this rank; a list may be empty."""
-    found: dict[str, list[_Piece]] = {}
-    for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
-        for source in parameter.sources:
-            found.setdefault(source, [])
+    tp_rank, tp, ep_rank, ep = place
+    found: dict[str, list[_Piece]] = {
+        name: [] for name in hf_shapes(architecture, Head.LANGUAGE_MODEL)
+    }
+    for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL, ep_rank=ep_rank, ep=ep):
         target, offset = parameters[parameter.name].data, 0
         for part in shard_slices(parameter, architecture, tp_rank, tp):
             piece = _Piece(target, part.dim, part.start, offset, part.size)

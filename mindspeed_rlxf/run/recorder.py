@@ -54,7 +54,7 @@ class Recorder:
         self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
         self._timeline = Timeline(directory.timeline, mode) if writes else None
         self._directory, self._logging = directory, config.logging
-        spans.take()  # those of another run of this process
+        spans.take_all()  # those of another run of this process
         self._health_file = HealthWriter(directory.health if writes else nowhere, mode)
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
@@ -160,7 +160,7 @@ class Recorder:
         if self._timeline is None:
             return
         own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
-        self._timeline.write(iteration, own + spans.take())
+        self._timeline.write(iteration, own + spans.take_all())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
         """Return which samples of this iteration the ranks log token by token; None for none.

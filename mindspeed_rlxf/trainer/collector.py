@@ -1,4 +1,4 @@
-"""Collect the samples of an iteration: generate, score, and with dynamic sampling draw again."""
+"""Collect the samples of an iteration: generate and score; with `filter_groups` draw again."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch of prompts, with its pending responses and scores."""
+    """A global batch of prompts, and the running calls that generate and score responses."""
 
     prompts: Prompts
     generated: Pending
     scored: Pending
 
     def scores(self) -> list[float]:
-        """Wait for the scores; return them by sample."""
+        """Wait for the scores; return them in the order of the samples."""
         return [score for report in self.scored.result() for score in report.scores]
 
 
@@ -39,10 +39,11 @@ class Batch:
 class Collected:
     """The samples of an iteration.
 
-    rollouts, scores:      references to their rows
-    batches:               the batches that were generated for them
-    kept:                  indices of the samples among those of `batches`; None = all
-    num_alike:             groups kept although all their scores are equal
+    rollouts, scores:      references to the samples' rows in the workers
+    batches:               all batches that were generated
+    kept:                  indices, among all samples of `batches`, of those that are trained on;
+                           None = all
+    num_alike:             prompts kept although their responses all score the same
     greedy, greedy_scores: for ReMax, rows of the greedy response to each sample's prompt
     greedy_batch:          the batch of the greedy responses
     """
@@ -57,7 +58,7 @@ class Collected:
     greedy_batch: Batch | None = None
 
     def responses(self) -> ResponseLengths:
-        """Wait for the responses; return their lengths and whether they ended by EOS."""
+        """Wait for the responses; return the lengths and EOS flags of the kept samples."""
         reports = self.generate_reports()
         return ResponseLengths(
             self._chosen(report.prompt_lengths for report in reports),
@@ -66,7 +67,7 @@ class Collected:
         )
 
     def score_report(self) -> ScoreReport:
-        """Wait for the scores of the samples; return them with their parts."""
+        """Wait for the scores; return those of the kept samples with their parts and failures."""
         reports = [report for batch in self.batches for report in batch.scored.result()]
         return ScoreReport(
             self._chosen(report.scores for report in reports),
@@ -75,7 +76,10 @@ class Collected:
         )
 
     def non_finite_scores(self) -> dict[int, float]:
-        """Return sample id -> score where it is NaN or inf, greedy responses of ReMax included."""
+        """Wait for the scores; return sample id -> score of those that are NaN or inf.
+
+        Of kept samples and of greedy responses (ReMax).
+        """
         ids = self._chosen(report.sample_ids for report in self.generate_reports())
         scores = self.score_report().scores
         if self.greedy_batch:
@@ -85,19 +89,22 @@ class Collected:
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
     def sample_ids(self) -> list[int]:
-        """Return the ids of the samples, in the order of `rollouts`; waits for nothing."""
+        """Return the ids of the kept samples, in the order of `rollouts`, without waiting."""
         return self._chosen(batch.prompts.sample_ids for batch in self.batches)
 
     def generate_reports(self) -> list[GenerateReport]:
-        """Wait for the reports of all batches, samples that were not kept included."""
+        """Wait for generation; return each replica's reports, on all samples, dropped ones too.
+
+        Greedy responses of ReMax are not in them.
+        """
         return [report for batch in self.batches for report in batch.generated.result()]
 
     def data_sources(self) -> list[str]:
-        """Wait for the responses; return the data source of each."""
+        """Wait for the responses; return the data source of each kept sample."""
         return self._chosen(report.data_sources for report in self.generate_reports())
 
     def calls(self) -> dict[str, list[Pending]]:
-        """Return the calls by phase: `gen`, `reward`."""
+        """Return the calls of generation (`gen`) and scoring (`reward`), those for ReMax too."""
         batches = self._all_batches()
         return {
             "gen": [batch.generated for batch in batches],
@@ -105,7 +112,7 @@ class Collected:
         }
 
     def sync_s(self) -> float:
-        """Return the seconds that generation waited for weights."""
+        """Wait for generation; return the seconds that its slowest rank waited for weights."""
         calls = [batch.generated for batch in self._all_batches()]
         return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
 
@@ -118,7 +125,11 @@ class Collected:
 
 
 class Collector:
-    """Generate and score; with `algorithm.filter_groups` until enough groups differ in score."""
+    """Generate and score the samples of each iteration.
+
+    With `algorithm.filter_groups` more batches are drawn until enough prompts have responses with
+    different scores.
+    """
 
     def __init__(self, config: RunConfig, roles: RoleGroups, prompts: PromptSource) -> None:
         self.config, self.algorithm = config, config.algorithm
@@ -127,14 +138,21 @@ class Collector:
         self.shaping = ScoreShaping(config)
 
     def collect(self) -> Collected:
-        """Start the calls of an iteration; wait for scores only to filter groups."""
-        found = self._filter_groups() if self.algorithm.filter_groups else self._one_batch()
+        """Start generation and scoring of an iteration; return references to the samples.
+
+        Waits for scores only with `filter_groups`.
+        """
+        found = (
+            self._collect_differing_groups()
+            if self.algorithm.filter_groups
+            else self._start_single_batch()
+        )
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
-        """Return counts of dynamic sampling, {} without it.
+        """Return metrics of `filter_groups`, {} without it.
 
-        They are the generated batches, and the groups kept although their scores are all equal.
+        The number of generated batches, and of prompts kept although their scores are all equal.
         """
         if not self.algorithm.filter_groups:
             return {}
@@ -147,16 +165,16 @@ class Collector:
         generated = self.rollout.generate(prompts, self.config.training.seed, greedy)
         return Batch(prompts, generated, self.reward.score(generated.rows()))
 
-    def _one_batch(self) -> Collected:
+    def _start_single_batch(self) -> Collected:
         batch = self._start_batch(self.prompts.next_prompts())
         return Collected(batch.generated.rows(), batch.scored.rows(), [batch])
 
-    def _filter_groups(self) -> Collected:
-        """Sample dynamically as DAPO does (arXiv:2503.14476, section 3.2).
+    def _collect_differing_groups(self) -> Collected:
+        """Generate batches until enough prompts have different scores, as DAPO does.
 
-        Replaces prompts whose responses all score the same, with at most `max_num_gen_batches`
-        batches; such prompts fill the batch where that is not enough. Penalties (missing EOS,
-        length, KL) do not count as differences, because any two responses differ in them.
+        arXiv:2503.14476, section 3.2. Prompts whose responses all score the same are dropped, but
+        fill the batch where `max_num_gen_batches` batches are not enough. Penalties (missing EOS,
+        length, KL) do not count, because any two responses differ in them. Waits for the scores.
         """
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []
@@ -175,7 +193,10 @@ class Collector:
         return Collected(rollouts, scores, batches, kept, missing)
 
     def _add_greedy(self, found: Collected) -> Collected:
-        """Generate and score one greedy response per prompt; its samples share it."""
+        """Start a greedy response per kept prompt and its scoring; return `found` with them added.
+
+        All samples of a prompt refer to the same greedy response.
+        """
         size = self.group_size
         prompts = Prompts.concat([batch.prompts for batch in found.batches])
         kept = range(prompts.num_rows) if found.kept is None else found.kept

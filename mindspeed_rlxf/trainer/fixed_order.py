@@ -1,4 +1,4 @@
-"""Compare a file of fixed responses with the prompts that the sampler will hand out."""
+"""Check that fixed responses belong to the prompts that the sampler will draw."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ def find_order_problems(
     iterations: int,
     decode: Callable[[list[int]], str],
 ) -> list[Problem]:
-    """Report responses whose prompts differ from those of the next `iterations` batches.
+    """Compare the prompts of fixed responses with those of the next `iterations` batches.
 
-    source: at the position where the run starts; this function advances it
+    Returns [] if they agree, else one problem with the first sample that differs and their number.
+    source: at the position where the run starts; it is advanced by `iterations` batches
     decode: token ids -> text
-    Compares token ids of prompts where the file has them; compares texts with the prompt as
-    written and as decoded. A text that is no prompt of the data set is ignored, because it may
-    have another form (a chat before its template).
+    Token ids of prompts in the file must be equal. A prompt text in the file may be the prompt as
+    written or as decoded; text of no prompt at all is ignored (it may be a chat before its
+    template).
     """
-    forms: list[set[str]] = []  # of each prompt of the data set: as written, and as decoded
+    forms: list[set[str]] = []  # texts of each prompt of the data set: as written, and as decoded
     if fixed.texts:
         forms = [{p.text, decode(p.token_ids.tolist())} for p in source.prompts]
     known = set().union(*forms)
@@ -37,7 +38,7 @@ def find_order_problems(
 
 
 def _number_samples(source: PromptSource, iterations: int) -> Iterator[tuple[int, int]]:
-    """Draw the prompts of all iterations; yield (sample id, index of its prompt) in run order."""
+    """Draw the prompts of `iterations` batches; yield (sample id, index of its prompt) in order."""
     for _ in range(iterations):
         source.next_prompts()
         taken = source.pop_consumed()

@@ -13,7 +13,7 @@ from mindspeed_rlxf.data.balance import sample_flops
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
 
 FindPeak: TypeAlias = Callable[[str], float | None]
-"""Name of a device -> bf16 operations per second of its data sheet; None = not known."""
+"""Function: name of a device -> bf16 operations per second of its data sheet, None if unknown."""
 
 FORWARD, TRAIN = 1, 3  # passes: a backward pass counts as two
 
@@ -24,17 +24,18 @@ def iteration_flops(
     learnt: ResponseLengths,
     updates_actor: bool = True,
 ) -> float:
-    """Return the operations of all passes over the samples of an iteration.
+    """Return the floating-point operations of all passes over the samples of an iteration.
 
-    generated: all responses; learnt: those that are kept
-    Model FLOPs (arXiv:2204.02311, appendix B): what is computed again, as with `recompute`, does
-    not count. A response is generated with as many as one forward pass over it takes.
+    generated:     reports on all responses; generation counts as one forward pass over each
+    learnt:        lengths of the samples that are kept
+    updates_actor: whether the actor is updated
+    Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count.
     """
     prompts = [n for report in generated for n in report.prompt_lengths]
     responses = [n for report in generated for n in report.response_lengths]
-    total = _pass(config, Role.ACTOR_ROLLOUT, prompts, responses)
+    total = _forward_flops(config, Role.ACTOR_ROLLOUT, prompts, responses)
     if config.reward.kind is RewardKind.MODEL:
-        total += _pass(config, Role.REWARD, prompts, responses)
+        total += _forward_flops(config, Role.REWARD, prompts, responses)
     passes = {Role.ACTOR_ROLLOUT: updates_actor * TRAIN * config.actor_rollout.ppo_epochs}
     if config.old_log_probs is OldLogProbs.RECOMPUTE:
         passes[Role.ACTOR_ROLLOUT] += FORWARD
@@ -43,11 +44,18 @@ def iteration_flops(
     if config.critic is not None:
         passes[Role.CRITIC] = FORWARD + TRAIN * config.critic.critic_update_epochs
     rows = learnt.prompts, learnt.responses
-    return total + sum(number * _pass(config, role, *rows) for role, number in passes.items())
+    return total + sum(
+        number * _forward_flops(config, role, *rows) for role, number in passes.items()
+    )
 
 
-def _pass(config: RunConfig, role: Role, prompts: Sequence[int], responses: Sequence[int]) -> float:
-    """Return the operations of one forward pass of a role over samples of these lengths."""
+def _forward_flops(
+    config: RunConfig, role: Role, prompts: Sequence[int], responses: Sequence[int]
+) -> float:
+    """Return the operations of one forward pass of a role over samples of these lengths.
+
+    Without the output layer for critic and reward, whose heads are negligible.
+    """
     architecture = config.role(role).architecture
     assert architecture is not None, f"{role.value} has a model"
     outputs = np.asarray(responses, dtype=np.float64)

@@ -22,10 +22,8 @@ SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Summarize the lengths of prompts and responses.
-
-    A response without EOS was cut at the limit.
-    """
+    """Return statistics of the lengths of prompts and responses, and the shares ended by EOS or
+    cut at the limit."""
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {
         **_summary(lengths.prompts).named("prompt_length"),
@@ -38,7 +36,10 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 
 
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
-    """Summarize the gaps between the log-probs of training and of generation."""
+    """Return mean and maximum of the gaps between log-probs of training and of generation.
+
+    With importance weights also their mean, maximum and minimum.
+    """
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
     weights = [report.weight for report in reports if report.weight is not None]
@@ -46,10 +47,10 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Average the named parts of rewards; count failed samples.
+    """Return the mean of each named part of the rewards, and counts of failed samples by cause.
 
-    A part that a sample lacks counts as 0, that of a function is left out: it has not scored it.
-    `experience_metrics` has the score itself.
+    Where functions score, a part's mean is over the samples that have it; else a missing part
+    counts as 0. The score itself is in `experience_metrics`.
     """
     values: dict[str, list[float]] = {}
     for part in report.parts:
@@ -68,9 +69,10 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
 
 
 def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, float]:
-    """Average score and parts of each data source: `train/<data source>/<name>`, as `val/`.
+    """Return the mean score and parts of each data source, as `train/<data source>/<name>`.
 
-    sources: of each sample. Samples that failed, or lack a part, are left out of it.
+    sources: data source of each sample
+    Failed samples are left out; a part's mean is over the samples that have it.
     """
     values: dict[str, list[float]] = {}
     failures = report.failures or [None] * len(report.scores)
@@ -82,7 +84,7 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
 
 
 def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
-    """Return the share of prompts whose responses all score the same; none with one response."""
+    """Return the share of prompts whose responses all score the same; {} for group_size 1."""
     if group_size == 1:
         return {}
     groups = len(scores) // group_size
@@ -91,7 +93,10 @@ def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
-    """Summarize KL, scores, rewards and advantages; with a critic, returns and values."""
+    """Return metrics of KL, KL coefficient, scores, rewards and advantages.
+
+    With a critic also of returns, values and explained variance. No KL without a reference.
+    """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
     metrics["critic/kl_coeff"] = kl_coef
@@ -105,11 +110,11 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
 
 
 def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
-    """Average over the optimizer steps of the iteration that were taken; NaN where none was.
+    """Return the means of a role's metrics over the optimizer steps that were not skipped.
 
-    `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is
-    near 0. `skipped_steps`, under `training.nan_policy: skip`, is a count. The role is not put
-    before a name that has a slash.
+    Names get the prefix `role/` unless they have a slash. NaN where all steps were skipped.
+    Added: `lr`; with a policy loss `pg_loss_abs`, the mean of |mini-batch loss| (the plain mean is
+    near 0 with whitened advantages); with nan_policy skip the count `skipped_steps`.
     """
     taken = [step for step in report.steps if not step.get(SKIPPED)]
 
@@ -130,7 +135,10 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 def throughput_metrics(
     reports: Sequence[GenerateReport], seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """Compute tokens (prompts and responses) per second of the iteration, also per device."""
+    """Return tokens (prompts and responses, dropped samples too) per second, also per device.
+
+    seconds: of the whole iteration
+    """
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
     rate = tokens / seconds
     return {
@@ -142,9 +150,10 @@ def throughput_metrics(
 def flops_metrics(
     flops: float, seconds: float, num_devices: int, peak_flops: float | None
 ) -> dict[str, float]:
-    """Compute model operations per second and device, and their share of the device's peak.
+    """Return teraFLOP/s per device, and `mfu`, their share of the device's peak.
 
-    peak_flops: operations per second that one device can do; None = unknown
+    flops:      operations of the iteration on all devices
+    peak_flops: operations per second that one device can do; None = unknown, then no `mfu`
     """
     rate = flops / seconds / num_devices
     metrics = {"throughput/tflops_per_device": rate / 1e12}
@@ -152,9 +161,9 @@ def flops_metrics(
 
 
 def validation_score(measured: Mapping[str, float], metric: str) -> float | None:
-    """Return `validation.best_metric` of an iteration; None where it was not validated.
+    """Return the value of a validation metric in an iteration's metrics; None if it has none.
 
-    metric: `val/<data source>/<name>`, or a name, which is averaged over the data sources
+    metric: `val/<data source>/<name>`, or a name, whose mean over the data sources is returned
     """
     if metric.startswith("val/"):
         return measured.get(metric)
@@ -167,5 +176,5 @@ def _summary(values: Sequence[int]) -> Summary:
 
 
 def _quantile(values: Sequence[int], share: float) -> float:
-    """Return the smallest value that at least this share of the values does not exceed."""
+    """Return the smallest of the values that is >= at least this share of them (0 to 1)."""
     return float(sorted(values)[max(math.ceil(share * len(values)) - 1, 0)])

@@ -24,7 +24,7 @@ from mindspeed_rlxf.trainer.validation import Validator
 
 
 class PpoTrainer:
-    """Run `train_iters` iterations of the roles; hold references to rows, no tensors."""
+    """The training loop, run by the driver, which has references to rows and no tensors."""
 
     def __init__(
         self,
@@ -55,9 +55,10 @@ class PpoTrainer:
         self.iteration = 0
 
     def fit(self) -> None:
-        """Iterate: weights -> generate, score -> log-probs, values -> experience -> updates.
+        """Train to iteration `train_iters`; write metrics, samples, validations and checkpoints.
 
-        Raises Stopped or StoppedByRule, after saving, when the run has to end before `train_iters`.
+        An iteration: weights -> generate, score -> log-probs, values -> experience -> updates.
+        Raises Stopped or StoppedByRule, after saving, when the run has to end earlier.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)
@@ -119,7 +120,8 @@ class PpoTrainer:
         ref: Pending | None,
         values: Pending | None,
     ) -> Pending:
-        """Make the experience on the critic's ranks, or on the actor's without a critic."""
+        """Start the call that makes rewards and advantages: on the critic's ranks, or without a
+        critic on the actor's."""
         inputs = ExperienceInputs(
             rollouts=as_rows_field(collected.rollouts),
             old=as_rows_field(old.rows() if old else None),
@@ -141,7 +143,14 @@ class PpoTrainer:
         phases: dict[str, list[Pending]],
         all_s: float,
     ) -> None:
-        """Write the iteration's metrics and samples; validate and save where due, stop if asked."""
+        """Write the iteration's metrics and samples; validate and save where due.
+
+        measured: metrics so far; others are added in place
+        phases:   name -> calls of the iteration
+        all_s:    seconds of the iteration
+        Raises Stopped or StoppedByRule, after saving, if a stop was requested or a rule of
+        `logging.stop_on` is broken.
+        """
         driver = {"iteration": (time.time() - all_s, all_s)}
         measured |= self._measure_ranks(collected, phases, all_s)
         self.recorder.write_samples(
@@ -178,9 +187,8 @@ class PpoTrainer:
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
             if stops:
                 self.checkpoints.settle(note)
-            whole_s = (
-                measured["timing/save"] + self.checkpoints.write_s
-            )  # a last save waits for both
+            # Seconds of a save that is waited for, as the last one of a run is.
+            whole_s = measured["timing/save"] + self.checkpoints.write_s
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise self.stop.ended()
@@ -188,7 +196,7 @@ class PpoTrainer:
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
     ) -> dict[str, float]:
-        """Return times, memory, idle shares, tokens and operations per second."""
+        """Return metrics of times, memory, idle shares, tokens and operations per second."""
         reports, updates = collected.generate_reports(), "update_actor" in phases
         flops = iteration_flops(self.config, reports, collected.responses(), updates)
         peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
@@ -204,7 +212,8 @@ class PpoTrainer:
 
     @property
     def _num_devices(self) -> int:
-        """Count the devices of all pools; those of a local runtime are the same processes."""
+        """Number of devices of all pools. Pools of a local runtime are the same processes and count
+        once."""
         sizes = [sum(processes) for processes in self.config.resource_pool.values()]
         return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
 
@@ -214,7 +223,7 @@ class PpoTrainer:
         return self.config.actor_rollout.max_new_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's state, from which the same run resumes."""
+        """Return the state of iteration, KL coefficient and prompts, for a checkpoint (JSON)."""
         return {
             "iteration": self.iteration,
             "kl": self.kl.state_dict(),

@@ -1,4 +1,4 @@
-"""Check all that needs no device, before a worker starts: files, data, weights; write nothing."""
+"""Check files, data and weights of a run before a worker starts, without a device or a write."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few show which model it is
 
 @dataclass
 class Prepared:
-    """Inputs of a run that the driver reads before the start."""
+    """Inputs of a run that the driver has read and checked before the start."""
 
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
@@ -64,25 +64,24 @@ class Prepared:
     val_prompts: Sequence[Prompt] = ()
     fixed_responses: FixedResponses | None = None
     scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
-    sandbox: list[str] = field(default_factory=list)  # its level and what that does not prevent
+    sandbox: list[str] = field(default_factory=list)  # a line about its level and weaknesses
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Load tokenizer, prompts and responses; check every file that the run reads or writes.
+    """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
 
-    Raises UserError with all problems.
+    Writes nothing; may run a program in the sandbox. Errors: UserError with all problems.
     """
     directory = RunDirectory.choose(config)
     problems = [
         *RunDirectory.check(config),
-        *environment.problems(config.device.kind, config.pool_settings.env),
+        *environment.find_problems(config.device.kind, config.pool_settings.env),
         *check_train_iters(config, find_newest_checkpoint(config, directory)),
         *check_checkpoints(config, directory),
     ]
-    if (
-        not directory.is_used and not config.validation.only
-    ):  # the exports in a used folder are those of this run
+    # Weights in the `save` folders of a used run directory are exports of that run.
+    if not directory.is_used and not config.validation.only:
         problems += check_save_folders(config)
     for role in config.roles:
         problems += check_weights(config, role)
@@ -95,8 +94,8 @@ def prepare(config: RunConfig) -> Prepared:
         raise UserError(problems + _find_missing_files(config))
     problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
     data = config.data
-    training = _prompts(config, prepared, data.train_files, data.data_path, problems)
-    validation = _prompts(config, prepared, data.val_files, data.val_data_path, problems)
+    training = _load_prompts(config, prepared, data.train_files, data.data_path, problems)
+    validation = _load_prompts(config, prepared, data.val_files, data.val_data_path, problems)
     prepared.train_prompts = training.prompts
     prepared.val_prompts = validation.prompts[: config.validation.max_samples]
     data_stops = sorted({*training.stop_token_ids, *validation.stop_token_ids})
@@ -124,7 +123,8 @@ def _sources(prepared: Prepared) -> set[str]:
 
 
 def _find_config_folder(config: RunConfig) -> str | None:
-    """Find the folder with the actor's generation_config.json."""
+    """Return the folder whose generation_config.json is the actor's: its `load`, else the
+    tokenizer's. None without `load`."""
     load = config.actor_rollout.load
     try:
         return load and str(find_description(load, config.training.tokenizer_name_or_path))
@@ -133,7 +133,7 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _notices(config: RunConfig) -> list[str]:
-    """List settings that are legal but may surprise."""
+    """Return lines about greedy sampling, top_k/top_p, stop strings and a critic without a head."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -156,7 +156,7 @@ def _open_weights(section: RoleConfig) -> BoxedWeights:
 
 
 def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
-    """Call `action`; on a UserError add its problems to `problems` and return None."""
+    """Return the result of `action`; on a UserError add its problems to `problems`, return None."""
     try:
         return action()
     except UserError as error:
@@ -165,7 +165,7 @@ def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
-    """Check that the rollout engine exists, and can run where the pool is split."""
+    """Return a problem if the rollout engine is unknown, or cannot run in a split pool."""
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
@@ -183,7 +183,7 @@ def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Prob
 
 
 def _find_missing_files(config: RunConfig) -> list[Problem]:
-    """List a problem for each file of prompts that does not exist."""
+    """Return a problem for each file of prompts that does not exist."""
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -194,16 +194,16 @@ def _find_missing_files(config: RunConfig) -> list[Problem]:
     ]
 
 
-def _prompts(
+def _load_prompts(
     config: RunConfig,
     prepared: Prepared,
     files: tuple[str, ...],
     prefixes: tuple[str, ...],
     problems: list[Problem],
 ) -> IndexedPrompts:
-    """Load prompts of indexed data sets where `prefixes` are given, else of files.
+    """Return the prompts of indexed data sets if `prefixes` are given, else of `files`.
 
-    Errors go to `problems`; files name no stop tokens.
+    Their errors are added to `problems`, and no prompts returned. Only data sets name stop tokens.
     """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
@@ -213,7 +213,10 @@ def _prompts(
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
-    """Report why a role cannot load its folder; reads headers only."""
+    """Return problems of the weights in a role's `load` folder: missing, damaged, other shapes.
+
+    [] for a rule reward, which needs none. Reads headers only.
+    """
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
         return []
@@ -236,7 +239,7 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
 
 
 def _suggest_tiny_model(folder: Path) -> str:
-    """Return the remedy for a missing model of examples/tiny; empty for other folders."""
+    """Return the command that makes a missing model of examples/tiny; "" for other folders."""
     if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
         return ""
     more = " --reward-model" if folder.name == "rm" else ""
@@ -244,7 +247,12 @@ def _suggest_tiny_model(folder: Path) -> str:
 
 
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
-    """Return how the role's folder differs from the configured model, and one remedy for all."""
+    """Return the rules that a role's folder breaks, as it differs from the model, and one remedy.
+
+    [] if they agree; a critic's folder may lack the score head.
+    tokenizer: folder with config.json if the weights have none
+    Errors: ValueError where a file is missing or cannot be read.
+    """
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
     described = find_description(section.load, tokenizer)
@@ -256,7 +264,7 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
         return [
             f"config.json must agree with the model YAML {fields}"
         ], "correct the YAML or give the folder of that model"
-    folder = _open_weights(section)  # after config.json, by which a Megatron folder is read
+    folder = _open_weights(section)  # a Megatron folder is read by the config.json checked above
     expected = hf_shapes(section.architecture, head)
     if role is Role.CRITIC and "score.weight" not in folder:
         del expected["score.weight"]  # a language model; the head starts untrained
@@ -268,7 +276,10 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
-    """Load the fixed responses, if configured, as many as the run can use."""
+    """Return the fixed responses, as many as the run can use; None if none are configured.
+
+    Errors: UserError.
+    """
     actor = config.actor_rollout
     if actor.fixed_responses is None:
         return None
@@ -283,7 +294,11 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
 
 
 def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[Problem]:
-    """Report fixed responses to other prompts than those that the sampler draws from here on."""
+    """Return a problem if fixed responses do not belong to the prompts that the run will draw.
+
+    A resumed run is checked from its newest checkpoint on, unless its data or seed have changed,
+    which is reported on resuming.
+    """
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []
     source, done = PromptSource.from_config(config, prepared.train_prompts), 0
@@ -300,7 +315,10 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Check that rules and functions can score the prompts that are theirs to score."""
+    """Return problems of rules and functions with the prompts that they have to score.
+
+    Sets `sandbox` and `scores_in_processes` of `prepared`. May run a program in the sandbox.
+    """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
         if line := try_sandbox(config.reward):
@@ -317,15 +335,15 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     prepared.scores_in_processes = needs_processes(reward, {p.data_source for p in scored})
     if reward.parts:
         found = manager.check(p for p in chain(*parts) if rule_decides(reward, p.data_source))
-        return found if by_rule else [*found, *_unscored_sources(reward, validated)]
+        return found if by_rule else [*found, *_find_unscored_sources(reward, validated)]
     if by_rule:
         return manager.check(chain(*parts))
     remedy = "use validation.reward=model"
     return [replace(p, remedy=f"{p.remedy}, or {remedy}") for p in manager.check(validated)]
 
 
-def _unscored_sources(reward: RewardConfig, validated: Sequence[Prompt]) -> Iterator[Problem]:
-    """Report data sources of validation that no function beside the model scores."""
+def _find_unscored_sources(reward: RewardConfig, validated: Sequence[Prompt]) -> Iterator[Problem]:
+    """Yield a problem for each data source of `validated` that no function of the reward scores."""
     sources = dict.fromkeys(prompt.data_source for prompt in validated)
     for source in sources:
         if not any(part.applies_to(source) for part in reward.parts):
@@ -338,7 +356,7 @@ def _unscored_sources(reward: RewardConfig, validated: Sequence[Prompt]) -> Iter
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Report a metric of a data source that no validation prompt has."""
+    """Return a problem if `best_metric` names a data source that no validation prompt has."""
     metric = config.validation.best_metric
     source = metric.removeprefix("val/").rpartition("/")[0]
     known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))

@@ -20,7 +20,10 @@ from mindspeed_rlxf.data.sampler import (
 
 @dataclass(frozen=True)
 class Ahead:
-    """A batch that was drawn and not handed out. sampler: its state before"""
+    """A batch that was drawn and is not returned yet.
+
+    sampler: state of the sampler before the draw
+    """
 
     sampler: dict[str, Any]
     indices: list[int]
@@ -28,7 +31,7 @@ class Ahead:
 
 
 class PromptSource:
-    """Draw training prompts in sampled order, and number every sample of the run."""
+    """Draws training prompts in sampled order, and numbers every sample of the run."""
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class PromptSource:
     def from_config(
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
-        """Make the source of a run at its start."""
+        """Return the source of a run, at its first batch."""
         training = config.training
         size, shuffle = training.global_batch_size, config.data.shuffle
         sizes = prompts.sizes if isinstance(prompts, PromptStore) else (len(prompts),)
@@ -57,7 +60,7 @@ class PromptSource:
         return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
     def next_prompts(self) -> Prompts:
-        """Return the next global batch, each prompt `n_samples_per_prompt` times in a row."""
+        """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt."""
         drawn, self._ahead = self._ahead or self._draw(), None
         self._taken += drawn.indices
         chosen = [prompt for prompt in drawn.prompts for _ in range(self.n_samples_per_prompt)]
@@ -66,7 +69,7 @@ class PromptSource:
         return batch
 
     def read_ahead(self) -> None:
-        """Draw and read the next batch before it is asked for; the saved state stays as it is."""
+        """Draw and read the batch that `next_prompts` will return; `state_dict` does not change."""
         self._ahead = self._ahead or self._draw()
 
     def _draw(self) -> Ahead:
@@ -75,13 +78,13 @@ class PromptSource:
         return Ahead(before, indices, [self.prompts[i] for i in indices])
 
     def pop_consumed(self) -> ConsumedPrompts:
-        """Return the prompts handed out since the last call."""
+        """Return the indices of prompts that `next_prompts` returned since the last call."""
         indices, self._taken = self._taken, []
         first = self._next_sample_id - len(indices) * self.n_samples_per_prompt
         return ConsumedPrompts(first, self.n_samples_per_prompt, indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the batches that were handed out end, whatever was read ahead."""
+        """Return the position after the last returned batch; a batch read ahead does not count."""
         sampler = self._ahead.sampler if self._ahead else self.sampler.state_dict()
         return {"sampler": sampler, "next_sample_id": self._next_sample_id}
 
@@ -94,7 +97,10 @@ class PromptSource:
 def as_rows(
     prompts: Sequence[Prompt], first_sample_id: int = 0, fixed: FixedResponses | None = None
 ) -> Prompts:
-    """Make one row per prompt, numbered from `first_sample_id`, with its fixed response if any."""
+    """Return one row per prompt, with sample ids from `first_sample_id` on.
+
+    fixed: responses by sample id, put into the rows; None = empty responses
+    """
     sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
     token_ids = [p.token_ids for p in prompts]
     return Prompts(

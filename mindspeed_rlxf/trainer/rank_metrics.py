@@ -1,6 +1,6 @@
-"""Metrics of the ranks behind an iteration: time, idle share, skew, memory.
+"""Metrics of the ranks in an iteration: time, idle share, skew, memory.
 
-All come from the replies of calls, which have one small record for each rank.
+All come from the replies of calls: one small record per rank.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from mindspeed_rlxf.cluster.protocol import Reply
 GIB = 1024**3
 
 Phases = Mapping[str, Sequence[Pending]]
-"""Name of a phase, as in `timing/<phase>` -> its calls."""
+"""Name of a phase, as in `timing/<phase>` -> the calls of that phase."""
 
 
 def phase_metrics(phases: Phases) -> dict[str, float]:
-    """Return time, memory, skew and the slowest rank of each phase; waits for its calls.
+    """Wait for the calls; return seconds, memory (GiB), skew and slowest rank of each phase.
 
-    `skew/<phase>` is the time of the slowest rank over the mean of all, minus 1. Ranks that wait
-    for each other in collectives take equally long, so it shows only work outside of collectives.
+    `skew/<phase>` is the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
+    other in collectives take equally long, so it shows only work outside of collectives. No skew
+    and slowest rank for a single rank.
     """
     metrics = {}
     for name, calls in phases.items():
@@ -38,9 +39,10 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
 
 
 def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
-    """Return `idle/<pool>`: the share of an iteration in which its ranks ran no method.
+    """Wait for the calls; return `idle/<pool>`: share of the iteration in which ranks ran no call.
 
-    sizes: pool -> ranks; seconds: of the iteration
+    sizes:   pool -> number of ranks
+    seconds: of the iteration
     """
     busy: dict[str, float] = dict.fromkeys(sizes, 0.0)
     for call in (call for calls in phases.values() for call in calls):
@@ -50,7 +52,7 @@ def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> di
 
 
 def _seconds_by_rank(replies: Sequence[Reply]) -> dict[int, float]:
-    """Add up the seconds of each rank."""
+    """Return rank -> sum of its seconds."""
     found: dict[int, float] = defaultdict(float)
     for reply in replies:
         found[reply.rank] += reply.seconds

@@ -55,16 +55,17 @@ class Run:
             trainer.fit()
     return run.exit_code
 
-    A failure in the block sets the exit code and is reported; a UserError is raised. A block that
-    ends without an error exports the final weights.
+    A block that ends without an error exports the final weights. An error in the block is reported
+    and sets `exit_code`; only a UserError is raised again. Leaving the block ends all workers,
+    unlocks the run directory and writes the report.
     """
 
     def __init__(
         self, config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None
     ) -> None:
-        """Keep the parts of a run; nothing is started.
+        """Start nothing yet.
 
-        find_peak: returns the peak FLOP/s of a device by its name, for `throughput/mfu`
+        find_peak: name of a device -> peak FLOP/s, for `throughput/mfu`
         """
         training = config.training
         self.config, self.prepared, self.find_peak = config, prepared, find_peak
@@ -84,10 +85,11 @@ class Run:
         return self
 
     def start(self) -> PpoTrainer | None:
-        """Claim devices, build roles, load the newest checkpoint.
+        """Claim devices, build roles, load the newest checkpoint; return the trainer.
 
-        Returns None where there is nothing to train: the run is finished, or was validated only.
-        Raises UserError, DevicesMissing, WorkerError, RuntimeTimeout.
+        None where there is nothing to train: the run is finished (prints so), or validates only,
+        which is done here. Creates and locks the run directory.
+        Errors: UserError, DevicesMissing, WorkerError, RuntimeTimeout.
         """
         directory = RunDirectory.choose(self.config)
         if is_finished(self.config, directory):
@@ -103,23 +105,27 @@ class Run:
         return self._start_on_ray()
 
     def _start_on_ray(self) -> PpoTrainer | None:
-        """Join or start a Ray cluster, and build the trainer on it."""
+        """Create the run directory, join or start a Ray cluster, and return the trainer on it.
+
+        None where the run only validates. Reports what a restart needs to the supervisor.
+        """
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
-        directory = self._own(RunDirectory.create(self.config))
+        directory = self._set_directory(RunDirectory.create(self.config))
         if not self.config.validation.only:
             _report_for_restart(self.config, directory)
         with phase("joining or starting the Ray cluster"):
             runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
         self._open.callback(runtime.shutdown)
-        self._open.enter_context(_diagnosed(runtime))
+        self._open.enter_context(_diagnose_worker_errors(runtime))
         supervised.report_facts(joined=not runtime.cluster.own)
-        return self._train(directory, runtime)
+        return self._build_trainer(directory, runtime)
 
     def _start_locally(self) -> PpoTrainer | None:
-        """Build the trainer in this process, or in each process of torchrun.
+        """Create the run directory and return the trainer in this process, without Ray.
 
-        The first one writes.
+        None where the run only validates. Every process of torchrun calls it; only the first one
+        writes files.
         """
         from mindspeed_rlxf.cluster.local import LocalRuntime
 
@@ -129,16 +135,16 @@ class Run:
             self._stop.agree = lambda mine: runtime.from_first(lambda: mine)
         directory = runtime.from_first(lambda: RunDirectory.create(self.config))
         if runtime.is_first:
-            self._own(directory)
-        return self._train(directory, runtime, writes=runtime.is_first)
+            self._set_directory(directory)
+        return self._build_trainer(directory, runtime, writes=runtime.is_first)
 
-    def _train(
+    def _build_trainer(
         self, directory: RunDirectory, runtime: Runtime, writes: bool = True
     ) -> PpoTrainer | None:
-        """Build the trainer on a runtime, resumed if there is a checkpoint.
+        """Build roles and trainer on a runtime, resumed if there is a checkpoint.
 
-        writes: files of the run
-        Returns None where the run only validates, which is done then.
+        writes: whether this process writes files of the run
+        With `validation.only` validate instead, and return None.
         """
         if self.config.validation.only:
             iteration = validate_only(self.config, self.prepared, directory, runtime, writes)
@@ -153,15 +159,16 @@ class Run:
             self._done = f"done: {self.config.training.train_iters} iterations, {directory.path}"
         return trainer
 
-    def _own(self, directory: RunDirectory) -> RunDirectory:
-        """Take over the directory as this run's: keep the failure of the last attempt, log to it.
+    def _set_directory(self, directory: RunDirectory) -> RunDirectory:
+        """Set the directory that this process writes to, and return it.
 
-        Prints the directory, the keys that changed since the last start, and the notices.
+        Moves failure.json of an earlier attempt to failures.jsonl, logs to driver.log, and prints
+        the directory, the keys that changed since the last start, and the notices.
         """
         self._started = directory
         history = directory.logs / "failures.jsonl"
         failure.archive_failure(directory.failure, history, directory.file_mode)
-        _log_to(directory)
+        _log_to_file(directory)
         notes = [f"changed since the last start: {change}" for change in directory.changes]
         notes += self.prepared.notices
         print(
@@ -205,17 +212,20 @@ class Run:
         self.exit_code = EXIT_STOPPED
 
     def _end_failed(self, error: Exception) -> None:
-        """Log and report an error, and set the exit code."""
+        """Log and report an error, remove unfinished checkpoints, and set the exit code."""
         if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
-        if self._started:  # a full disk has no room for the report otherwise
+        if self._started:  # makes room for the report on a full disk
             with contextlib.suppress(OSError):
                 RunStore(self._started.checkpoints).clear_unfinished()
         failure.report(self._started, error, self._stop)
         self.exit_code = EXIT_FAILED
 
     def _write_report(self, directory: RunDirectory) -> None:
-        """Write report.html where the run has trained; a problem is a warning: the run is over."""
+        """Write report.html if the run has ended an iteration, and print its path.
+
+        An error only prints a warning, because the run is over.
+        """
         if find_problem(directory.path):  # no iteration has ended
             return
         try:
@@ -232,14 +242,17 @@ class Run:
         print(f"report: {directory.report}", flush=True)
 
     def _release(self) -> None:
-        """Give the directory back, because nothing has been trained."""
+        """Unlock the run directory and, if nothing was trained, remove its configuration."""
         if self._started:
             self._started.release()
 
 
 @contextlib.contextmanager
-def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
-    """Add findings of the host to a WorkerError in the block, while the cluster is still up."""
+def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
+    """Add what the worker's host shows to a WorkerError of the block, while the cluster runs.
+
+    Copies the logs of other hosts to this one.
+    """
     try:
         yield
     except WorkerError as error:
@@ -247,9 +260,9 @@ def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
 
 
 def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Report what the supervisor needs for a restart, before the cluster starts, which may fail.
+    """Write the keys and pools that the supervisor needs for a restart to its file of facts.
 
-    Among it are the pools, and by how many processes each can shrink.
+    A pool's `step` is the number of processes of which its size must be a multiple.
     """
     training = config.training
     steps = {
@@ -276,11 +289,11 @@ def training(
     writes: bool = True,
     stop: StopRequest | None = None,
 ) -> Iterator[PpoTrainer]:
-    """Build a trainer for the block, resumed from the newest checkpoint if there is one.
+    """Start the workers, build the roles, and yield a trainer, resumed from the newest checkpoint.
 
-    writes: this process writes the metric and sample files
+    writes: whether this process writes the files of the run
     stop:   decides after each iteration whether `fit` raises Stopped
-    A block that ends without an error exports the final weights.
+    A block that ends without an error exports the final weights and marks the run as finished.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
@@ -309,7 +322,7 @@ def training(
 
 
 def count_processes(config: RunConfig) -> int:
-    """Count the worker processes of all pools."""
+    """Return the number of worker processes of all pools."""
     return sum(sum(processes) for processes in config.resource_pool.values())
 
 
@@ -326,14 +339,14 @@ def make_trainer(
     checkpoints: RunCheckpoints,
     stop: StopRequest,
 ) -> PpoTrainer:
-    """Build the trainer of its parts."""
+    """Return a trainer at iteration 0."""
     source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
     validator = Validator(config, roles, prepared.val_prompts, recorder)
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 
-def _log_to(directory: RunDirectory) -> None:
-    """Log the package to driver.log, and its cluster package to the console as well."""
+def _log_to_file(directory: RunDirectory) -> None:
+    """Write log records of the package to driver.log, and those of `cluster` also to stdout."""
     file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding=CODEC)
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))

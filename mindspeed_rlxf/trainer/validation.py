@@ -1,4 +1,4 @@
-"""Answer the validation prompts, score the responses by rule or model, and log them."""
+"""Generate responses to the validation prompts, score them by rule or model, and log them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
 
 
 class Validator:
-    """Answer and score all validation prompts; do nothing in a run without them.
+    """Generates and scores responses to all validation prompts.
 
     Sample ids are the same in each validation: response i to prompt p, both counted from 0, is
     sample p * n_samples + i. With the seed they determine sampled tokens, so that two validations
@@ -37,7 +37,8 @@ class Validator:
         self._filled = self._fill()
 
     def _fill(self) -> Prompts:
-        """Repeat the first rows at the end, so that all replicas get equal parts."""
+        """Return the rows with the first ones repeated at the end, so that replicas get equal
+        numbers."""
         count = self.prompts.num_rows
         if not count:
             return self.prompts
@@ -47,13 +48,12 @@ class Validator:
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
         """Generate and score responses to the validation prompts; return the metrics.
 
-        The rollout ranks get the actor's weights first. Samples and metrics are written to the
-        run directory. Names are `val/<data source>/<metric>` (`validation_metrics`), and
-        `timing/val`.
-
-        iteration: the last one that has ended
+        {} without validation prompts. The rollout ranks get the actor's weights first. Samples and
+        metrics are written to the run directory. Names are `val/<data source>/<metric>`
+        (`validation_metrics`) and `timing/val`.
+        iteration: number of finished iterations
         version:   number of updates in the actor's weights
-        own_line:  write the metrics to metrics.jsonl as a line of their own
+        own_line:  write the metrics to metrics.jsonl as a separate line
         """
         if not self.prompts.num_rows:
             return {}
@@ -82,7 +82,10 @@ class Validator:
         return metrics
 
     def _collect(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
-        """Return the responses in the order of `prompts`, without the repeated ones."""
+        """Return the scored responses in the order of `prompts`, without the repeated ones.
+
+        lengths: tokens of each response
+        """
         scores = [score for report in reports for score in report.scores]
         parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
         answers = [a for report in reports for a in report.answers] or [None] * len(scores)
@@ -91,5 +94,6 @@ class Validator:
 
 
 def validation_seed(seed: int) -> int:
-    """Derive the seed of validation, whose sample ids are also those of training samples."""
+    """Return a seed derived from `seed` for validation, because its sample ids are also those of
+    training samples."""
     return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])

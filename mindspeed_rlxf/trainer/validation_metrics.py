@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from mindspeed_rlxf.config.schema import ValidationConfig
 
 ACCURACY = ("accuracy", "acc", "base_acc")
-"""Parts of the score of a rule that say whether a response is right, where above 0."""
+"""Names of parts of a rule's score; a response is right if the first one present is above 0."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One scored response. answer: None if it has none, or none was looked for"""
+    """One scored response.
+
+    length: in tokens
+    parts:  named parts of the score
+    answer: extracted answer; None if there is none, or answers are not extracted
+    """
 
     score: float
     length: int
@@ -27,7 +32,11 @@ class Scored:
     answer: str | None = None
 
     def is_right(self, pass_score: float | None) -> bool:
-        """pass_score: see `validation.pass_score`. A score that is no number is not right."""
+        """Return whether the response counts as right: score >= pass_score.
+
+        pass_score: None = the accuracy part, or without one the score, is above 0
+        A NaN score is not right.
+        """
         if pass_score is not None:
             return self.score >= pass_score
         named = [self.parts[name] for name in ACCURACY if name in self.parts]
@@ -35,18 +44,18 @@ class Scored:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return 1 - C(n - c, k) / C(n, k): the chance that a right response is among k of n.
+    """Return 1 - C(n - c, k) / C(n, k): the chance that k of n responses include a right one.
 
-    The unbiased estimator of Chen et al., arXiv:2107.03374, equation 1. c: right ones; k: 1 to n
+    n = num_samples, c = num_right, k: 1 to n. Unbiased estimator of arXiv:2107.03374, equation 1.
     """
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:
-    """Return the expected maximum of k of the n scores.
+    """Return the expected maximum of k of the n scores, drawn without replacement; k: 1 to n.
 
     The score of rank i (from 0, ascending) is the largest of C(i, k - 1) of the C(n, k) choices.
-    With scores of 0 and 1 it is `pass_at_k`. NaN where a score is NaN. k: 1 to n
+    NaN where a score is NaN.
     """
     if any(math.isnan(score) for score in scores):
         return math.nan
@@ -57,9 +66,9 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
     """Return the mean score of the responses with the most frequent answer.
 
-    The vote of self-consistency (arXiv:2203.11171, section 2). Responses without an answer do not
-    vote; where no response has one, the mean of all. A tie is the mean over the answers in it, as
-    if one of them were drawn at random.
+    The vote of self-consistency (arXiv:2203.11171, section 2). Responses with answer None do not
+    vote; if all are None, return the mean of all scores. For several most frequent answers, return
+    the mean of their mean scores.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -75,12 +84,12 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
 def measure(
     groups: Sequence[Sequence[Scored]], data_sources: Sequence[str], config: ValidationConfig
 ) -> dict[str, float]:
-    """Return `val/<data source>/<metric>` of all prompts.
+    """Return metrics `val/<data source>/<name>`.
 
     groups:       the responses to each prompt
     data_sources: of each prompt
-    Score, response length and parts are means over responses. Metrics of K responses are means
-    over prompts of what the prompt's responses give (`ValidationConfig.metrics`).
+    Score, response length and parts are means over responses. The other names in
+    `ValidationConfig.metrics` (mean@N, best@K, pass@K, maj@N) are means over prompts.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for group, source in zip(groups, data_sources, strict=True):
@@ -94,7 +103,7 @@ def measure(
 
 
 def _measure_prompt(group: Sequence[Scored], config: ValidationConfig) -> dict[str, float]:
-    """Return the metrics of one prompt: those of `config.metrics` but the score."""
+    """Return mean@N, best@K, pass@K and maj@N of one prompt, those in `config.metrics`."""
     scores, n = [each.score for each in group], len(group)
     num_right = sum(each.is_right(config.pass_score) for each in group)
     found = {f"mean@{n}": sum(scores) / n}

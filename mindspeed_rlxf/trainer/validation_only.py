@@ -26,10 +26,11 @@ def validate_only(
     runtime: Runtime,
     writes: bool = True,
 ) -> int:
-    """Validate the newest checkpoint of the run; return its iteration.
+    """Start the workers, validate the newest checkpoint of the run, and return its iteration.
 
-    directory: what is written to; the run's own folder is only read, so that it may be in use
-    Without a checkpoint, and with training.new_run, the weights are those of `load`: iteration 0.
+    Writes metrics and samples, and prints the metrics if `writes`. Without a checkpoint, or with
+    training.new_run, validates the weights of `load`, and returns 0.
+    directory: folder to write to. The run's own folder is only read, so it may be in use
     """
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
     with phase("starting the worker processes"):

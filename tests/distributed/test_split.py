@@ -41,12 +41,13 @@ from tests.training import train
 
 __all__ = ["models"]
 
-# name -> architecture, ranks that train and that generate, training's layout, rollout's TP
-SPLITS: dict[str, tuple[str, tuple[int, int], dict[str, Any], int]] = {
+# name -> architecture, ranks that train and that generate, training's layout, rollout's TP and EP
+SPLITS: dict[str, tuple[Any, ...]] = {
     "tp2 -> dp2": ("qwen3", (2, 2), TP2, 1),
     "pp2 -> dp2": ("qwen3", (2, 2), PP2, 1),
     "dp2 -> tp2": ("tied", (2, 2), {}, 2),
     "dp2 ep2 -> dp2": ("qwen3-moe", (2, 2), EP2, 1),
+    "dp2 -> dp2 ep2": ("qwen3-moe", (2, 2), {}, 1, 2),
     "tp2 -> tp2": ("qwen2", (2, 2), TP2, 2),
     "virtual pipeline -> tp2": ("tied, 4 layers", (2, 2), VP2, 2),
     "tp2 pp2 -> tp2": ("tied", (4, 2), {**TP2, **PP2}, 2),
@@ -61,6 +62,7 @@ USUAL = ("tp2 -> dp2", "pp2 -> dp2")
 def run_of(
     folder: Path, out: Path, name: str, parts: tuple[int, int] | None = None,
     layout: dict[str, Any] | None = None, rollout_tp: int | None = None,
+    rollout_ep: int | None = None,
 ) -> tuple[RunConfig, Prepared]:  # fmt: skip
     """Five iterations on responses that are sampled. parts: None = one rank, all roles."""
     keys = {**(layout or {})}
@@ -72,10 +74,14 @@ def run_of(
     config = config.model_copy(update={"logging": everything})
     if parts:
         actor = Role.ACTOR_ROLLOUT
+        sizes = {
+            "tensor_model_parallel_size": rollout_tp,
+            "expert_model_parallel_size": rollout_ep,
+        }
         changes = {
             "placement": {**config.placement, actor: "actor"},
             "resource_pool": {"main": [1], "actor": [sum(parts)]},
-            "rollout": config.rollout.model_copy(update={"tensor_model_parallel_size": rollout_tp}),
+            "rollout": config.rollout.model_copy(update=sizes),
         }
         config = config.model_copy(update=changes)
     return config, replace(prepared, fixed_responses=None)

@@ -15,7 +15,7 @@ import pytest
 
 from mindspeed_rlxf.cluster.ray import cluster as ray_cluster
 from mindspeed_rlxf.cluster.ray import trust as ray_trust
-from mindspeed_rlxf.cluster.ray.trust import View, check
+from mindspeed_rlxf.cluster.ray.trust import View, check_trust
 from mindspeed_rlxf.config import cluster
 from mindspeed_rlxf.config.cluster import choose_cluster, find_local_cluster
 from mindspeed_rlxf.config.errors import UserError
@@ -35,7 +35,9 @@ time.sleep(60)
 def ray_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr(ray_trust, "ask", lambda address: pytest.fail("Ray was asked"))
+    monkeypatch.setattr(
+        ray_trust, "ask_without_token", lambda address: pytest.fail("Ray was asked")
+    )
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def listener_of(uid: int, host: str = "127.0.0.1") -> Iterator[int]:
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch) -> Callable[[View], None]:
     """Let the cluster that is asked answer with a view."""
-    return lambda view: monkeypatch.setattr(ray_trust, "ask", lambda address: view)
+    return lambda view: monkeypatch.setattr(ray_trust, "ask_without_token", lambda address: view)
 
 
 def note(folder: Path, text: str) -> Path:
@@ -73,7 +75,7 @@ def note(folder: Path, text: str) -> Path:
 
 def refusal(address: str, allow: bool = False) -> str:
     with pytest.raises(UserError) as refused:
-        check(address, allow)
+        check_trust(address, allow)
     (line,) = str(refused.value).splitlines()
     return line
 
@@ -101,7 +103,7 @@ def test_a_listener_of_another_user_gets_no_token(show: Callable[[View], None], 
             assert line.startswith(f"runtime.address={address} must be a Ray cluster of this user")
             assert f"user id {ANOTHER} listens there; " in line
         show(View(True))
-        assert check(address, allow_unauthenticated=True)
+        assert check_trust(address, allow_unauthenticated=True)
 
 
 def test_a_note_that_names_a_listener_of_another_user_is_not_followed(tmp_path: Path) -> None:
@@ -156,12 +158,12 @@ def test_a_cluster_without_tokens_is_joined_where_this_user_runs_it_on_one_host(
 ) -> None:
     address = f"127.0.0.1:{port}"
     show(View(False, ("127.0.0.1",)))
-    assert not check(address, allow_unauthenticated=False)
+    assert not check_trust(address, allow_unauthenticated=False)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(f"the Ray cluster at {address} asks for no token: every user")
     show(View(True))
-    assert check(address, allow_unauthenticated=False) and len(caplog.records) == 1
+    assert check_trust(address, allow_unauthenticated=False) and len(caplog.records) == 1
 
 
 def test_other_clusters_without_tokens_are_refused_with_the_two_commands(
@@ -173,7 +175,7 @@ def test_other_clusters_without_tokens_are_refused_with_the_two_commands(
     assert line.startswith(f"runtime.address={address} must be a Ray cluster that asks for a token")
     assert "ray get-auth-token --generate" in line and "export RAY_AUTH_MODE=token" in line
     assert line.endswith("runtime.allow_unauthenticated=true where the network keeps others out")
-    assert not check(address, allow_unauthenticated=True)
+    assert not check_trust(address, allow_unauthenticated=True)
     assert "whoever reaches it" in caplog.records[-1].message
     show(View(False, ("198.51.100.7",)))
     assert "198.51.100.7:6379" in refusal("198.51.100.7:6379")  # of another host

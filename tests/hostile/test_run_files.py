@@ -30,7 +30,7 @@ from mindspeed_rlxf.run import failure, host_files
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.run.store import Manifest, RunStore
-from mindspeed_rlxf.trainer.run import _log_to
+from mindspeed_rlxf.trainer.run import _log_to_file
 from mindspeed_rlxf.weights.state_files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def log(run: RunDirectory) -> None:
     loggers = [logging.getLogger(f"mindspeed_rlxf{part}") for part in ("", ".runtime")]
     before = [list(each.handlers) for each in loggers]
     try:
-        _log_to(run)
+        _log_to_file(run)
     finally:
         for each, handlers in zip(loggers, before, strict=True):
             each.handlers[:] = handlers

@@ -115,7 +115,7 @@ def test_a_host_without_the_files_is_named_before_devices_are_claimed(lab: Lab) 
 
 def test_a_run_directory_of_each_host_is_refused_unless_it_is_wanted(lab: Lab) -> None:
     text = lab.run("unwanted", 2, **{"training.output_dir": str(lab.head.data / "unwanted")})
-    assert "must be on storage that all hosts share, node2 do not see it; use such a" in text
+    assert "must be on storage that all hosts share, node2 do not see it; use a shared" in text
 
 
 def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab) -> None:

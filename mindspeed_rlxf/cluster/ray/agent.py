@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, with an agent on each: a process without a reserved device or CPU."""
+"""The nodes of a Ray cluster, and an agent on each: a process that reserves no device or CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ RESTARTED = {"max_restarts": -1, "max_task_retries": 1, "max_concurrency": 8}
 
 
 def live_nodes(resource: str) -> list[Node]:
-    """List the nodes that are alive, with their devices of this resource, sorted by address."""
+    """List the nodes that are alive, also those without devices, sorted by address.
+
+    Hosts of equal names get a part of their node id: `node1/3f2a91`.
+    resource: Ray's name of a device
+    """
     free = ray._private.state.available_resources_per_node()
     alive = [facts for facts in ray.nodes() if facts["Alive"]]
     hosts = Counter(facts["NodeManagerHostname"] for facts in alive)
@@ -41,20 +45,21 @@ class Caller:
     """The actor class of an agent."""
 
     def call(self, function: Function, *args: Any) -> Any:
+        """Return `function(*args)`."""
         return function(*args)
 
 
 class RayAgent(HostAgent):
-    """Runs functions in a process on one node, which starts with the first call."""
+    """Runs functions in a process on one node; the first call starts it."""
 
     def __init__(self, node: str, host: str, **options: Any) -> None:
-        """node: its id; options: of the actor"""
+        """node: Ray's id of the node; options: of the Ray actor"""
         super().__init__(host)
         self._node, self._options = node, options
         self._actor: Any = None
 
     def open(self) -> None:
-        """Start the process if there is none, without waiting for it."""
+        """Start the agent's process if there is none, without waiting for it."""
         if self._actor is None:
             where = NodeAffinitySchedulingStrategy(self._node, soft=False)
             made = ray.remote(Caller).options(scheduling_strategy=where, **self._options)
@@ -64,7 +69,8 @@ class RayAgent(HostAgent):
     def start(self, function: Function, *args: Any, timeout_s: float) -> RayHostCall:
         """Start a function on the host, without waiting.
 
-        Calls among `args` become their results.
+        args:      a RayHostCall among them is replaced by its result
+        timeout_s: deadline of the result, seconds from now
         """
         self.open()
         given = [arg.ref if isinstance(arg, RayHostCall) else arg for arg in args]
@@ -73,7 +79,7 @@ class RayAgent(HostAgent):
         return RayHostCall(self, function, ref, timeout_s, inputs)
 
     def end(self) -> None:
-        """End the process; another call starts a new one."""
+        """Kill the process, with the calls in it; the next call starts a new one."""
         if self._actor is not None:
             ray.kill(self._actor)
         self._actor = None
@@ -90,14 +96,16 @@ class RayHostCall:
         timeout_s: float,
         inputs: Sequence[RayHostCall],
     ) -> None:
+        """ref: Ray's reference to the result; inputs: calls whose results are its arguments"""
         self.ref = ref
         self._agent, self._function, self._inputs = agent, function, inputs
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
 
     def result(self) -> Any:
-        """Wait for the result.
+        """Wait for the result and return it.
 
-        Raises HostError when the function failed, its host died, or it is late.
+        Raises HostError where the function failed, its host died, or it is late. If an input
+        failed, its HostError is raised.
         """
         host, name = self._agent.host, self._function.__name__
         left = max(self._deadline - time.monotonic(), 0)
@@ -119,26 +127,29 @@ class RayHostCall:
 
 
 class RayAgents:
-    """The agents of one run, or of one inspection of a cluster, by node."""
+    """Makes the agents of a run's nodes, one for each."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """environment: variables to set for them"""
+        """environment: variables to set in the agents' processes"""
         self._environment = environment or {}
         self._by_node: dict[str, RayAgent] = {}
 
     def on(self, node: str, host: str) -> RayAgent:
-        """Return the agent of a node. node: its id"""
+        """Return the agent of a node, the same for each call. node: Ray's id; host: its name"""
         options = device_options(None, self._environment) | RESTARTED
         return self._by_node.setdefault(node, RayAgent(node, host, **options))
 
     def end(self, but: Sequence[HostAgent] = ()) -> None:
-        """End the processes of all agents but some."""
+        """Kill the processes of all agents except those in `but`."""
         for agent in set(self._by_node.values()).difference(but):
             agent.end()
 
 
 def device_options(resource: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options of a Ray actor. resource: of its one device, None = no device"""
+    """Return the options of a Ray actor with one device of `resource`; None = no device.
+
+    environment: variables of its process, none of them secret
+    """
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
     if resource == "GPU":
         options["num_gpus"] = 1

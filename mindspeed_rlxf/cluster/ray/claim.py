@@ -26,8 +26,8 @@ from mindspeed_rlxf.config.errors import Problem
 
 logger = logging.getLogger(__name__)
 
-OWN_WAIT_S = 30.0  # on an own cluster, which never grows
-FIRST_S = 3.0  # before the first report of missing devices on a joined cluster
+OWN_WAIT_S = 30.0  # longest wait on an own cluster, which never grows
+FIRST_S = 3.0  # before the first warning of missing devices on a joined cluster
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
@@ -46,14 +46,18 @@ class DeviceClaim:
     def __init__(
         self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
     ) -> None:
-        """logical: our own CPU cluster, in which one host acts as all nodes
-        wait_s: None on an own cluster, which never grows
+        """resource: Ray's name of a device
+        logical:  True on an own CPU cluster, where one host stands for all nodes
+        wait_s:   longest wait for devices; None on an own cluster, which never grows
+        check:    compares the nodes of a joined cluster with the driver's
         """
         self._address, self._resource = address, resource
         self._logical, self._wait_s, self._check = logical, wait_s, check
 
     def reserve(self, shapes: Shapes) -> dict[str, Any]:
-        """Reserve a placement group per pool, with a bundle for each entry of its shape.
+        """Reserve devices for all pools, wait for missing ones; return the placement group by pool.
+
+        A group has a bundle for each entry of the pool's shape. Warns while it waits.
 
         Raises DevicesMissing (joined cluster) or TooFewDevices (own) at the deadline; UserError
         when a node differs from the driver's, or a pool would mix device models.
@@ -68,12 +72,13 @@ class DeviceClaim:
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
-            self._report(shapes, late, time.monotonic() >= deadline)
+            self._report_shortage(shapes, late, time.monotonic() >= deadline)
 
     def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Ask Ray for a placement group per pool and wait; return them and the pools not placed.
+        """Ask Ray for a placement group per pool and wait up to `wait_s` for all of them.
 
-        Where a pool was not placed, or is mixed, all groups are removed again.
+        Returns the groups, and the names of pools that were not placed or have devices of several
+        models. If there is such a pool, all groups have been removed again.
         """
         nodes = self._list_nodes()
         groups: dict[str, Any] = {}
@@ -94,13 +99,16 @@ class DeviceClaim:
         return groups, [name for name in shapes if name in late]
 
     def _list_nodes(self) -> list[Node]:
-        """Return the usable nodes of a joined cluster; [] for our own, which is this host."""
+        """Return the usable nodes that have devices; [] on an own cluster, which is one host."""
         if self._wait_s is None:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
     def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
-        """Ask Ray for a placement group of this shape, not on nodes that are left out."""
+        """Ask Ray for a placement group, without waiting; nodes that are left out are avoided.
+
+        model: the device model that it must have; None = any
+        """
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
         strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
         bundles = [{self._resource: count, **bundle} for count in shape]
@@ -111,8 +119,11 @@ class DeviceClaim:
             bundles, strategy=strategy, bundle_label_selector=[others] * len(bundles)
         )
 
-    def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
-        """Warn of pools that wait for devices; at the end raise TooFewDevices or DevicesMissing."""
+    def _report_shortage(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
+        """Log a warning with the pools that wait for devices, and the nodes.
+
+        is_last: raise it instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
+        """
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
         unplaced = find_unplaced_pools(late, shapes, nodes)
@@ -130,7 +141,7 @@ class DeviceClaim:
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
-    """Wait for the groups; return the names of those that Ray has not placed by then."""
+    """Wait up to `wait_s` for all groups; return the names of those that Ray has not placed."""
     deadline = time.monotonic() + wait_s
     return [
         name
@@ -140,12 +151,12 @@ def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
 
 
 def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
-    """Find pools that Ray put on several device models, because a node joined meanwhile."""
+    """Return the names of pools that Ray placed on nodes of several device models."""
     models = {node.id: node.model for node in nodes if node.model}
     found = []
     for name, group in groups.items() if len(set(models.values())) > 1 else ():
-        places = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
-        if len({models[place] for place in places if place in models}) > 1:
+        used = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+        if len({models[node] for node in used if node in models}) > 1:
             found.append(name)
     return found
 

@@ -1,7 +1,7 @@
-"""The Ray cluster of a run: a running one, or our own, which never outlives this process.
+"""Join a running Ray cluster, or start an own one, which ends with this process.
 
-An own cluster listens on the loopback interface only, needs a token made here, keeps its files in
-one temporary folder that no other user enters, and is ended by `orphan_guard` when this process is
+An own cluster listens on the loopback interface only, needs a token made here, and keeps its files
+in one temporary folder that no other user can enter. `orphan_guard` ends it if this process is
 killed. Ray is imported inside the functions, because it reads its environment on import.
 """
 
@@ -38,7 +38,7 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
-_own_token: list[str] = []  # of the own clusters of this process
+_own_token: list[str] = []  # at most one: the token of all own clusters of this process
 PREFIX, SESSIONS = "rlxf-ray-", "r"
 SOCKET_BYTES = 107  # longest path of a unix socket
 # The longest that Ray puts below its folder; the number is the pid of this process.
@@ -47,7 +47,7 @@ LONGEST_SOCKET = "session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_stor
 
 @dataclass
 class RayCluster:
-    """A connection to Ray. `close` ends it, and with it an own cluster."""
+    """A connection to a Ray cluster, which `close` ends. own: the cluster ends with it"""
 
     own: bool
     address: str
@@ -55,7 +55,10 @@ class RayCluster:
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
-        """Leave the cluster. If it is our own, end its processes and remove its folder."""
+        """Disconnect from Ray. For an own cluster also kill its processes and remove its folder.
+
+        These are all child processes of this process.
+        """
         import ray
 
         processes = psutil.Process().children(recursive=True) if self.own else []
@@ -75,18 +78,20 @@ class RayCluster:
 
 
 def resource_name(device: DeviceConfig) -> str:
-    """Return the Ray resource of one device."""
+    """Return Ray's name of a device: `device.resource_name`, or that of the device kind."""
     return device.resource_name or device_facade.ray_resource(device.kind)
 
 
 def open_cluster(
     address: str | None, resources: dict[str, float], allow_unauthenticated: bool = False
 ) -> RayCluster:
-    """Join the cluster that `config.cluster` chooses, or start our own.
+    """Join the cluster that `config.cluster.choose_cluster` names, or start an own one.
 
+    Sets environment variables of Ray. Raises UserError where the cluster cannot or must not be
+    joined.
     address:   `runtime.address`
-    resources: that an own cluster registers beyond those Ray finds by itself
-    allow_unauthenticated: see `trust.check`
+    resources: devices that an own cluster registers beside those that Ray finds
+    allow_unauthenticated: also join a cluster that asks for no token (see `trust.check_trust`)
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -104,12 +109,15 @@ def open_cluster(
 
 
 def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
-    """Join a running cluster. Raises UserError where none answers, or it refuses."""
+    """Join a running cluster.
+
+    Raises UserError where none answers, it refuses, or it is not trusted.
+    """
     try:
         if address == AUTO:
             raise ValueError("no `ray start` of this user runs on this host")
         connect_once(address, KNOCK_S)
-        has_tokens = ray_trust.check(address, allow_unauthenticated)
+        has_tokens = ray_trust.check_trust(address, allow_unauthenticated)
         if has_tokens and "RAY_AUTH_MODE" not in os.environ:
             _set_token_mode()  # Ray looks for the user's token by itself for `auto` only
         import ray
@@ -137,9 +145,9 @@ def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
 
 
 def _set_token_mode(**token: str) -> None:
-    """Make Ray use tokens in this process, also when it is imported already.
+    """Make Ray use tokens in this process, also if it is imported already; sets the environment.
 
-    token: RAY_AUTH_TOKEN, if it is not the user's own
+    token: RAY_AUTH_TOKEN=..., where it is not the user's own token
     """
     os.environ.update(RAY_AUTH_MODE="token", **token)
     if "ray" in sys.modules:  # it has read its environment
@@ -153,7 +161,10 @@ def _set_token_mode(**token: str) -> None:
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
-    """Start a cluster of this process on the loopback interface, with a token and a guard."""
+    """Start an own cluster on the loopback interface, with a token and an orphan guard.
+
+    resources: devices that it registers beside those that Ray finds
+    """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
         os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 slows the workers down
@@ -189,9 +200,9 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
 
 def _keep_quiet() -> None:
-    """Keep Ray from printing when a worker dies, and from showing the command line of the job.
+    """Patch Ray so that it neither prints when a worker dies nor shows this process's command line.
 
-    It has options for neither, and the overrides of a command line may have secrets.
+    Ray has no options for these, and a command line may contain secrets.
     """
     import ray._private.utils
     import ray._private.worker
@@ -201,19 +212,20 @@ def _keep_quiet() -> None:
 
 
 def _short_temp_root() -> str:
-    """Return a folder for temporary files in which the paths of Ray's sockets are short enough."""
+    """Return RAY_TMPDIR or the system's temporary folder; /tmp if socket paths were too long."""
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
     return root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
 
 
 def object_store_bytes() -> int:
+    """Return the size of an own object store: a tenth of this host's memory, 100 MiB to 2 GiB."""
     tenth = int(psutil.virtual_memory().total) // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 
 
 class _own_sigterm:
-    """Restore the driver's SIGTERM handler, which Ray replaces inside the block."""
+    """Restore this process's SIGTERM handler after the block, in which Ray replaces it."""
 
     def __enter__(self) -> None:
         self._main = threading.current_thread() is threading.main_thread()

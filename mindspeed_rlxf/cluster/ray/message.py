@@ -1,8 +1,8 @@
-"""The request of a call on its way to a rank, in values that Ray packs without its pickler.
+"""Encode a request for a rank in plain values, which Ray sends without its pickler.
 
 Lists, text and numbers cost Ray little. Its pickler, partly written in Python, takes about as long
-for a request as the rest of a call. So references to rows become lists here; all other arguments
-stay as they are, and Ray pickles those that are no plain values.
+for a request as the rest of a call. So references to rows are encoded as lists; all other arguments
+are unchanged, and Ray pickles those that are no plain values.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import ExperienceInputs
 
-AS_IT_IS, ROWS, INPUTS = range(3)  # kinds of arguments
+UNCHANGED, ROWS, INPUTS = range(3)  # kinds of encoded arguments
 INPUT_NAMES = tuple(field.name for field in dataclasses.fields(ExperienceInputs))
 
 
 class Message(NamedTuple):
-    """Arguments of `RayWorker.run_request`.
+    """An encoded request, the first argument of `RayWorker.run_request`.
 
-    key:     under which the rank keeps the rows
-    dropped: keys of rows that no call reads any more
-    args:    as `_write` makes them
+    key:     the rank keeps the rows of this call under it
+    dropped: keys of rows that the rank deletes first, as no call reads them any more
+    args:    each as [kind, plain form]
     """
 
     key: int
@@ -45,11 +45,12 @@ class Message(NamedTuple):
 def make_messages(
     requests: Sequence[Request], key: int, dropped: Sequence[list[int]]
 ) -> list[tuple[Any, ...]]:
-    """Return, for each request, what `RayWorker.run_request` is called with.
+    """Return the arguments of `RayWorker.run_request` for each request: (message,).
 
-    A factory and its arguments are put into Ray's object store, once for all ranks that share them.
+    A request that builds a role has (message, reference): its factory and arguments are put into
+    Ray's object store, once for all ranks that share them.
 
-    dropped: for each request
+    dropped: for each request, the keys of rows that its rank deletes
     """
     written: dict[tuple[int, ...], Any] = {}  # by the identities of arguments
     messages: list[tuple[Any, ...]] = []
@@ -69,7 +70,7 @@ def make_messages(
 
 
 def read_request(message: Message, built: tuple[Any, tuple[Any, ...]] | None) -> Request:
-    """Return the request. built: the factory and its arguments, of a request that builds"""
+    """Decode a request. built: the factory and its arguments, of a request that builds a role"""
     factory, args = built or (None, tuple(_read(*arg) for arg in message.args))
     role, how = Role(message.role), (message.keeps_rows, message.num_rows)
     return Request(role, message.method, args, *how, factory, message.of_engine)
@@ -80,16 +81,16 @@ def _write_all(args: Sequence[Any]) -> list[Any]:
 
 
 def _write(arg: Any) -> list[Any]:
-    """Return the kind of an argument and its plain form."""
+    """Encode an argument as [kind, plain form]."""
     if type(arg) is RowsRef:
         return [ROWS, _write_rows(arg)]
     if type(arg) is ExperienceInputs:
         return [INPUTS, _write_all([getattr(arg, name) for name in INPUT_NAMES])]
-    return [AS_IT_IS, arg]
+    return [UNCHANGED, arg]
 
 
 def _read(kind: int, data: Any) -> Any:
-    """Return the argument that `_write` wrote."""
+    """Decode an argument that `_write` encoded."""
     if kind == ROWS:
         return _read_rows(*data)
     if kind == INPUTS:
@@ -98,14 +99,16 @@ def _read(kind: int, data: Any) -> Any:
 
 
 def _write_rows(rows: RowsRef) -> list[Any]:
+    """Encode a reference as [pieces, selection]."""
     pieces = []
     for piece in rows.pieces:
         assert isinstance(piece.handle, RayHandle), f"{piece.handle} is of another runtime"
-        pieces.append([piece.num_rows, *piece.handle.place])
+        pieces.append([piece.num_rows, *piece.handle.address])
     return [pieces, None if rows.selection is None else list(rows.selection)]
 
 
 def _read_rows(pieces: Sequence[Sequence[Any]], selection: Sequence[int] | None) -> RowsRef:
+    """Decode a reference that `_write_rows` encoded; its handles are KeptHandles."""
     found = [
         Piece(KeptHandle(process, key, Origin(*origin)), num_rows)
         for num_rows, process, key, *origin in pieces

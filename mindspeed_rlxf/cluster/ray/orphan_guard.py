@@ -1,10 +1,11 @@
-"""End the processes and files that a killed driver leaves: `python -S orphan_guard.py TEMP_DIR`.
+"""Kill the processes and remove the files that a killed driver leaves.
 
-Standard input is a pipe from the driver, which closes however the driver ends. Ray's own processes
-notice that too, but its agents, and workers that were just starting, take a minute. The driver
-starts the guard before Ray, and writes a line with the pids of Ray's processes once they run. The
-others are found by the name of the cluster's own TEMP_DIR: in their command line, their
-environment, or a file that they have open (a worker writes its title over the first two).
+Run as `python -S orphan_guard.py TEMP_DIR`. Standard input is a pipe from the driver, which closes
+however the driver ends. Ray's own processes notice that the driver is gone too, but its agents, and
+workers that are just starting, take a minute. The driver starts the guard before Ray, and writes a
+line with the pids of Ray's processes once they run. All other processes of the cluster are found by
+the name of its TEMP_DIR: in the command line, the environment, or the path of an open file (a
+worker overwrites the first two with its title).
 """
 
 import contextlib
@@ -14,12 +15,15 @@ import signal
 import sys
 import time
 
-GRACE_S = 5.0  # for the workers, which end by themselves
-QUIET_S = 0.5  # without a process of the cluster, until there is none on its way either
+GRACE_S = 5.0  # longest search for further processes
+QUIET_S = 0.5  # the guard ends when it has seen no process of the cluster for this long
 
 
 def start_time(pid: int) -> str:
-    """Return the start time, which tells a process from a later one of its pid; empty = none."""
+    """Return a process's start time, in ticks since boot; empty = there is no such process.
+
+    It tells the process from a later one with the same pid.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[19]
@@ -28,9 +32,10 @@ def start_time(pid: int) -> str:
 
 
 def main(temp_dir: str) -> None:
-    """Wait until stdin closes, then end the cluster's processes and remove `temp_dir`.
+    """Wait until stdin closes, then kill the cluster's processes and remove `temp_dir`.
 
-    These are the pids on the first line of stdin, and all that mention `temp_dir`.
+    Its processes are the pids on the first line of stdin, and all that mention `temp_dir`, which
+    are searched for until none is left, at most GRACE_S.
     """
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
     pids = [int(word) for word in sys.stdin.buffer.readline().split()]
@@ -38,33 +43,37 @@ def main(temp_dir: str) -> None:
     sys.stdin.buffer.read()
     for pid, moment in born.items():
         if moment and start_time(pid) == moment:
-            end(pid)
-    last = time.monotonic()  # that one was seen
+            kill(pid)
+    last = time.monotonic()  # when a process or the folder was last seen
     deadline = last + GRACE_S
     while time.monotonic() < min(deadline, last + QUIET_S):
         later = processes_of(temp_dir, spared)
         for pid in later:
-            end(pid)
+            kill(pid)
         shutil.rmtree(temp_dir, ignore_errors=True)
         if later or os.path.isdir(temp_dir):
             last = time.monotonic()
         time.sleep(0.2)
 
 
-def end(pid: int) -> None:
+def kill(pid: int) -> None:
+    """Send SIGKILL; does nothing where the process is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
-    """Find the other processes that name the folder; its name is random, so no other run has it."""
+    """Return the pids of processes that mention the folder, except the spared ones.
+
+    The folder's name is random, so no other run mentions it.
+    """
     word = os.fsencode(temp_dir)
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [pid for pid in pids if pid not in spared and mentions(pid, word)]
 
 
 def mentions(pid: int, word: bytes) -> bool:
-    """Whether a process has the word in its command line, environment, or paths of open files."""
+    """Return whether the word is in a process's command line, environment, or open files' paths."""
     for name in ("cmdline", "environ"):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:
@@ -76,7 +85,7 @@ def mentions(pid: int, word: bytes) -> bool:
 
 
 def open_files(pid: int) -> list[bytes]:
-    """List the paths of a process's open files."""
+    """List the paths of a process's open files; empty where they cannot be read."""
     folder, found = f"/proc/{pid}/fd", []
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):

@@ -1,4 +1,4 @@
-"""Run the guard that clears up after a killed driver, as long as the driver lives."""
+"""Keep the guard process running that cleans up after a killed driver."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SCRIPT = Path(__file__).with_name("orphan_guard.py")
-END_S = 30.0  # for the guard to end by itself
-RUSH_S = 0.5  # one that ends sooner is replaced this much later
+END_S = 30.0  # longest wait for the guard to end by itself
+RUSH_S = 0.5  # a guard that ends sooner after its start is replaced after this pause
 
 
 class OrphanGuard:
     """The `orphan_guard` process of our own cluster; a killed guard is replaced at once."""
 
     def __init__(self, temp_dir: Path) -> None:
-        """temp_dir: the cluster's folder, by which the guard recognises its processes"""
+        """Start the guard. temp_dir: the cluster's folder, whose name finds its processes"""
         self._temp_dir, self._pids = temp_dir, ""
         self._lock, self._ending = threading.Lock(), False
         self._process = self._start()
@@ -33,13 +33,13 @@ class OrphanGuard:
         return self._process.pid
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Send the pids of Ray's processes to the guard, once they run."""
+        """Send the pids of Ray's processes to the guard, which kills them when the driver ends."""
         with self._lock:
             self._pids = " ".join(str(pid) for pid in pids if pid != self.pid)
-            self._write()
+            self._send_pids()
 
     def end(self) -> None:
-        """Let the guard clear up and end."""
+        """Close the guard's pipe, so that it cleans up; wait for its end, kill it after END_S."""
         with self._lock:
             self._ending = True
             assert self._process.stdin is not None
@@ -52,7 +52,7 @@ class OrphanGuard:
             self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the guard in a session of its own, which no signal to this one reaches."""
+        """Start a guard process in its own session, which signals to the driver do not reach."""
         return subprocess.Popen(
             [sys.executable, "-S", str(SCRIPT), str(self._temp_dir)],
             stdin=subprocess.PIPE,
@@ -61,15 +61,15 @@ class OrphanGuard:
             start_new_session=True,
         )
 
-    def _write(self) -> None:
-        """Tell the guard the processes to end."""
+    def _send_pids(self) -> None:
+        """Write the line of pids to the guard's pipe."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # killed just now: the next guard gets them
             self._process.stdin.write(f"{self._pids}\n".encode())
             self._process.stdin.flush()
 
     def _keep(self) -> None:
-        """Start the guard again each time it ends, until this object ends it."""
+        """Wait for the guard's end and start another, with a warning, until `end` is called."""
         while True:
             started = time.monotonic()
             status = self._process.wait()
@@ -84,4 +84,4 @@ class OrphanGuard:
                 )
                 self._process = self._start()
                 if self._pids:
-                    self._write()
+                    self._send_pids()

@@ -31,24 +31,25 @@ from mindspeed_rlxf.config.enums import DeviceKind
 if TYPE_CHECKING:
     from mindspeed_rlxf.cluster.ray.pools import RayPools
 
-RESET_S = 3.0  # for the last calls of an ended pool, whose processes are kept
+RESET_S = 3.0  # longest wait for the processes of an ended pool to reset
 
 
 _keys = itertools.count()  # of the rows of calls, unique in this driver
 
 
 class RayWorker(WorkerProcess):
-    """The actor class. Errors are returned, not raised, so that Ray does not report them too.
+    """The Ray actor class of a worker process.
 
-    One thread runs everything but `give_rows`, which answers while a role computes.
+    Errors are returned, not raised, so that Ray does not report them too. One thread runs all
+    methods but `give_rows`, which answers while a role computes.
     """
 
     def __init__(self) -> None:
         self._rows = WorkerRows()
         super().__init__(self._rows.fetch_rows)
 
-    def place(self, entry: int) -> Place:
-        """Return where this process runs: host, devices, pid, and entry of its pool."""
+    def report_place(self, entry: int) -> Place:
+        """Return where this process runs. entry: index of its node in `processes_per_node`"""
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
@@ -60,9 +61,10 @@ class RayWorker(WorkerProcess):
     def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """Join the pool's world; return the WorkerError if that fails.
+        """Set environment variables, join the pool's world; return a WorkerError if that fails.
 
-        secrets: environment variables hidden from Ray
+        ip, port: of the pool's rendezvous store
+        secrets:  environment variables that Ray must not see
         """
         os.environ.update(secrets)
         self._rank, self._rows.timeout_s = setup.rank, setup.collective_timeout_s
@@ -73,9 +75,10 @@ class RayWorker(WorkerProcess):
         return None
 
     def run_request(self, message: list[Any], built: Any = None) -> Reply | WorkerError:
-        """Run a request and keep its rows; return the reply, or the WorkerError in its place.
+        """Drop old rows, run a request and keep its rows; return the reply, or the WorkerError.
 
-        message, built: of `make_messages`
+        A WorkerError is kept in place of the rows too, so that their readers get it.
+        message, built: as `make_messages` returns them
         """
         asked = Message(*message)
         self._rows.kept.drop(asked.dropped)
@@ -93,16 +96,20 @@ class RayWorker(WorkerProcess):
 
     @ray.method(concurrency_group="rows")
     def give_rows(self, keys: Sequence[int]) -> dict[int, Any]:
-        """Give other workers the rows of these keys, as `WorkerRows.give`."""
+        """Return to another worker what is kept under these keys (see `WorkerRows.give`)."""
         return self._rows.give(keys)
 
     def reset(self) -> None:
+        """Drop all rows and leave the pool; the process can join another one."""
         self._rows.clear()
         super().reset()
 
 
 def start_worker(options: Mapping[str, Any]) -> Any:
-    """Start a worker process; other workers find it by its name. options: of a Ray actor"""
+    """Start a worker process under a random name; return its Ray actor, without waiting.
+
+    options: of the Ray actor
+    """
     factory = ray.remote(concurrency_groups={"rows": READERS})(RayWorker)
     return factory.options(name=uuid.uuid4().hex, **options).remote()
 
@@ -116,7 +123,7 @@ def assigned_device(kind: DeviceKind) -> str | None:
 
 @dataclass(frozen=True)
 class RayWorkers:
-    """Started processes in the order of ranks, with their placement group."""
+    """The processes of a pool in the order of ranks, with their placement group."""
 
     processes_per_node: tuple[int, ...]
     placement_group: Any
@@ -124,12 +131,13 @@ class RayWorkers:
     places: tuple[Place, ...]
 
     def kill(self) -> None:
+        """Kill the processes and release their devices."""
         for actor in self.actors:
             ray.kill(actor)
         ray.util.remove_placement_group(self.placement_group)
 
     def reset(self) -> bool:
-        """Prepare the processes for another pool; False when they cannot be used again."""
+        """Make the processes leave their pool and wait; return False where one fails or is late."""
         origins = [Origin("pool", rank, "", "reset") for rank in range(len(self.actors))]
         tasks = [(a.reset.remote(), o) for a, o in zip(self.actors, origins, strict=True)]
         try:
@@ -140,10 +148,12 @@ class RayWorkers:
 
 
 class RayCall:
-    """A method under way on ranks of a pool, from `first_rank` on."""
+    """A method submitted to ranks of a pool; implements `Call`."""
 
     def __init__(self, pool: RayPool, origins: Sequence[Origin], refs: list[Any], key: int) -> None:
-        """refs: of the replies; key: of the rows"""
+        """origins: of the ranks, in order; refs: Ray's references to their replies
+        key:     under which the ranks keep their rows
+        """
         self._pool, self._origins, self._key = pool, origins, key
         self._rows = CallRows(pool, key, origins[0].rank, refs)
 
@@ -152,9 +162,9 @@ class RayCall:
         return [RayHandle(self._rows, origin) for origin in self._origins]
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies of all ranks.
+        """Wait for the replies of all ranks and return them; call it once.
 
-        Raises WorkerError, or RuntimeTimeout with their states.
+        Raises WorkerError, or at the deadline RuntimeTimeout with the states of the late ranks.
         """
         deadlines, started = self._pool.deadlines, time.monotonic()
         requests = self._pool.under_way[self._key]
@@ -171,7 +181,7 @@ class RayCall:
         return replies
 
     def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
-        """Return the rows that these ranks wait for."""
+        """Return handles of the input rows of these ranks that do not exist yet."""
         requests = self._pool.under_way[self._key]
         both = zip(self._origins, requests, strict=True)
         waiting = [request for origin, request in both if origin.rank in ranks]
@@ -194,14 +204,14 @@ class RayPool:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
         self.hosts, self.deadlines = hosts, deadlines
         self._setups, self.owner = setups, owner
-        # Requests of calls that have not ended well, which keep the rows that they read.
+        # Requests by key, until their call has ended without error: they keep the rows they read.
         self.under_way: dict[int, Sequence[Request]] = {}
         self._dropped: list[list[int]] = [[] for _ in workers.actors]  # keys, for the next message
         self._origins: dict[tuple[str, str], list[Origin]] = {}  # of all ranks, by role and method
         self._run = [actor.run_request.remote for actor in workers.actors]
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
-        """Start each request on its rank, from `first_rank` on, without waiting."""
+        """Start one request per rank without waiting; the first goes to `first_rank`."""
         key, ranks = next(_keys), range(first_rank, first_rank + len(requests))
         self.under_way[key] = requests
         messages = make_messages(requests, key, [self._take_dropped(rank) for rank in ranks])
@@ -211,32 +221,34 @@ class RayPool:
         return RayCall(self, origins, refs, key)
 
     def drop_rows(self, key: int, ranks: range) -> None:
-        """Let ranks drop the rows of a call with their next message."""
+        """Tell these ranks with their next message to drop the rows of a call."""
         for rank in ranks:
             self._dropped[rank].append(key)
 
     def _take_dropped(self, rank: int) -> list[int]:
-        held = self._dropped[rank]  # another thread, collecting garbage, may add to it
-        found = held[:]
-        del held[: len(found)]
-        return found
+        """Remove and return the keys of rows that a rank has to drop."""
+        keys = self._dropped[rank]  # another thread, collecting garbage, may add to it
+        taken = keys[:]
+        del keys[: len(taken)]
+        return taken
 
     def _all_origins(self, role: str, phase: str) -> list[Origin]:
-        """Return the origins of a call on all ranks, which are made once."""
+        """Return the Origin of a method on each rank; cached."""
         if (role, phase) not in self._origins:
             ranks = range(self.world_size)
             self._origins[role, phase] = [self.origin(rank, role, phase) for rank in ranks]
         return self._origins[role, phase]
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
+        """Return the Origin of a method on a rank."""
         host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
         return Origin(role, rank, host, phase, log, self.name)
 
     def list_workers(self) -> list[Watched]:
-        """Return the workers of this pool, for diagnosis."""
+        """Return the workers of this pool for diagnosis, in the order of ranks."""
         ranks = zip(self._setups, self.workers.places, self.hosts, strict=True)
         return [Watched(self.name, s.rank, at, log_of(s) or "", agent) for s, at, agent in ranks]
 
     def shutdown(self) -> None:
-        """End the processes, or return them to a runtime that keeps them warm."""
+        """Kill the processes, or give them to the runtime if it keeps warm processes."""
         self.owner.release(self)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayPools:
-    """All pools of a runtime."""
+    """Creates, keeps and ends all pools of a runtime."""
 
     def __init__(
         self,
@@ -53,6 +53,9 @@ class RayPools:
         node_check: NodeCheck,
         agents: RayAgents,
     ) -> None:
+        """num_devices: devices that all pools together may use, which limits warm processes
+        log_dir, keep_warm: see `RayRuntime`
+        """
         self._agents = agents
         self._cluster, self._threads = cluster, device.cpu_threads
         self.deadlines = Deadlines(settings.timeout_s)
@@ -75,14 +78,15 @@ class RayPools:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]],
     ) -> dict[str, RayPool]:
-        """Create all pools at the same time; reuse idle processes of a pool of the same shape.
+        """Create all pools at the same time and wait; return them by name.
 
-        After an error no process of these pools is left.
+        Warm processes of an ended pool of the same shape are used again. After an error no process
+        of these pools is left.
 
         processes_per_node: pool -> number of processes on each node
         parts:              pool -> sizes of its parts, where it is split
-        Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
-        WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
+        Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
+        WorkerError where a process cannot start, RuntimeTimeout where it does not answer.
         """
         claimed: dict[str, RayWorkers] = {}
         reserved: dict[str, Any] = {}
@@ -119,7 +123,7 @@ class RayPools:
         return [self._agents.on(place.node, place.host) for place in workers.places]
 
     def end(self) -> None:
-        """End every process."""
+        """Kill the processes of all pools, warm processes and agents."""
         self._keep_warm = False
         for pool in list(self._pools):
             pool.shutdown()
@@ -129,11 +133,12 @@ class RayPools:
         self._agents.end()
 
     def inspect_workers(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
-        """Inspect every worker, by pool and rank, and copy the logs of other hosts here.
+        """Inspect every worker and copy the logs of other hosts here; return what was seen.
 
-        Empty where that fails: the failure under diagnosis must not be lost.
+        The key is (pool, rank). Empty where inspection fails, which is logged: the failure under
+        diagnosis must not be lost.
 
-        stacks: have each worker write the stacks of its threads to its log
+        stacks: True = make each worker write the stacks of its threads to its log
         """
         watched = [worker for pool in self._pools for worker in pool.list_workers()]
         try:
@@ -147,26 +152,29 @@ class RayPools:
     def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        """Return the timeout with the states of the ranks and the producers of their inputs.
+        """Inspect all workers; return the timeout with the states of the late ranks.
 
-        inputs: rows that the ranks wait for
+        inputs: handles of rows that these ranks wait for
         """
         producers = [handle.origin for handle in inputs]
         return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return the error, completed by whether its host ran out of memory."""
+        """Inspect all workers; return the error, with a note if its host ran out of memory."""
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
-        rose = [
+        new_kills = [
             sighting.oom_kills - watched[key].place.oom_kills
             for key, sighting in seen.items()
             if watched[key].place.host == error.host
         ]
-        return explain_death(error, max(rose, default=0))
+        return explain_death(error, max(new_kills, default=0))
 
     def release(self, pool: RayPool) -> None:
-        """Keep the processes of a pool warm for another one, or end them if they cannot be."""
+        """End a pool: kill its processes, or keep them warm for another pool (`keep_warm`).
+
+        Does nothing for a pool that has ended.
+        """
         if pool not in self._pools:
             return
         self._pools.remove(pool)
@@ -176,21 +184,28 @@ class RayPools:
             pool.workers.kill()
 
     def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
-        """End warm processes of other shapes when they hold the devices that are needed."""
+        """Kill warm processes, oldest first, until `needed` devices are free.
+
+        claimed: workers of the pools that are being created
+        """
         in_use = [pool.workers for pool in self._pools] + list(claimed.values())
         while self._warm:
-            held = sum(len(workers.actors) for workers in in_use + self._warm)
-            if held + needed <= self._num_devices:
+            taken = sum(len(workers.actors) for workers in in_use + self._warm)
+            if taken + needed <= self._num_devices:
                 return
             self._warm.pop(0).kill()
 
     def _start_processes(
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> dict[str, RayWorkers]:
-        """Start the processes of pools on their reserved devices, in the order of ranks."""
+        """Start the processes of pools on their reserved devices and wait; return them by rank.
+
+        Also starts the agents of their hosts. On a joined cluster the placement is logged.
+        groups: placement group of each pool
+        """
         actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
         tasks = [
-            (actor.place.remote(entry), Origin(name, index, "a host not known yet", "start"))
+            (actor.report_place.remote(entry), Origin(name, index, "a host not known yet", "start"))
             for name, found in actors.items()
             for index, (entry, actor) in enumerate(found)
         ]
@@ -208,7 +223,7 @@ class RayPools:
         return workers
 
     def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
-        """Start an actor for each process of a shape; return (entry of the shape, actor)."""
+        """Start an actor for each process of a shape; return (index in the shape, actor)."""
         wants = device_options(self._resource, self._environment)
         found = []
         for bundle, count in enumerate(shape):
@@ -220,7 +235,10 @@ class RayPools:
     def _join_worlds(
         self, workers: Mapping[str, RayWorkers], parts: Mapping[str, Sequence[int]]
     ) -> dict[str, list[ProcessSetup]]:
-        """Make each pool one torch.distributed world, or one of each of its parts."""
+        """Make each pool, or each of its parts, a torch.distributed world, and wait.
+
+        Returns the settings with which the ranks joined, by pool.
+        """
         limit = self.start_timeout_s
         ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
         opening = [
@@ -246,7 +264,7 @@ class RayPools:
         return setups
 
     def _setups(self, name: str, workers: RayWorkers, parts: tuple[int, ...]) -> list[ProcessSetup]:
-        """Make the settings with which each rank joins its pool's world."""
+        """Return the settings with which each rank joins its pool's world."""
         return [
             ProcessSetup(
                 pool=name,

@@ -13,7 +13,10 @@ ANSWER_S = 8
 
 
 def main(address: str) -> None:
-    """Ask a cluster without a token; print as JSON whether it wants one, and its nodes."""
+    """Ask a cluster for its nodes without a token; print the answer as JSON.
+
+    A cluster that does not answer in ANSWER_S ends the process by SIGALRM.
+    """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 

@@ -1,7 +1,7 @@
-"""References to rows that stay in the worker that made them, and the way to them.
+"""References to rows that stay in the worker that made them, and how other workers fetch them.
 
-The driver only names rows. A worker reads its own rows from its memory and asks the others' workers
-for theirs, so that neither rows nor their bookkeeping pass through the driver.
+The driver only names rows. A worker reads its own rows from its memory and asks other workers for
+theirs, so that neither rows nor their bookkeeping pass through the driver.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError
 from mindspeed_rlxf.cluster.kept_rows import KeptRows, Outcome, copy_rows, count_bytes
-from mindspeed_rlxf.cluster.ray.wait import KILLED, as_worker_error, died
+from mindspeed_rlxf.cluster.ray.wait import KILLED, as_worker_error, make_death_error
 from mindspeed_rlxf.data.batch import Rows
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.cluster.ray.pool import RayPool
 
 READERS = 16  # calls of other workers that a worker answers at the same time
-WAITING = READERS // 2  # of them those that may wait for rows that are still being made
-ASK_S = 1.0  # longest that a process holds back its answer for such rows
-PAUSE_S = 0.1  # before a process is asked again that had nothing new
-SHARED_BYTES = 64 * 1024  # larger rows go through the shared memory of hosts, once for all readers
+WAITING = READERS // 2  # how many of these may wait for rows that do not exist yet
+ASK_S = 1.0  # longest time that such a call waits before it is answered
+PAUSE_S = 0.1  # before the same process is asked again, if it had nothing new
+SHARED_BYTES = 64 * 1024  # larger rows are put into the host's shared memory, once for all readers
 
 
 @dataclass(frozen=True)
 class KeptHandle:
-    """Rows as a worker finds them.
+    """A handle of one rank's rows, for workers.
 
-    process: name of the actor that keeps them
-    key:     there
+    process: name of the actor that keeps the rows
+    key:     key of the rows in that process
     """
 
     process: str
@@ -48,9 +48,9 @@ class KeptHandle:
 
 
 class CallRows:
-    """The rows of one call, for the driver. Ranks drop them when nothing refers to this object.
+    """The rows of one call, for the driver. Ranks drop them when this object is collected.
 
-    replies: by rank from `first_rank` on; empty once all ranks have replied
+    replies: references to the replies of the ranks from `first_rank` on; empty once all have come
     """
 
     def __init__(self, pool: RayPool, key: int, first_rank: int, replies: list[Any]) -> None:
@@ -62,19 +62,22 @@ class CallRows:
 
 
 class RayHandle:
-    """The rows of one rank, for the driver; equal only to itself. Pickled, it is a KeptHandle."""
+    """A handle of one rank's rows, for the driver; equal only to itself.
+
+    It is pickled as a KeptHandle.
+    """
 
     def __init__(self, call: CallRows, origin: Origin) -> None:
         self.call, self.origin = call, origin
 
     @cached_property
-    def place(self) -> tuple[Any, ...]:
-        """Process, key and the fields of the origin, as plain values."""
+    def address(self) -> tuple[Any, ...]:
+        """(actor name, key, fields of the origin), as plain values."""
         process, o = self.call.pool.workers.places[self.origin.rank].process, self.origin
         return process, self.call.key, o.role, o.rank, o.host, o.phase, o.log, o.pool
 
     def __reduce__(self) -> tuple[type[KeptHandle], tuple[str, int, Origin]]:
-        process, key, *_ = self.place
+        process, key, *_ = self.address
         return KeptHandle, (process, key, self.origin)
 
     def __repr__(self) -> str:
@@ -82,7 +85,7 @@ class RayHandle:
 
 
 def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
-    """Return the handles whose rows do not exist yet."""
+    """Return the handles of ranks that have not replied yet; does not wait."""
     late = {}
     for handle in handles:
         if handle.call.replies:
@@ -95,7 +98,7 @@ def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
 
 
 class WorkerRows:
-    """The rows of this worker process, and those that it reads of others."""
+    """The rows that this worker process keeps, and its access to the rows of other workers."""
 
     def __init__(self) -> None:
         self.kept, self.timeout_s = KeptRows(), 0.0
@@ -105,13 +108,14 @@ class WorkerRows:
         self._sharing = threading.Lock()
 
     def clear(self) -> None:
+        """Drop all rows and forget the other workers."""
         self.kept.clear()
         self._actors.clear()
 
     def give(self, keys: Sequence[int]) -> dict[int, Any]:
-        """Return what these keys have, after a while without those that have nothing yet.
+        """Return the outcomes of these keys; keys that have none within ASK_S are left out.
 
-        Large rows are an ObjectRef.
+        Large rows are returned as Ray's ObjectRef. Does not wait if WAITING other calls do.
         """
         waits = self._may_wait.acquire(blocking=False)
         try:
@@ -123,7 +127,7 @@ class WorkerRows:
             return {key: self._share(key, outcome) for key, outcome in found.items()}
 
     def _share(self, key: int, outcome: Outcome) -> Any:
-        """Move large rows to shared memory; return the reference to them, or the outcome."""
+        """Move large rows to shared memory and return their ObjectRef; return others unchanged."""
         outcome = self.kept.wait_for([key], 0.0).get(key, outcome)
         if not isinstance(outcome, Rows) or count_bytes(outcome) < SHARED_BYTES:
             return outcome
@@ -132,9 +136,9 @@ class WorkerRows:
         return ref
 
     def fetch_rows(self, handles: Sequence[KeptHandle]) -> list[Any]:
-        """Return the rows of these handles, in order.
+        """Wait for the rows of these handles and return them in order.
 
-        Raises a failed rank's WorkerError, or TimeoutError.
+        Raises the WorkerError of a rank that failed or died, TimeoutError after `timeout_s`.
         """
         deadline = time.monotonic() + self.timeout_s
         waiting = _by_process(handles)
@@ -157,7 +161,7 @@ class WorkerRows:
         return [values[handle] for handle in handles]
 
     def _read_own(self, handle: KeptHandle) -> Outcome:
-        """Read an outcome of this process; calls run in order, so it exists."""
+        """Return an outcome of this process, rows as a copy; calls run in order, so it exists."""
         outcomes = self.kept.wait_for([handle.key], 0.0)
         assert handle.key in outcomes, f"{handle} were dropped before they were read"
         outcome = outcomes[handle.key]
@@ -168,14 +172,17 @@ class WorkerRows:
     def _ask(
         self, waiting: dict[str, list[KeptHandle]], deadline: float
     ) -> dict[KeptHandle, Outcome]:
-        """Ask each process once for its rows; return the outcomes that exist."""
+        """Ask each process once for its rows; return the outcomes that exist by handle.
+
+        Rows of a process that has died have a WorkerError. waiting: actor name -> handles
+        """
         values: dict[KeptHandle, Any] = {}
         asked: dict[Any, list[KeptHandle]] = {}
         for process, handles in waiting.items():
             try:
                 actor = self._actors.get(process) or ray.get_actor(process)
             except ValueError:  # Ray has forgotten it
-                values |= {h: died(h.origin, f"{DIED} ({KILLED})") for h in handles}
+                values |= {h: make_death_error(h.origin, f"{DIED} ({KILLED})") for h in handles}
                 continue
             self._actors[process] = actor
             asked[actor.give_rows.remote([h.key for h in handles])] = handles
@@ -189,6 +196,7 @@ class WorkerRows:
 
 
 def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
+    """Group handles, without repeats, by the actor name of their process."""
     found: dict[str, list[KeptHandle]] = {}
     for handle in dict.fromkeys(handles):
         found.setdefault(handle.process, []).append(handle)
@@ -196,9 +204,9 @@ def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
 
 
 def _read_answer(ref: Any, handles: Sequence[KeptHandle], deadline: float) -> dict[KeptHandle, Any]:
-    """Return what a process answered; where it is lost, the error of each rank's rows.
+    """Return the outcomes that a process sent, by handle; if it died, a WorkerError for each.
 
-    Nothing where rows in shared memory do not arrive until the deadline.
+    Empty where rows in shared memory do not arrive before the deadline.
     """
     try:
         answer = ray.get(ref)

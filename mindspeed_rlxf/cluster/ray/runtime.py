@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
 from mindspeed_rlxf.device import resolve_kind
 
-FOUND_BY_RAY = ("GPU", "NPU")  # resources that Ray counts itself; others an own cluster declares
+FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; an own cluster declares others
 
 
 class RayRuntime:
@@ -30,11 +30,11 @@ class RayRuntime:
         read_by_workers: Mapping[str, str] | None = None,
         run_file: Path | None = None,
     ) -> None:
-        """Join a cluster, or start our own.
+        """Join a Ray cluster, or start an own one.
 
         num_devices: logical devices that an own cluster declares
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
-        keep_warm: keep the processes of ended pools for pools of the same shape (tests)
+        keep_warm: keep the processes of ended pools for later pools of the same shape (tests)
         read_by_workers: folder -> the configuration keys that name it; compared on every node
         run_file: a file of the run directory; hosts that see it share the directory
         """
@@ -57,9 +57,9 @@ class RayRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
-        """Join or start the cluster of a configuration; `create_pools` checks its nodes later.
+        """Join or start the cluster that the configuration names; `create_pools` checks its nodes.
 
-        run_file: see the constructor
+        log_dir, run_file: see the constructor
         """
         pool = config.pool_settings
         env = {**offload_environment(config), **pool.env}
@@ -78,10 +78,10 @@ class RayRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Pool]:
-        """Create pools by name, at the same time.
+        """Create all pools at the same time and wait; return them by name.
 
-        Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
-        WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
+        Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
+        WorkerError where a process cannot start, RuntimeTimeout where it does not answer.
         """
         from mindspeed_rlxf.cluster.worker import freeze_imports
 
@@ -90,11 +90,11 @@ class RayRuntime:
         return pools
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return the error with the host's findings; copy the logs of other hosts to this one."""
+        """Return the error, with a note if its host lacked memory; copy other hosts' logs here."""
         return self.pools.explain_death(error)
 
     def shutdown(self) -> None:
-        """End all pools, and an own cluster with everything in it."""
+        """Kill all processes of the pools, and leave the cluster; an own cluster ends."""
         try:
             self.pools.end()
         finally:

@@ -1,7 +1,7 @@
 """Decide whether a Ray cluster may be joined: its users can run code in every process of the run.
 
-A cluster that asks for a token is safe. One without tokens is joined where this user started it and
-it has this host only, and any other where the configuration allows it.
+A cluster that asks for a token may be joined. A cluster without tokens may be joined if this user
+started it and it has this host only; any other only if the configuration allows it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ TURN_ON = (
 
 @dataclass(frozen=True)
 class View:
-    """The answer of a cluster to a request without a token."""
+    """The answer of a cluster to a request without a token.
+
+    tokens: the cluster refused, as it asks for one; nodes: else the addresses of its live nodes
+    """
 
     tokens: bool
     nodes: tuple[str, ...] = ()
 
 
-def check(address: str, allow_unauthenticated: bool) -> bool:
-    """Return whether the cluster asks for a token; warns where it does not and may be joined.
+def check_trust(address: str, allow_unauthenticated: bool) -> bool:
+    """Return whether the cluster asks for a token.
 
-    Raises UserError where it may not, OSError or ValueError where nothing answers as Ray does.
+    Logs a warning for a cluster without tokens that may be joined. Raises UserError for a cluster
+    that must not be joined, OSError or ValueError where nothing answers as Ray does.
     """
-    view, here = ask(address), is_here(host_and_port(address)[0])
+    view, here = ask_without_token(address), is_here(host_and_port(address)[0])
     strangers = find_owners(address) - {os.getuid(), ROOT} if here else frozenset()
     if strangers and not allow_unauthenticated:
         raise UserError(
@@ -75,8 +79,11 @@ def check(address: str, allow_unauthenticated: bool) -> bool:
     return False
 
 
-def ask(address: str) -> View:
-    """Ask the cluster without a token. Raises ConnectionError where it does not answer."""
+def ask_without_token(address: str) -> View:
+    """Ask the cluster for its nodes without a token, in a child process.
+
+    Raises ConnectionError where it does not answer as Ray does.
+    """
     private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in private}
     script = Path(__file__).with_name("probe.py")
@@ -96,5 +103,5 @@ def ask(address: str) -> View:
     except subprocess.TimeoutExpired:
         raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
     except (LookupError, ValueError):
-        said = found.stderr.strip().splitlines()[-1:] or ["nothing is said"]
+        said = found.stderr.strip().splitlines()[-1:] or ["it gave no message"]
         raise ConnectionError(said[0][:300]) from None

@@ -1,4 +1,4 @@
-"""Wait for Ray tasks with a deadline, and turn the errors of Ray into our own."""
+"""Wait for Ray tasks with a deadline, and turn Ray's errors into WorkerErrors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two polls of running calls
 
 
 def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
-    """Return the values of all tasks, each an ObjectRef with the rank that computes it.
+    """Wait for all tasks; return their values in order.
 
-    Raises WorkerError as soon as one task fails, and at the deadline RuntimeTimeout with the ranks
-    that did not arrive.
+    tasks: (ObjectRef, the rank that computes it)
+    Raises WorkerError as soon as one task fails or returns one; RuntimeTimeout, with the late
+    ranks, at the deadline.
     """
     origins = dict(tasks)
     values: dict[Any, Any] = {}
@@ -35,7 +36,7 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     patience_s = FIRST_LOOK_S
     while waiting:
-        # Most calls end together; the others are looked at now and then, for failures.
+        # Ranks mostly end together. Waiting in slices finds an early failure.
         ready, waiting = _wait_for_all(waiting, min(patience_s, deadline - time.monotonic()))
         patience_s = min(2 * patience_s, LONGEST_LOOK_S)
         if not ready and time.monotonic() < deadline:
@@ -53,13 +54,13 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
 
 
 def _wait_for_all(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """Wait until all tasks have ended, or so long; return those that have, and the others."""
+    """Wait until all tasks have ended, or the timeout; return (ended tasks, others)."""
     ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=max(timeout_s, 0))
     return ready, waiting
 
 
 def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """Wait for a task; return all finished tasks, none at the deadline, and the others."""
+    """Wait until one task has ended, or the timeout; return (all ended tasks, others)."""
     ready, waiting = ray.wait(refs, num_returns=1, timeout=max(timeout_s, 0))
     if ready and waiting:
         more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
@@ -68,7 +69,7 @@ def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
 
 
 def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
-    """Return the value of each finished task; a failed one has its WorkerError."""
+    """Return the value of each ended task by its ObjectRef; of a failed one its WorkerError."""
     try:
         return dict(zip(refs, ray.get(list(refs)), strict=True))
     except RayError:
@@ -76,7 +77,7 @@ def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
 
 
 def _read_one(ref: Any, origin: Origin) -> Any:
-    """Return the value of a finished task, or its WorkerError."""
+    """Return the value of an ended task, or its WorkerError."""
     try:
         return ray.get(ref)
     except RayError as error:
@@ -84,20 +85,27 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
-    """Make a WorkerError with a one-line cause of an error of Ray."""
+    """Return a WorkerError for an error of Ray, with a cause for messages."""
     cause = describe_end(error)
-    return died(origin, cause, str(error)) if cause.startswith(DIED) else origin.error(cause)
+    return (
+        make_death_error(origin, cause, str(error))
+        if cause.startswith(DIED)
+        else origin.make_error(cause)
+    )
 
 
-def died(origin: Origin, cause: str, details: str = "") -> WorkerError:
-    """Make the error of a process that died. cause: begins with DIED; details: for the log"""
+def make_death_error(origin: Origin, cause: str, details: str = "") -> WorkerError:
+    """Return the error of a process that died; its cause names the log, if there is one.
+
+    cause: begins with DIED; details: becomes the traceback in the driver's log
+    """
     if origin.log:
         cause += f"; its last output is in {origin.log}"
-    return origin.error(cause, remote_traceback=details)
+    return origin.make_error(cause, remote_traceback=details)
 
 
 def describe_end(error: RayError) -> str:
-    """Describe what was raised, or how the process ended; begins with DIED where it died."""
+    """Return what a task raised, or how its process ended: then the text begins with DIED."""
     text = str(error)
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -117,7 +125,10 @@ def describe_end(error: RayError) -> str:
 def _find_first_cause(
     failed: list[WorkerError], waiting: list[Any], origins: dict[Any, Origin]
 ) -> WorkerError:
-    """Return the failure that caused the others; it may be reported a moment after them."""
+    """Return the failure that caused the others; wait up to FIRST_CAUSE_S if it is not among them.
+
+    waiting: tasks that have not ended
+    """
     deadline = time.monotonic() + FIRST_CAUSE_S
     while waiting and all(error.is_aftermath for error in failed):
         ready, waiting = _wait(waiting, deadline - time.monotonic())

@@ -1,1 +1,1 @@
-"""Rules between keys: what a configuration must keep, as problems with rule, value and remedy."""
+"""Rules between keys. Each check yields a `Problem` for every broken rule, and raises nothing."""

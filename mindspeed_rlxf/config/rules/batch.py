@@ -1,4 +1,4 @@
-"""Rules of how samples are divided among ranks, mini-batches and micro-batches."""
+"""Rules about the division of samples among ranks, mini-batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ BATCH, SAMPLES = "training.global_batch_size", "actor_rollout.n_samples_per_prom
 
 
 def check_batches(config: RunConfig) -> list[Problem]:
-    """Find every rule of batch sizes that is broken. All roles must have whole replicas."""
-    return [*_batch(config), *_mini_batches(config)]
+    """Return a problem for each broken rule of batch sizes.
+
+    Call it only if the processes of every role are a multiple of TP x PP.
+    """
+    return [*_check_batch(config), *_check_mini_batches(config)]
 
 
 def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Check that `max_tokens_per_micro_batch` of a role holds the longest sample."""
+    """Yield a problem if `max_tokens_per_micro_batch` of a role is below `seq_length`."""
     limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
     if limit is not None and limit < longest:
         yield Problem(
@@ -38,9 +41,9 @@ def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
-    """Report a limit of tokens per micro-batch where `loss_normalizer` is micro_batch_mean.
+    """Yield a problem per role with a token limit of micro-batches, if losses are means over them.
 
-    A mean of micro-batch means needs micro-batches with the same number of rows.
+    `loss_normalizer: micro_batch_mean` needs micro-batches with the same number of samples.
     """
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
@@ -56,8 +59,12 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _batch(config: RunConfig) -> Iterator[Problem]:
-    """Check that all ranks take equally many samples, those of a prompt together if compared."""
+def _check_batch(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems if the samples cannot be divided equally among the ranks of every role.
+
+    Also if the responses to a prompt, where an estimator compares them, would be on several ranks,
+    or if greedy responses (one per prompt) cannot be divided among the reward's replicas.
+    """
     prompts, per_prompt = (
         config.training.global_batch_size,
         config.actor_rollout.n_samples_per_prompt,
@@ -93,7 +100,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _prompt_step(config: RunConfig) -> int:
-    """Return the smallest number of prompts that `_batch` accepts; so are its multiples."""
+    """Return the number of which a legal `global_batch_size` is a multiple (`_check_batch`)."""
     per_prompt = config.actor_rollout.n_samples_per_prompt
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
@@ -105,9 +112,9 @@ def _prompt_step(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class _Share:
-    """Factors of the number of samples of a role.
+    """Factors that a role's number of samples must have; `unit` is their product.
 
-    Only roles that learn have to fill a virtual pipeline; the others can pad it.
+    Only trained roles have to fill a virtual pipeline; a frozen role pads it.
     """
 
     dp: int
@@ -116,7 +123,7 @@ class _Share:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Share:
-        """Read from the configuration how a role's samples are divided."""
+        """Return the factors of a role."""
         section = config.role(role)
         learns = isinstance(section, LearningConfig)
         stages = section.micro_batch_multiple if learns else 1
@@ -135,14 +142,15 @@ class _Share:
 
 
 def _shares(config: RunConfig) -> dict[_Share, Role]:
-    """Return each share with the first role that has it."""
+    """Map each set of factors to the first role, in the order of `Role`, that has it."""
     return {_Share.of(config, role): role for role in reversed(config.roles)}
 
 
 def _legal_samples(config: RunConfig) -> int:
-    """Count the samples of an iteration.
+    """Return the samples of an iteration, by which mini-batches are checked.
 
-    Where the batch is illegal, return a common divisor of what both remedies make.
+    Where `global_batch_size` is illegal: the greatest common divisor of the two sizes that its
+    problem proposes, so that remedies for mini-batches fit both.
     """
     prompts, step = config.training.global_batch_size, _prompt_step(config)
     if prompts % step:
@@ -150,8 +158,8 @@ def _legal_samples(config: RunConfig) -> int:
     return prompts * config.actor_rollout.n_samples_per_prompt
 
 
-def _mini_batches(config: RunConfig) -> Iterator[Problem]:
-    """Check the mini-batches of actor and critic."""
+def _check_mini_batches(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of the mini-batches of actor and critic, at most one per role."""
     sizes = [(Role.ACTOR_ROLLOUT, "ppo_mini_batch_size"), (Role.CRITIC, "critic_mini_batch_size")]
     for role, key in sizes:
         if role in config.roles:
@@ -159,25 +167,25 @@ def _mini_batches(config: RunConfig) -> Iterator[Problem]:
             if step.splits_pairs:
                 yield _odd_micro_batch(step, key, size)
             else:
-                yield from _mini_batch(config, step, f"{role.value}.{key}", size)
+                yield from _check_mini_batch(config, step, f"{role.value}.{key}", size)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Factors of the number of samples of an optimizer step."""
+    """Factors that the number of samples of a role's optimizer step must have."""
 
     role: Role
-    samples: int  # `_legal_samples`
-    is_legal: bool  # that is the iteration's number of samples
-    share: int  # data-parallel size, with a virtual pipeline times its stages
-    micro: int  # micro_batch_size, 1 where tokens are counted
+    samples: int  # of an iteration, by `_legal_samples`
+    is_legal: bool  # global_batch_size is legal, so `samples` is the real number
+    share: int  # data-parallel size x stages of a virtual pipeline
+    micro: int  # micro_batch_size; 1 with max_tokens_per_micro_batch
     together: int  # 2 where the loss needs pairs of responses, else 1
-    by_tokens: bool
-    factors: str
+    by_tokens: bool  # max_tokens_per_micro_batch is given
+    factors: str  # text of the factors share x micro, for messages
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
-        """Read from the configuration how a role divides an iteration into optimizer steps."""
+        """Return the factors of a trained role."""
         section, share = config.role(role), _Share.of(config, role)
         micro, factors = 1, str(replace(share, together=1))
         by_tokens = section.max_tokens_per_micro_batch is not None
@@ -190,22 +198,25 @@ class _Step:
 
     @property
     def splits_pairs(self) -> bool:
-        """Whether micro-batches hold half a pair.
+        """Whether `micro_batch_size` separates the two responses of a pair.
 
-        Where tokens are counted, `rules.stages` refuses it.
+        False with max_tokens_per_micro_batch, which `rules.stages` refuses for pairs.
         """
         return not self.by_tokens and self.micro % self.together > 0
 
     def sizes(self, micro: int) -> list[int]:
-        """List the legal mini-batches with micro-batches of `micro` samples."""
+        """List the legal sizes of mini-batches for micro-batches of `micro` samples, ascending."""
         return [n for n in divisors(self.samples) if n % (self.share * micro) == 0]
 
     def micros(self) -> list[int]:
-        """List the sizes of micro-batches for which there is a legal mini-batch."""
+        """List the sizes of micro-batches for which a mini-batch is legal, ascending."""
         return [n for n in divisors(self.samples // self.share) if n % self.together == 0]
 
     def remedy(self, size: int) -> str:
-        """Say which legal mini-batches are next to `size`, or which micro-batch makes one legal."""
+        """Return text that proposes the legal mini-batches nearest to `size`.
+
+        If none is legal: another micro_batch_size, and a mini-batch for it.
+        """
         if good := self.sizes(self.micro):
             return use(neighbours(size, good))
         fits = neighbours(self.micro, self.micros())[0]
@@ -216,7 +227,10 @@ class _Step:
 
 
 def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
-    """Make the problem of a micro-batch that splits pairs; propose whole ones that fit."""
+    """Return the problem of a micro_batch_size that separates pairs, with even sizes as remedy.
+
+    key, size: of the role's mini-batch
+    """
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
     fitting = [micro for micro in near if size in step.sizes(micro)]
     good = neighbours(size, step.sizes(near[0])) or [size]
@@ -230,8 +244,9 @@ def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
     )
 
 
-def _mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
-    """Check that a mini-batch divides the samples and fills whole micro-batches on each rank."""
+def _check_mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
+    """Yield a problem if a mini-batch does not divide the samples of an iteration, or is no
+    multiple of the micro-batches of all data-parallel ranks."""
     if step.is_legal and step.samples % size:
         yield Problem(
             key,

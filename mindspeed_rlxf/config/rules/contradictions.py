@@ -1,7 +1,7 @@
-"""Refuse keys that contradict the stage or the method: nothing reads them there.
+"""Refuse keys that have no effect with the chosen stage, estimator or loss.
 
-A key that has its default value is never reported. Keys that people leave in a YAML while they
-switch something on and off are legal, see `idle_keys`.
+A key that has its default value is never reported. Keys that another key merely switches off are
+legal, see `idle_keys`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mindspeed_rlxf.config.rules.idle_keys import Idle, value_and_default
 from mindspeed_rlxf.config.schema import RunConfig
 
 OF_TOKEN_REWARDS = ("gamma", "whiten_rewards")
-OF_PLACES = ("score_position", "score_slot_limit")  # no place in the total of a response
+OF_SCORE_SLOTS = ("score_position", "score_slot_limit")  # of estimators that read token rewards
 LAMBDAS = ("lam", "critic_lam", "lam_alpha")
 OF_ADVANTAGES = (
     "adv_estimator", *LAMBDAS, "advantage_whiten", "loss_normalizer", "kl_in", "kl_penalty",
-    "kl_ctrl", "rollout_is_threshold", *OF_TOKEN_REWARDS, *OF_PLACES,
+    "kl_ctrl", "rollout_is_threshold", *OF_TOKEN_REWARDS, *OF_SCORE_SLOTS,
 )  # fmt: skip
 OF_POLICY_LOSS = (
     "policy_loss", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c",
@@ -27,7 +27,7 @@ OF_POLICY_LOSS = (
 
 
 def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each key that the stage or the method leaves without effect."""
+    """Yield a problem for each key without effect that differs from its default."""
     for idle in _contradictions(config):
         for key in idle.keys:
             value, default = value_and_default(config, idle.section, key)
@@ -41,14 +41,14 @@ def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _contradictions(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads in this stage, with this estimator, or with this loss."""
+    """Yield the keys that nothing reads in this stage, with this estimator or without filtering."""
     stage = f"with {ref('training.stage')}={config.training.stage.value}"
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield Idle("algorithm", OF_ADVANTAGES, stage)
         yield Idle("actor_rollout", OF_POLICY_LOSS, stage)
     else:
         yield Idle("actor_rollout", ("dpo_beta", "dpo_loss_type"), stage)
-        yield from _of_estimator(config)
+        yield from _find_idle_of_estimator(config)
     if not config.algorithm.filter_groups:
         filters = f"with {ref('algorithm.filter_groups')}=false"
         yield Idle("algorithm", ("max_num_gen_batches",), filters)
@@ -57,8 +57,9 @@ def _contradictions(config: RunConfig) -> Iterator[Idle]:
         yield Idle("algorithm", ("overlong_penalty_factor",), buffer)
 
 
-def _of_estimator(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads with this estimator, KL control or clip range."""
+def _find_idle_of_estimator(config: RunConfig) -> Iterator[Idle]:
+    """Yield the keys that nothing reads with this estimator, these lambdas, this KL control or
+    these clip ranges."""
     algorithm, actor = config.algorithm, config.actor_rollout
     traits = algorithm.estimator
     estimator = f"with {ref('algorithm.adv_estimator')}={algorithm.adv_estimator}"
@@ -68,12 +69,12 @@ def _of_estimator(config: RunConfig) -> Iterator[Idle]:
         both = f"with both {ref('algorithm.critic_lam')} and lam_alpha"
         yield Idle("algorithm", ("lam",), both)
     if not traits.discounts:
-        yield Idle("algorithm", OF_PLACES, estimator)
+        yield Idle("algorithm", OF_SCORE_SLOTS, estimator)
     if algorithm.kl_ctrl.type is KlControl.FIXED:
         control = f"with {ref('algorithm.kl_ctrl.type')}=fixed"
         yield Idle("algorithm.kl_ctrl", ("target_kl", "horizon"), control)
     if traits.reads_greedy or not traits.discounts:
-        # Total scores count; a greedy baseline's plain score fits no return that is rescaled.
+        # They read total scores, or subtract a greedy score, which is not discounted or whitened.
         yield Idle("algorithm", OF_TOKEN_REWARDS, estimator)
     if None not in (actor.clip_ratio_low, actor.clip_ratio_high):
         both = f"with both {ref('actor_rollout.clip_ratio_low')} and clip_ratio_high"

@@ -1,7 +1,7 @@
 """Check that this host has the devices, the memory and the packages that the configuration needs.
 
-Devices are counted only for processes that start on this host; the runtime counts those of a
-cluster that is joined. The runtime also checks that every node has the same packages.
+Only for processes that start on this host. For a Ray cluster that is joined, the runtime counts
+devices later, and checks that every node has the same packages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ PROCESS_BYTES = GIB // 2
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """Find missing devices and memory, and a version of megatron-core that is too old."""
+    """Return problems of missing devices or memory of this host, of pools of another size than
+    torchrun's world, of a wrong Ray resource and of a megatron-core that is too old.
+
+    Devices and memory are not checked for a Ray cluster that is joined.
+    """
     sizes = _pool_sizes(config).values()
-    problems = [*_shared_groups(config)]
+    problems = [*_check_shared_groups(config)]
     if config.runtime.kind is RuntimeKind.LOCAL:
-        return [*problems, *_local_world(config), *_devices(config, max(sizes))]
-    problems += _resource(config)
-    return problems if joined_address(config) else [*problems, *_devices(config, sum(sizes))]
+        return [*problems, *_check_local_world(config), *_check_devices(config, max(sizes))]
+    problems += _check_resource(config)
+    return problems if joined_address(config) else [*problems, *_check_devices(config, sum(sizes))]
 
 
 def joined_address(config: RunConfig) -> str | None:
@@ -43,8 +47,8 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
     return {pool: config.pool_size(pool) for pool in config.resource_pool}
 
 
-def _local_world(config: RunConfig) -> Iterator[Problem]:
-    """Check that every pool has all processes of torchrun, as the local runtime uses them."""
+def _check_local_world(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1)."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for pool, size in _pool_sizes(config).items():
         if size != world:
@@ -56,8 +60,9 @@ def _local_world(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """Check that megatron-core can share key-value groups, where TP exceeds their number."""
+def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each TP above the number of key-value groups, if megatron-core is older
+    than SHARED_GROUPS_SINCE."""
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
         for role in config.roles
@@ -82,8 +87,8 @@ def _shared_groups(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _resource(config: RunConfig) -> Iterator[Problem]:
-    """Check that Ray assigns single devices under the configured resource name."""
+def _check_resource(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem, unless on CPU, if `device.resource_name` is not Ray's name of the kind."""
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
@@ -98,10 +103,10 @@ def _resource(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
-    """Check that this host has the devices, or on CPU the memory, for its processes.
+def _check_devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
+    """Yield a problem if this host lacks devices, or on CPU memory, for `wanted` processes.
 
-    wanted: processes that this host has to run at once
+    A device kind that this host does not have is a problem too.
     """
     from mindspeed_rlxf import device
 

@@ -1,8 +1,8 @@
 """Find keys without effect, because another key switches their feature off.
 
-They are what people leave in a YAML while they switch something on and off: legal, and listed in a
-note. A key that has its default value is never reported. What contradicts the stage or the method
-is an error, see `contradictions`.
+They are legal, so that a user can switch a feature on and off, and are listed in a note. A key that
+has its default value is never reported. Keys that contradict the stage or the estimator are errors,
+see `contradictions`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ class Idle(NamedTuple):
 def find_idle_keys(
     config: RunConfig, origins: Mapping[tuple[str, str], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (`no effect ...`, `key=value` as the user wrote it) of each key for a note.
+    """Yield (`no effect ...`, `key=value`) for each key that has no effect and not its default.
 
-    origins: (section, key) -> YAML key. A YAML key that several roles share is idle only where it
-             is idle for all of them.
+    origins: (section, key) -> key as the user wrote it. One that sets several roles is yielded
+             only if it has no effect in any of them
     """
-    reasons = {(idle.section, key): idle.reason for idle in _idle(config) for key in idle.keys}
+    reasons = {
+        (idle.section, key): idle.reason for idle in _find_all_idle(config) for key in idle.keys
+    }
     for (section, key), reason in reasons.items():
         path = origins.get((section, key), f"{YAML_NAMES.get(section, section)}.{key}")
         shared = [place for place, origin in origins.items() if origin == path]
@@ -70,7 +72,7 @@ def find_idle_keys(
 
 
 def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, Any]:
-    """Return value and default of a key of a section, or of its architecture or optimizer."""
+    """Return (value, default) of a key of a section, its architecture or its optimizer."""
     holder: BaseModel = attrgetter(section)(config)
     if key not in type(holder).model_fields:
         nested = [getattr(holder, name, None) for name in ("architecture", "optimizer")]
@@ -78,27 +80,27 @@ def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, A
     return getattr(holder, key), type(holder).model_fields[key].default
 
 
-def _idle(config: RunConfig) -> Iterator[Idle]:
-    """Yield all keys without effect, also those left at their default.
+def _find_all_idle(config: RunConfig) -> Iterator[Idle]:
+    """Yield all keys without effect, also those that have their default value.
 
-    A key may come twice, with different reasons; the caller shows the last one.
+    A key may come twice, with different reasons; the last one counts.
     """
-    yield from _of_training(config)
-    yield from _of_validation(config)
-    yield from _of_algorithm(config)
-    yield from _of_runtime(config)
-    yield from _of_generation(config)
-    yield from _of_data(config)
-    yield from _of_plan(config)
+    yield from _find_idle_of_training(config)
+    yield from _find_idle_of_validation(config)
+    yield from _find_idle_of_algorithm(config)
+    yield from _find_idle_of_runtime(config)
+    yield from _find_idle_of_generation(config)
+    yield from _find_idle_of_data(config)
+    yield from _find_idle_of_plan(config)
     for role in config.roles:
         if config.role(role).architecture is not None:  # None: the reward is a rule
-            yield from _of_model(config, role)
-            yield from _of_micro_batches(config, role)
-            yield from _of_optimizer(config, role)
-            yield from _of_offload(config, role)
+            yield from _find_idle_of_model(config, role)
+            yield from _find_idle_of_micro_batches(config, role)
+            yield from _find_idle_of_optimizer(config, role)
+            yield from _find_idle_of_offload(config, role)
 
 
-def _of_training(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_training(config: RunConfig) -> Iterator[Idle]:
     training = config.training
     saves_before = 0 < training.save_interval < training.train_iters
     if training.nan_policy is NanPolicy.RAISE:
@@ -120,18 +122,18 @@ def _over_train_iters(config: RunConfig) -> str:
     return f"with training.train_iters={config.training.train_iters}, which is smaller"
 
 
-def _of_data(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_data(config: RunConfig) -> Iterator[Idle]:
     if not (config.data.train_files or config.data.val_files):
         made = "with indexed data sets, whose prompts are tokenized already"
         yield Idle("data", ("chat_template_kwargs", "system_prompt", "invalid_rows"), made)
 
 
-def _of_plan(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_plan(config: RunConfig) -> Iterator[Idle]:
     if not config.dry_run:
         yield Idle("plan", tuple(PlanConfig.model_fields), "without dry_run=true")
 
 
-def _of_validation(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_validation(config: RunConfig) -> Iterator[Idle]:
     keys = config.validation
     how = (
         "max_samples", "n_samples", "do_sample", "temperature", "top_k", "top_p", "reward",
@@ -154,17 +156,17 @@ def _of_validation(config: RunConfig) -> Iterator[Idle]:
         yield Idle("validation", ("interval",), _over_train_iters(config))
 
 
-def _of_algorithm(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_algorithm(config: RunConfig) -> Iterator[Idle]:
     control = config.algorithm.kl_ctrl
     if config.algorithm.score_position is ScorePosition.EOS:
         yield Idle("algorithm", ("score_slot_limit",), "with algorithm.score_position=eos")
     if control.type is KlControl.ADAPTIVE and control.kl_coef == 0:
         stays = "with algorithm.kl_ctrl.kl_coef=0, which stays 0"
         yield Idle("algorithm.kl_ctrl", ("type", "target_kl", "horizon"), stays)
-    yield from _of_reward(config)
+    yield from _find_idle_of_reward(config)
 
 
-def _of_reward(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_reward(config: RunConfig) -> Iterator[Idle]:
     reward, by_model = config.reward, config.reward.kind is not RewardKind.RULE
     if not reward.runs_programs:
         without = "without a rule of programs (code, code_all) in reward.rules or reward.functions"
@@ -183,7 +185,7 @@ def _of_reward(config: RunConfig) -> Iterator[Idle]:
         yield Idle("reward", ("rules",), asked)
 
 
-def _of_runtime(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_runtime(config: RunConfig) -> Iterator[Idle]:
     is_local = config.runtime.kind is RuntimeKind.LOCAL
     restarts = ("node_wait_s", "allow_shrink")
     if is_local:
@@ -199,13 +201,13 @@ def _of_runtime(config: RunConfig) -> Iterator[Idle]:
         yield Idle("training", restarts, alone)
         yield Idle("device", ("devices_per_node",), alone)
         yield Idle("pool_settings", ("wait_s", "bad_nodes"), alone)
-        if not is_local:  # processes of torchrun may stand on several hosts
+        if not is_local:  # processes of torchrun may run on several hosts
             yield Idle("training", ("no_shared_storage",), alone)
     if all(len(nodes) == 1 for nodes in config.resource_pool.values()):
         yield Idle("pool_settings", ("tensor_parallel_spans_nodes",), "with pools of one node each")
 
 
-def _of_generation(config: RunConfig) -> Iterator[Idle]:
+def _find_idle_of_generation(config: RunConfig) -> Iterator[Idle]:
     actor, fixed = config.actor_rollout, "with actor_rollout.fixed_responses"
     if not actor.do_sample:
         sampling = ("temperature", "top_k", "top_p")
@@ -217,8 +219,8 @@ def _of_generation(config: RunConfig) -> Iterator[Idle]:
         yield Idle("actor_rollout", ("min_new_tokens", "num_samples_per_step"), fixed)
 
 
-def _of_model(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Yield idle keys of a role's architecture, which `model.<name>` shares between roles."""
+def _find_idle_of_model(config: RunConfig, role: Role) -> Iterator[Idle]:
+    """Yield keys of a role's architecture that have no effect in this role."""
     scaling = config.role(role).architecture.rope_scaling_type
     if scaling is None:
         factors = ("rope_scaling_factor", *OF_LLAMA3)
@@ -232,7 +234,7 @@ def _of_model(config: RunConfig, role: Role) -> Iterator[Idle]:
         yield Idle(role.value, balance, "in a role that learns nothing")
 
 
-def _of_micro_batches(config: RunConfig, role: Role) -> Iterator[Idle]:
+def _find_idle_of_micro_batches(config: RunConfig, role: Role) -> Iterator[Idle]:
     section = config.role(role)
     limit = section.max_tokens_per_micro_batch
     if section.tensor_model_parallel_size == 1:
@@ -241,7 +243,7 @@ def _of_micro_batches(config: RunConfig, role: Role) -> Iterator[Idle]:
         yield Idle(role.value, ("micro_batch_size",), f"with max_tokens_per_micro_batch={limit}")
 
 
-def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
+def _find_idle_of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
     section, iterations = config.role(role), config.training.train_iters
     if not isinstance(section, LearningConfig):
         return
@@ -262,8 +264,8 @@ def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
         yield Idle(role.value, ("use_distributed_optimizer", *overlaps), alone)
 
 
-def _of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Weights leave the device when another role needs it."""
+def _find_idle_of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:
+    """Yield `offload.weights` where no other role has a model on the role's devices."""
     others = [other for other in config.roles_of(config.pool_of(role)) if other is not role]
     rule = config.reward.kind is RewardKind.RULE
     if all(other is Role.REWARD and rule for other in others):

@@ -1,9 +1,8 @@
-"""Rules across sections. `Section.broken_rules` has the rules within one section."""
+"""Rules between keys of several sections. `Section.broken_rules` has those within a section."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
 
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, ref
@@ -13,30 +12,40 @@ from mindspeed_rlxf.config.rules.batch import (
     check_loss_normalizer,
     check_token_budget,
 )
-from mindspeed_rlxf.config.rules.split import ROLLOUT_TP, TRAIN, check_split
+from mindspeed_rlxf.config.rules.split import (
+    ROLLOUT_TP,
+    TRAIN,
+    check_split,
+    find_uneven_experts,
+)
 from mindspeed_rlxf.config.rules.stages import check_stage
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import closest, divisors, multiples_around, neighbours, use
+from mindspeed_rlxf.config.suggest import closest, multiples_around, use
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Find every broken rule across sections. Nothing here looks at the host."""
-    problems = [*_pools(config), *_lengths(config), *_validation(config)]
+    """Return a problem for each broken rule between sections. Does not look at the host.
+
+    Batch sizes are checked only if every role has a pool and whole replicas.
+    """
+    problems = [*_check_pools(config), *_check_lengths(config), *_check_validation(config)]
     problems += [*check_stage(config), *check_split(config)]
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
-            problems += _model(config, role)
-        problems += _parallel(config, role)
+            problems += _check_model(config, role)
+        problems += _check_parallel(config, role)
     problems += check_loss_normalizer(config)
     # Without whole replicas of every role there is no data-parallel size to check batches by.
-    if not any(_pools(config)) and not any(_replicas(config, role) for role in config.roles):
+    if not any(_check_pools(config)) and not any(
+        _check_replicas(config, role) for role in config.roles
+    ):
         problems += check_batches(config)
     return problems
 
 
-def _pools(config: RunConfig) -> Iterator[Problem]:
-    """Check that every role is on a known pool, and every pool holds a role."""
+def _check_pools(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of roles placed on a pool that does not exist, and of pools without a role."""
     known = ", ".join(config.resource_pool)
     for role, pool in config.placement.items():
         if pool not in config.resource_pool:
@@ -54,8 +63,8 @@ def _pools(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _replicas(config: RunConfig, role: Role) -> Problem | None:
-    """Return the problem of a role whose processes are no multiple of TP x PP."""
+def _check_replicas(config: RunConfig, role: Role) -> Problem | None:
+    """Return a problem if the processes of a role are no multiple of TP x PP, else None."""
     pool, section = config.pool_of(role), config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     size = sum(config.processes_of(role)) if pool in config.resource_pool else tp * pp
@@ -69,8 +78,9 @@ def _replicas(config: RunConfig, role: Role) -> Problem | None:
     )
 
 
-def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Check that a role has a folder to load, and positions for the sequence length."""
+def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
+    """Yield problems of a role without a folder to load, or with fewer positions than
+    `seq_length`."""
     section = config.role(role)
     if section.load is None:
         kind = f" with {ref('reward.kind')}={config.reward.kind.value}"
@@ -87,15 +97,23 @@ def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
         )
 
 
-def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Check how the ranks of one role share its model: TP, PP, experts, nodes, token budget."""
-    misplaced, section, pool = _replicas(config, role), config.role(role), config.pool_of(role)
+def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
+    """Yield problems of a role's parallel sizes (TP, PP, experts, the rollout's TP), of its token
+    limit, and of tensor-parallel groups that span nodes."""
+    misplaced, section, pool = (
+        _check_replicas(config, role),
+        config.role(role),
+        config.pool_of(role),
+    )
     if misplaced:
         yield misplaced
     if section.architecture is None:
         return
     tp, known = section.tensor_model_parallel_size, pool in config.resource_pool
-    yield from _experts(config, role, config.layout(role).dp if known and not misplaced else None)
+    if section.architecture.num_experts is not None:
+        key, ep = f"{role.value}.expert_model_parallel_size", section.expert_model_parallel_size
+        dp = config.layout(role).dp if known and not misplaced else None
+        yield from find_uneven_experts(key, ep, section, dp)
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
         a = section.architecture
         yield from find_uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
@@ -114,26 +132,8 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
         )
 
 
-def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]:
-    """Check that the expert-parallel size divides the experts and the data-parallel size.
-
-    dp: data-parallel size of the role; None when the number of processes does not allow one
-    """
-    section = config.role(role)
-    experts, ep = section.architecture.num_experts, section.expert_model_parallel_size
-    if experts is None:
-        return
-    key = f"{role.value}.expert_model_parallel_size"
-    remedy = use(neighbours(ep, divisors(gcd(experts, dp or experts))))
-    if experts % ep:
-        number = ref(f"model.{section.model}.num_experts")
-        yield Problem(key, f"must divide {number}={experts}", ep, remedy)
-    if dp is not None and dp % ep:
-        yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
-
-
-def _lengths(config: RunConfig) -> Iterator[Problem]:
-    """Check that the longest sample fits the sequence length."""
+def _check_lengths(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if the longest prompt and response together exceed `seq_length`."""
     actor, total = config.actor_rollout, config.training.seq_length
     if actor.max_prompt_length + actor.max_new_tokens > total:
         prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")
@@ -145,7 +145,7 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _validation(config: RunConfig) -> Iterator[Problem]:
+def _check_validation(config: RunConfig) -> Iterator[Problem]:
     validation = config.validation
     needs = {"interval": (validation.interval, "0"), "only": (validation.only, "false")}
     for name, (value, without) in needs.items():

@@ -1,35 +1,47 @@
-"""Rules of an actor whose pool is split: some devices train, the others generate."""
+"""Rules of an actor whose pool is split: some devices only train, all others only generate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.layout import count_per_node
+from mindspeed_rlxf.config.roles import RoleConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 ACTOR_TP = "actor_rollout.tensor_model_parallel_size"
+ROLLOUT_EP = "rollout.expert_model_parallel_size"
+ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 
 
 def check_split(config: RunConfig) -> Iterator[Problem]:
-    """Check that a split pool is of the right size, of the actor alone, on Ray, in whole TP groups.
+    """Yield problems of an actor's pool that is split into training and generating devices.
 
-    Without a split, `rollout.tensor_model_parallel_size` must be the actor's.
+    It must have the sum of both numbers, no other role, whole TP groups and the Ray runtime.
+    Without a split, rollout sizes (tensor, expert parallel) other than the actor's are a problem.
     """
     train, infer = config.actor_rollout.num_gpus_for_train, config.actor_rollout.num_gpus_for_infer
-    tp = config.actor_rollout.tensor_model_parallel_size
-    if train is None and infer is None and config.rollout_tp != tp:
-        yield Problem(
-            ROLLOUT_TP,
-            f"must be {ref(ACTOR_TP)}={tp} where the rollout shares the actor's devices",
-            config.rollout_tp,
-            f"remove it, or give the rollout devices of its own by {ref(TRAIN)} and {ref(INFER)}",
-        )
-    if train is None or infer is None:  # one of both alone is refused in the actor's section
+    if train is None and infer is None:
+        actor = config.actor_rollout
+        for key, size, actors, actors_size in (
+            (ROLLOUT_TP, config.rollout_tp, ACTOR_TP, actor.tensor_model_parallel_size),
+            (ROLLOUT_EP, config.rollout_ep, ACTOR_EP, actor.expert_model_parallel_size),
+        ):
+            if size != actors_size:
+                yield Problem(
+                    key,
+                    f"must be {ref(actors)}={actors_size} where the rollout shares the actor's "
+                    "devices",
+                    size,
+                    "remove it, or give the rollout devices of its own by "
+                    f"{ref(TRAIN)} and {ref(INFER)}",
+                )
+    if train is None or infer is None:  # one without the other is refused by ActorConfig
         return
     pool = config.pool_of(Role.ACTOR_ROLLOUT)
     size, key = sum(config.resource_pool.get(pool, [train + infer])), ref(f"resource_pool.{pool}")
@@ -49,7 +61,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
             pool,
             f"add resource_pool.{role.value} and use it, or remove {ref(TRAIN)} and {ref(INFER)}",
         )
-    yield from _replicas(config, train, infer)
+    yield from _check_replicas(config, train, infer)
     if config.runtime.kind is RuntimeKind.LOCAL:
         yield Problem(
             "runtime.kind",
@@ -60,8 +72,11 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
-    """Check that generation has whole tensor-parallel groups, each on one node."""
+def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
+    """Yield a problem unless the generating ranks form whole tensor-parallel groups on each node.
+
+    train, infer: numbers of ranks that train and that generate
+    """
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
     if infer % tp and config.rollout.tensor_model_parallel_size is None:
         yield Problem(
@@ -89,3 +104,34 @@ def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
                     colon=True,
                     reads=(ROLLOUT_TP,),
                 )
+        yield from _experts(config, infer // tp)
+
+
+def _experts(config: RunConfig, dp: int) -> Iterator[Problem]:
+    """Check the expert-parallel size of ranks that only generate. dp: their replicas"""
+    actor, ep = config.actor_rollout, config.rollout_ep
+    if ep == 1 or actor.architecture is None:
+        return
+    if actor.architecture.num_experts is None:
+        rule = f"needs experts, model.{actor.model} is dense"
+        yield Problem(ROLLOUT_EP, rule, ep, "remove it")
+        return
+    yield from find_uneven_experts(ROLLOUT_EP, ep, actor, dp)
+
+
+def find_uneven_experts(
+    key: str, ep: int, section: RoleConfig, dp: int | None
+) -> Iterator[Problem]:
+    """Check that an expert-parallel size divides the experts and the data-parallel size.
+
+    section: of a role whose model has experts
+    dp:      None when the number of processes does not allow a data-parallel size
+    """
+    experts = section.architecture.num_experts
+    assert experts is not None, "checked by the caller"
+    remedy = use(neighbours(ep, divisors(gcd(experts, dp or experts))))
+    if experts % ep:
+        number = ref(f"model.{section.model}.num_experts")
+        yield Problem(key, f"must divide {number}={experts}", ep, remedy)
+    if dp is not None and dp % ep:
+        yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)

@@ -1,4 +1,4 @@
-"""Rules of stages and estimators: which keys go together. Nothing here looks at the host."""
+"""Rules between the stage, the estimator, rewards and samples. Nothing here looks at the host."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 
 
 def check_stage(config: RunConfig) -> Iterator[Problem]:
-    """Yield broken rules between the stage, the estimator, the rewards and the samples."""
+    """Yield broken rules between the stage, the estimator, the rewards and the samples.
+
+    A key that has no effect with this stage or estimator is also a problem.
+    """
     if config.training.stage is Stage.RAY_ONLINE_DPO:
-        yield from _pairs(config)
+        yield from _check_pairs(config)
     else:
-        yield from _estimator(config)
-        yield from _full_kl(config)
-    yield from _one_vocabulary(config)
+        yield from _check_estimator(config)
+        yield from _check_full_kl(config)
+    yield from _check_vocabulary(config)
     yield from refuse_contradictions(config)
-    yield from _samples_per_prompt(config)
-    yield from _rewards(config)
-    yield from _verifiers(config)
-    yield from _whitening(config)
-    yield from _warm_up(config)
+    yield from _check_samples_per_prompt(config)
+    yield from _check_rewards(config)
+    yield from _check_verifiers(config)
+    yield from _check_whitening(config)
+    yield from _check_warm_up(config)
 
 
-def _estimator(config: RunConfig) -> Iterator[Problem]:
-    """Check that the stage has the critic that the estimator needs, and how the KL is estimated."""
+def _check_estimator(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems if only one of stage and estimator has a critic, and of `kl_penalty: kl` as a
+    loss."""
     algorithm, stage = config.algorithm, config.training.stage
     estimator, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
     if stage is Stage.RAY_PPO and not needs_critic:
@@ -64,8 +68,9 @@ def _estimator(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _full_kl(config: RunConfig) -> Iterator[Problem]:
-    """Check that the full KL is in the reward, with actor and reference alike on one pool."""
+def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of `kl_penalty: full` unless it is in the reward, and actor and reference are
+    on one pool with equal TP and PP."""
     if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
@@ -92,8 +97,8 @@ def _full_kl(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
-    """Check that the reference has the actor's vocabulary."""
+def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if the vocabulary size of the reference is not the actor's."""
     sections = config.actor_rollout, config.ref
     if Role.REF not in config.roles:
         return
@@ -108,8 +113,9 @@ def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
-    """Check that there are several samples where the responses to a prompt are compared."""
+def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for one response per prompt where responses are compared. Not for DPO, whose
+    number `_check_pairs` checks."""
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
     if samples > 1 or config.training.stage is Stage.RAY_ONLINE_DPO:
         return
@@ -126,8 +132,9 @@ def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _pairs(config: RunConfig) -> Iterator[Problem]:
-    """Check that the two responses that online DPO compares are in one micro-batch."""
+def _check_pairs(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of online DPO without two responses per prompt, or with a token limit that
+    may put them into different micro-batches."""
     samples = config.actor_rollout.n_samples_per_prompt
     limit = config.actor_rollout.max_tokens_per_micro_batch
     if samples != 2:
@@ -146,8 +153,9 @@ def _pairs(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _rewards(config: RunConfig) -> Iterator[Problem]:
-    """Check the overlong penalty, and what group filtering needs."""
+def _check_rewards(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of an overlong buffer above `max_new_tokens`, and of `filter_groups` with
+    fixed responses, an estimator that compares no responses, or a reward model."""
     actor, algorithm = config.actor_rollout, config.algorithm
     if algorithm.overlong_buffer_len > actor.max_new_tokens:
         yield Problem(
@@ -184,8 +192,8 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _verifiers(config: RunConfig) -> Iterator[Problem]:
-    """Check that verifier functions are used, and have a weight each."""
+def _check_verifiers(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of verifier keys without `reward.verifier`, and of too many or few weights."""
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
@@ -206,8 +214,8 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _whitening(config: RunConfig) -> Iterator[Problem]:
-    """Refuse whitening over one sample of one token, in a batch or a mini-batch; not of pairs."""
+def _check_whitening(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if advantages are whitened over a set that has a single token."""
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,
@@ -223,7 +231,7 @@ def _whitening(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _warm_up(config: RunConfig) -> Iterator[Problem]:
+def _check_warm_up(config: RunConfig) -> Iterator[Problem]:
     iterations = config.training.train_iters
     if config.warmup_iters >= iterations:
         yield Problem(

@@ -1,7 +1,7 @@
-"""Rules of how tensor-parallel ranks share the attention heads and key-value groups of a model.
+"""Rules about dividing a model's heads, key-value groups and MLP among tensor-parallel ranks.
 
-Up to one rank per group every rank has whole groups. With more ranks, as in megatron-core 0.16,
-several ranks share a group, each with its own query heads.
+With at most as many ranks as groups every rank has whole groups. With more ranks, possible since
+megatron-core 0.16, several ranks share a group, each with its own query heads.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ SHARED_GROUPS_SINCE = (0, 16)
 
 
 def groups_per_rank(groups: int, tp: int) -> int:
-    """Count the key-value groups that a rank attends with; a shared one counts on each rank."""
+    """Return the number of key-value groups of a rank: 1 where several ranks share a group."""
     return max(1, groups // tp)
 
 
 def qkv_rows(a: ArchitectureConfig) -> int:
-    """Count the rows of the query, key and value projections together."""
+    """Return the number of rows of the query, key and value weights together, on all ranks."""
     return (a.num_attention_heads + 2 * a.kv_heads) * a.head_dim
 
 
 def whole_groups(a: ArchitectureConfig, tp: int) -> bool:
-    """Whether each rank has whole key-value groups, or equally many ranks share each group."""
+    """Return whether `tp` ranks can divide the key-value groups equally.
+
+    Each rank has the same number of whole groups, or each group the same number of ranks.
+    """
     return a.kv_heads % tp == 0 or tp % a.kv_heads == 0
 
 
 def possible_sizes(a: ArchitectureConfig) -> list[int]:
-    """List tensor-parallel sizes that divide heads, groups, projections and the MLP, ascending."""
+    """List the tensor-parallel sizes that a model allows, ascending, by heads, groups and MLP."""
     common = gcd(a.num_attention_heads, a.mlp_hidden_size)
     return [tp for tp in divisors(common) if whole_groups(a, tp) and qkv_rows(a) % tp == 0]
 
@@ -43,9 +46,9 @@ def find_uneven(
 ) -> Iterator[Problem]:
     """Yield a problem for each size of a model that a tensor-parallel size does not divide.
 
-    key:     of the tensor-parallel size
-    model:   name of the architecture
-    section: prefix of `architecture` in the keys of the model's sizes
+    key:     configuration key that sets `tp`
+    model:   name of the architecture `a`
+    section: prefix of the keys `architecture.*` in the problems, as "actor_rollout."
     """
     good = use(neighbours(tp, possible_sizes(a)))
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"

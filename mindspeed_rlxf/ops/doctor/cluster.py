@@ -13,7 +13,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster import installed
 from mindspeed_rlxf.cluster.environment import forwarded_environment
 from mindspeed_rlxf.cluster.errors import HostError
-from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
+from mindspeed_rlxf.cluster.host_agent import HostAgent, collect_outcomes
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.cluster.ray.cluster import open_cluster
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -93,7 +93,7 @@ def _check_joined(subject: Subject, end: float) -> list[Finding]:
         limit = min(SURVEY_S, (end - time.monotonic()) / 3)
         by_node = {node: agents.on(node.id, node.host) for node in nodes}
         calls = [a.start(survey_host, subject, timeout_s=limit) for a in by_node.values()]
-        replies = dict(zip(nodes, outcomes(calls), strict=True))
+        replies = dict(zip(nodes, collect_outcomes(calls), strict=True))
         silent = {node: r for node, r in replies.items() if isinstance(r, HostError)}
         answered = {node: r for node, r in replies.items() if node not in silent}
         found = [ok("cluster.hosts", f"{len(answered)} of {len(nodes)} hosts answered")]
@@ -145,7 +145,7 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
             "install the same there, and start Ray there again",
             d.hosts,
         )
-        for d in installed.differences(by_host.items())
+        for d in installed.find_differences(by_host.items())
     ]
     return found or [ok(check, f"the same on {len(by_host)} hosts")]
 
@@ -234,7 +234,7 @@ def _collectives(
     ranks = RayRanks(kind, processes, ips)
     try:
         limit = min(START_S, (end - time.monotonic()) / 2)
-        replies = outcomes([each.start(warm_up, timeout_s=limit) for each in processes])
+        replies = collect_outcomes([each.start(warm_up, timeout_s=limit) for each in processes])
         late = {reply.host for reply in replies if isinstance(reply, HostError)}
         for name in sorted(late):
             found.append(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.cluster.errors import HostError
-from mindspeed_rlxf.cluster.host_agent import outcomes
+from mindspeed_rlxf.cluster.host_agent import collect_outcomes
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor.all_reduce import Task, all_reduce, open_store, warm_up
 from mindspeed_rlxf.ops.doctor.hunt import Outcome
@@ -51,7 +51,7 @@ class RayRanks:
             self.processes[leader].start(open_store, self._ips[leader], timeout_s=timeout_s / 3)
             for leader, *_ in groups
         ]
-        ports = dict(zip(groups, outcomes(opening), strict=True))
+        ports = dict(zip(groups, collect_outcomes(opening), strict=True))
         left = max(timeout_s - (time.monotonic() - started), MARGIN_S)
         limit = max(left - MARGIN_S, 1.0)
         calls = {}
@@ -61,7 +61,7 @@ class RayRanks:
             for rank, number in enumerate(group):
                 task = Task(self._kind, self._ips[group[0]], port, rank, len(group), limit)
                 calls[number] = self.processes[number].start(all_reduce, task, timeout_s=left)
-        replies = dict(zip(calls, outcomes(list(calls.values())), strict=True))
+        replies = dict(zip(calls, collect_outcomes(list(calls.values())), strict=True))
         replies |= {group[0]: port for group, port in ports.items() if isinstance(port, HostError)}
         lost = [number for number, reply in replies.items() if isinstance(reply, HostError)]
         self._replace(lost)
@@ -82,7 +82,7 @@ class RayRanks:
         for process in processes:
             process.end()
         calls = [process.start(warm_up, timeout_s=START_S) for process in processes]
-        replies = zip(numbers, outcomes(calls), strict=True)
+        replies = zip(numbers, collect_outcomes(calls), strict=True)
         self._dead |= {n for n, reply in replies if isinstance(reply, HostError)}
 
 

@@ -139,13 +139,13 @@ def is_split(config: RunConfig, pool: str) -> bool:
 
 
 def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of a rank that only generates: all layers and experts, and the KV cache."""
+    """Return the memory of a rank that only generates: all layers, and the KV cache."""
     assert config.parts is not None, "the pool is split"
-    actor, tp = config.actor_rollout, config.rollout_tp
+    actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     item = memory.itemsize(actor)
-    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1))
+    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
     weights = memory.weight_bytes(numbers, item)
-    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + POOL_GROUP
+    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + (ep > 1) + POOL_GROUP
     rollout = RoleMemory(
         Role.ACTOR_ROLLOUT,
         weights,
@@ -171,7 +171,7 @@ def _buckets(name: str, weights: int) -> Phase:
 
 
 def generate_phase(config: RunConfig, received: int) -> Phase:
-    """Return the memory of generation on a replica, which has no pipeline and all experts.
+    """Return the memory of generation on a replica, which has no pipeline.
 
     received: number of weight elements that are held only during generation
     """
@@ -181,8 +181,13 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     length = actor.max_prompt_length + actor.max_new_tokens
     # With a limited cache, rows that had to wait are prefilled again with their drawn tokens.
     prefill = memory.prefill_tokens(rows, actor.max_prompt_length if held is None else length)
-    working = memory.layer_activation_bytes(a, prefill, tp, False, item)
-    working += memory.dispatch_bytes(a, prefill, tp, False, item)
+    layer = a, prefill, tp, False, item
+    working = memory.layer_activation_bytes(*layer)
+    if config.rollout_ep > 1:
+        working -= memory.mlp_activation_bytes(*layer)
+        working += memory.exchange_bytes(a, prefill, tp, config.rollout_ep, item)
+    else:
+        working += memory.dispatch_bytes(*layer)
     top_ps = [actor.top_p] if actor.do_sample else []
     if config.has_validation_prompts and config.validation.do_sample:
         top_ps.append(config.validation.top_p)
@@ -282,7 +287,7 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
     if role is Role.ACTOR_ROLLOUT and config.parts:
         yield _buckets("send weights", memory.weight_bytes(sum(stage.sizes), stage.itemsize))
     elif role is Role.ACTOR_ROLLOUT:
-        # Weights of other stages and experts, received by a rank that also generates.
+        # Weights of other stages, received by a rank that also generates.
         yield generate_phase(config, received_numbers(*stage.shard))
 
 

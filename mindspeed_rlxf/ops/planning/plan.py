@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rlxf.cluster.environment import offload_environment, variables
+from mindspeed_rlxf.cluster.environment import list_variables, offload_environment
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import OldLogProbs, Role, RuntimeKind
@@ -148,7 +148,7 @@ def _environment(config: RunConfig) -> str:
 
     On our own cluster a worker also inherits the driver's other variables.
     """
-    found = variables(config.pool_settings.env, offload_environment(config))
+    found = list_variables(config.pool_settings.env, offload_environment(config))
     if not found:
         return pairs([("no variables", "add some with resource_pool.env")])
     return table([["variable", "value", "source"], *([v.name, v.value, v.source] for v in found)])
@@ -178,7 +178,7 @@ def _roles(config: RunConfig) -> list[list[object]]:
 def _rollout(config: RunConfig, precision: str) -> list[object]:
     """Make the row of ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
-    sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, 1]
+    sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
     model = config.actor_rollout.model
     return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
 

@@ -144,6 +144,8 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
     if pool.part == GENERATES:
         yield from _smaller_batches(config, roles)
+        if config.actor_rollout.architecture.num_experts:
+            yield {"rollout.expert_model_parallel_size": 2 * config.rollout_ep}
         yield {"rollout.tensor_model_parallel_size": 2 * config.rollout_tp}
         return
     for role, learner in learning.items():

@@ -122,9 +122,9 @@ def _phase(
 
 
 @lru_cache(maxsize=4096)
-def _numbers(a: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int) -> int:
+def _numbers(a: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int, ep: int = 1) -> int:
     """Count the parameters of a rank; a pass reads all of them."""
-    return sum(shard_sizes(a, head, tp, pp_rank, pp))
+    return sum(shard_sizes(a, head, tp, pp_rank, pp, 1, ep))
 
 
 def layer_flop(a: ArchitectureConfig, tokens: float, tp: int) -> tuple[float, float]:
@@ -287,7 +287,7 @@ def generation(config: RunConfig) -> Work:
     flop += attention_flop(a, prompts, lengths.prompt / 2, tp)
     flop += attention_flop(a, decoded, context, tp)
     head = 2 * decoded * a.hidden_size * a.vocab_size / tp
-    numbers = _numbers(a, Head.LANGUAGE_MODEL, tp, 0, 1)
+    numbers = _numbers(a, Head.LANGUAGE_MODEL, tp, 0, 1, config.rollout_ep)
     kept = memory.layer_activation_bytes(a, prompts + decoded, tp, False, item)
     moved = 2 * kept * a.num_layers + (steps + passes) * numbers * item
     moved += steps * memory.kv_cache_bytes(rows * int(context), a, tp, item)
@@ -297,7 +297,23 @@ def generation(config: RunConfig) -> Work:
     messages = 2 * a.num_layers * (steps + passes) if tp > 1 else 0
     copied = numbers / config.layout(Role.ACTOR_ROLLOUT).pp * item if actor.offload.weights else 0
     work = Work(flop * a.num_layers + head, moved, calls, sent, 0.0, copied, messages)
+    work += _exchanged(config, item, prompts + decoded, steps + passes)
     return work + _received(config, item)
+
+
+def _exchanged(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
+    """Return the work of gathering tokens for shared experts, and of summing the results in fp32.
+
+    tokens: of a rank; passes: of the model
+    """
+    a, ep = config.actor_rollout.architecture, config.rollout_ep
+    if ep == 1:
+        return Work()
+    sent = a.num_layers * (ep - 1) * tokens * a.hidden_size * (item + memory.FP32)
+    messages = 3 * a.num_layers * passes  # tokens, their experts, results
+    if _spans_hosts(config, Role.ACTOR_ROLLOUT, ep * config.rollout_tp):
+        return Work(network=sent, messages=messages)
+    return Work(link=sent, messages=messages)
 
 
 def _received(config: RunConfig, item: int) -> Work:
@@ -305,7 +321,7 @@ def _received(config: RunConfig, item: int) -> Work:
     actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
     a, tp = actor.architecture, layout.tp
     if config.parts:
-        numbers = _numbers(a, Head.LANGUAGE_MODEL, config.rollout_tp, 0, 1)
+        numbers = _numbers(a, Head.LANGUAGE_MODEL, config.rollout_tp, 0, 1, config.rollout_ep)
     else:
         place = (tp, 0, layout.pp, actor.model_chunks, actor.expert_model_parallel_size)
         numbers = received_numbers(a, Head.LANGUAGE_MODEL, *place)

@@ -38,7 +38,7 @@ def test_memory_is_gone_and_comes_back(device: Any, moved: tuple[Any, Offload]) 
     parts.offload(Part)
     assert before - device.memory(0)[0] == 5 * 64 * KIB
     parts.onload([Part.WEIGHTS])
-    parts.arrive(Part.WEIGHTS)
+    parts.await_copies(Part.WEIGHTS)
     assert before - device.memory(0)[0] == 4 * 64 * KIB
     assert numbers(weights) == list(range(16 * KIB))
 
@@ -50,7 +50,7 @@ def test_numbers_are_there_after_the_wait_alone(device: Any, moved: tuple[Any, O
     parts.onload([Part.WEIGHTS])
     # Nobody has waited; the device ends a copy at the latest when the next of its stream begins.
     assert (weights + 0).view(-1)[-LAST:].isnan().all()
-    parts.arrive(Part.WEIGHTS)
+    parts.await_copies(Part.WEIGHTS)
     assert numbers(weights + 0) == list(range(16 * KIB))
 
 
@@ -75,7 +75,7 @@ def test_a_wait_that_is_left_out_spoils_the_numbers(
     monkeypatch.setattr(copies.CopyStream, "join", lambda self, event: None)
     parts.offload(Part)
     parts.onload([Part.WEIGHTS])
-    parts.arrive(Part.WEIGHTS)
+    parts.await_copies(Part.WEIGHTS)
     assert (weights + 0).view(-1)[-LAST:].isnan().all()
 
 
@@ -83,10 +83,10 @@ def test_a_thousand_moves_leak_nothing(device: Any, moved: tuple[Any, Offload]) 
     weights, parts = moved
     before = device.memory(0)[0]
     for _ in range(1000):
-        parts.change(*Part)
+        parts.mark_changed(*Part)
         parts.offload(Part)
         parts.onload(Part)
-    parts.arrive(*Part)
+    parts.await_copies(*Part)
     assert device.memory(0)[0] == before
     assert numbers(weights) == list(range(16 * KIB))
     torch.npu.synchronize()
@@ -104,5 +104,5 @@ def test_a_device_that_is_full_leaves_the_copies(device: Any, moved: tuple[Any, 
         assert parts.away() == {Part.OPTIMIZER}
     finally:
         device.set_devices(devices, limit)
-    parts.arrive(Part.WEIGHTS)
+    parts.await_copies(Part.WEIGHTS)
     assert numbers(weights) == list(range(16 * KIB))

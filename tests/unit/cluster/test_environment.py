@@ -8,10 +8,10 @@ import pytest
 
 from mindspeed_rlxf.cluster.environment import (
     Variable,
+    find_problems,
     forwarded_environment,
+    list_variables,
     offload_environment,
-    problems,
-    variables,
     worker_environment,
 )
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -48,7 +48,7 @@ def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.Monke
         "HCCL_CONNECT_TIMEOUT": "60",
     }
     assert worker_environment(given, inherits=True) == given
-    shown = [v for v in variables(given) if v.name in found]
+    shown = [v for v in list_variables(given) if v.name in found]
     assert Variable("HCCL_BUFFSIZE", "256", "resource_pool.env") in shown
     assert Variable("HCCL_CONNECT_TIMEOUT", "60", "driver") in shown
     assert len({v.name for v in shown}) == len(shown)
@@ -56,14 +56,14 @@ def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.Monke
 
 def test_a_contradiction_is_found_between_driver_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
-    problem = str(*problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "3600"}))
+    problem = str(*find_problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "3600"}))
     assert problem.startswith("HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC_TIMEOUT=3600")
-    assert problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "60"}) == []
+    assert find_problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "60"}) == []
 
 
 def test_a_secret_of_the_driver_is_forwarded_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TP_TOKEN", "canary")
-    assert Variable("TP_TOKEN", "***", "driver") in variables({})
+    assert Variable("TP_TOKEN", "***", "driver") in list_variables({})
     found = worker_environment({}, inherits=False)
     assert secret_variables(found)["TP_TOKEN"] == "canary"
     assert "TP_TOKEN" not in open_variables(found)
@@ -85,6 +85,6 @@ def test_a_run_that_offloads_gets_segments_that_grow(monkeypatch: pytest.MonkeyP
     assert given("cuda", True, {}) == {"PYTORCH_CUDA_ALLOC_CONF": value}
     assert given("npu", False, {}) == given("cpu", True, {}) == {}
     assert given("npu", True, {name: "max_split_size_mb:64"}) == {}
-    assert Variable(name, value, "offload") in variables({}, {name: value})
+    assert Variable(name, value, "offload") in list_variables({}, {name: value})
     monkeypatch.setenv(name, "max_split_size_mb:32")
     assert given("npu", True, {}) == {}

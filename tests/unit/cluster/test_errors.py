@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.local import _from_text, _to_text
+from mindspeed_rlxf.cluster.local import _decode_failure, _encode_failure
 
 
 def test_worker_error_names_role_host_phase_and_cause_and_survives_pickling() -> None:
@@ -41,11 +41,11 @@ def test_a_function_on_a_host_is_named_with_its_cause_on_one_line() -> None:
     ],
 )
 def test_an_error_reaches_other_ranks_of_torchrun_as_it_was(error: WorkerError | HostError) -> None:
-    found = _from_text(_to_text(error))
+    found = _decode_failure(_encode_failure(error))
     assert type(found) is type(error) and vars(found) == vars(error) and str(found) == str(error)
 
 
 def test_no_error_and_an_unknown_kind() -> None:
-    assert _from_text(_to_text(None)) is None
+    assert _decode_failure(_encode_failure(None)) is None
     with pytest.raises(KeyError, match="system"):
-        _from_text('["system", ["true"]]')
+        _decode_failure('["system", ["true"]]')

@@ -13,7 +13,7 @@ from mindspeed_rlxf.reporting.timeline import Span
 
 @pytest.fixture(autouse=True)
 def _nothing_of_others() -> None:
-    spans.take()
+    spans.take_all()
 
 
 def reply(rank: int, fetch_s: float = 0.0) -> Reply:
@@ -23,22 +23,22 @@ def reply(rank: int, fetch_s: float = 0.0) -> Reply:
 def test_a_call_is_work_of_its_ranks_waits_for_inputs_and_the_wait_of_the_driver() -> None:
     asked = time.time() - 5.0
     spans.record_call("main", ["critic.values"] * 2, [reply(0), reply(1, 0.5)], asked)
-    first, second, inputs, driver = spans.take()
+    first, second, inputs, driver = spans.take_all()
     assert first == Span("critic.values", "main", 0, 100.0, 2.0)
     assert second == Span("critic.values", "main", 1, 100.0, 2.0)
     assert inputs == Span("critic.inputs", "main", 1, 99.5, 0.5, "wait")
     assert (driver.name, driver.pool, driver.kind) == ("wait for critic.values", "driver", "wait")
     assert driver.seconds == pytest.approx(5.0, abs=1.0)
-    assert spans.take() == [], "they are taken once"
+    assert spans.take_all() == [], "they are taken once"
 
 
 def test_each_part_of_a_split_pool_has_its_own_name() -> None:
     names = ["actor_rollout.send_weights", "rollout.update_weights"]
     spans.record_call("main", names, [reply(0), reply(1)], time.time())
-    assert [span.name for span in spans.take()] == names
+    assert [span.name for span in spans.take_all()] == names
 
 
 def test_ranks_that_are_not_drawn_and_short_waits_are_left_out() -> None:
     replies = [reply(rank, 0.0001) for rank in range(500)]
     spans.record_call("main", ["ref.log_probs"] * 500, replies, time.time())
-    assert len(spans.take()) == 64
+    assert len(spans.take_all()) == 64

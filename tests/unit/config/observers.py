@@ -367,7 +367,7 @@ def prepared(config: RunConfig) -> Any:
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         mocks = {n: stack.enter_context(patch.object(preflight, n)) for n in names}
-        stack.enter_context(patch.object(preflight, "_prompts", lambda *_: given))
+        stack.enter_context(patch.object(preflight, "_load_prompts", lambda *_: given))
         mocks["RunDirectory"].check.return_value = []
         for name in names:
             if "check_" in name:

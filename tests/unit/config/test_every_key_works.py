@@ -398,6 +398,7 @@ PLAN: dict[str, Any] = {
 ROLLOUT = {
     "engine": Shown("trainer/test_bad_files.py", "test_the_engine_has_to_be_known"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
+    "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
 }
 ONE_VALUE = {"tokenizer_type"}
 """Reviewed: keys of which one value alone is accepted, which asks for what happens anyway."""

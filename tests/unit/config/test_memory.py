@@ -168,6 +168,8 @@ CASES = {
     "one group": (communicators(2, 1, 1, False, False), 1),
     # tp, pp, dp, tp x pp for the gradient norm, tp of the rollout
     "all groups": (communicators(2, 2, 2, True, True), 5),
+    # and tp, ep, tp x ep, ep for gradients, tp and ep of the rollout
+    "all groups of experts": (communicators(2, 2, 2, True, True, 2, True), 5 + 6),
     # 8 x 10; 20 x (8 + 3 x 4 + 4 + 4 + 1 + 4 + 4 + 4 + 1) = 20 x 42; 13 for the slot more; 29
     "rows of a sample": (sample_bytes(10, 20), 80 + 1000 + 13 + 29),
     "rows of two iterations": (store_bytes(6, 962), 2 * 6 * 962),

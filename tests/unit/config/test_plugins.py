@@ -74,7 +74,7 @@ def test_a_file_is_loaded_once_and_remembered_by_its_text(
         ("x = (", "SyntaxError in line 1"),
         ("import json\n\nx = 1 / 0", "ZeroDivisionError in line 3: division by zero"),
         ("import sys\nsys.exit(3)", "SystemExit in line 2: 3"),
-        (RULE.replace("short", "gsm8k"), "'gsm8k' is there already; choose a name other than"),
+        (RULE.replace("short", "gsm8k"), "'gsm8k' is registered already; use a name other than"),
         (None, "must be a Python file that can be read: No such file or directory"),
     ],
 )

@@ -36,7 +36,7 @@ def test_ranks_meet_before_they_write_a_checkpoint(
     state: Any = SimpleNamespace(
         groups=SimpleNamespace(active=contextlib.nullcontext), describe=None
     )
-    for name in ("_random_state", "_copied_boxes"):
+    for name in ("_random_state", "_copy_share"):
         monkeypatch.setattr(train_state, name, lambda *_: [])
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
-from mindspeed_rlxf.engine.readouts import by_row
+from mindspeed_rlxf.engine.readouts import scatter_rows
 from mindspeed_rlxf.models.attention import PackedSequences
 from tests.rows import length_mask, made_rollouts
 
@@ -123,5 +123,5 @@ def test_scattered_values_stand_in_the_row_they_came_from(counts: list[int], siz
         expected[row, :count] = torch.arange(1, count + 1) + 10.0 * row
     parts = chunk_rows(range(len(counts)), size)
     flat = [torch.cat([expected[r, : counts[r]] for r in part]) for part in parts]
-    got = by_row(flat, length_mask(torch.tensor(counts), 6))
+    got = scatter_rows(flat, length_mask(torch.tensor(counts), 6))
     assert_close(got, expected, rtol=0, atol=0)

@@ -99,7 +99,7 @@ def test_a_part_that_did_not_change_is_not_copied_again(monkeypatch: pytest.Monk
         assert model.held()[0] == 0 and not copies
     model.offload.onload([W])
     model.weights[2].data.fill_(7.0)
-    model.offload.change(W)
+    model.offload.mark_changed(W)
     model.offload.offload([W])
     model.offload.onload([W])
     assert (model.weights[2] == 7).all()
@@ -146,7 +146,7 @@ def test_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         model.offload.offload(Part)
         model.offload.onload(Part)
-        model.offload.change(*Part)
+        model.offload.mark_changed(*Part)
     # 2,800 and 70 bytes to multiples of 512 are 3,584, 400 are 512
     assert sorted(made) == [512, 512, 1024, 1024, 1024] and max(made) <= 1024
 
@@ -158,7 +158,7 @@ def cycles(count: int) -> Iterator[int]:
         model = models[number % 2]
         with residency.holding((model.offload, Part)):
             model.weights[0].data.add_(1.0)
-            model.offload.change(W)
+            model.offload.mark_changed(W)
         if number in (4, count - 1):
             gc.collect()
             yield sum(isinstance(each, Tensor) for each in gc.get_objects())

@@ -129,6 +129,7 @@ def test_weights_at_equal_distances_are_one_tensor() -> None:
 
     assert at(1, 21, 41).tolist() == [memory[i : i + 6].view(2, 3).tolist() for i in (1, 21, 41)]
     assert torch.equal(at(41, 21, 1), at(1, 21, 41))  # in the order of their places
+    assert at(7).tolist() == [memory[7:13].view(2, 3).tolist()]
     assert at(1, 21, 42) is None and at(21, 1, 41) is None and at(1, 1) is None
 
 

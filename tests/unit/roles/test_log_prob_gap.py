@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.data.batch import LogProbs, Rollouts
-from mindspeed_rlxf.roles.actor import _check_gaps, _gaps
+from mindspeed_rlxf.roles.actor import _check_gaps, _measure_gaps
 from tests.rows import made_rollouts
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -35,7 +35,7 @@ def recomputed(**changes: float) -> LogProbs:
 
 
 def test_gaps_are_those_of_response_tokens() -> None:
-    gaps = _gaps(rollouts(), recomputed(r0t1=-2.5, r0t2=9.0, r1t0=-2.0))
+    gaps = _measure_gaps(rollouts(), recomputed(r0t1=-2.5, r0t2=9.0, r1t0=-2.0))
     assert gaps.tolist() == [[0.0, 0.5, 0.0], [1.0, 0.0, 0.0]]
 
 
@@ -49,10 +49,10 @@ def test_gaps_are_those_of_response_tokens() -> None:
 )
 def test_the_worst_token_is_named(changes: dict[str, float], place: str) -> None:
     with pytest.raises(ValueError) as caught:
-        _check_gaps(_gaps(rollouts(), recomputed(**changes)), rollouts(), 0.5)
+        _check_gaps(_measure_gaps(rollouts(), recomputed(**changes)), rollouts(), 0.5)
     assert place in str(caught.value)
     assert "over algorithm.max_log_prob_gap=0.5" in str(caught.value)
 
 
 def test_gaps_up_to_the_limit_pass() -> None:
-    _check_gaps(_gaps(rollouts(), recomputed(r0t1=-2.5)), rollouts(), 0.5)
+    _check_gaps(_measure_gaps(rollouts(), recomputed(r0t1=-2.5)), rollouts(), 0.5)

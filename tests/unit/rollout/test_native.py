@@ -21,6 +21,7 @@ from mindspeed_rlxf.rollout import generation, native
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import GenerationRequest
+from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
@@ -79,6 +80,8 @@ class Source:
 
     def __init__(self, model: nn.Module) -> None:
         self.module: Any = model
+        nobody: Any = None
+        self.rounds = Rounds((), nobody, nobody)
         self.is_active = False
 
     @contextlib.contextmanager

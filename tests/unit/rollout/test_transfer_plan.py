@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,14 +46,15 @@ LM = Head.LANGUAGE_MODEL
 
 
 @st.composite
-def layouts(draw: Any) -> tuple[str, TrainingLayout, ParallelLayout]:
+def layouts(draw: Any) -> tuple[str, TrainingLayout, ParallelLayout, int]:
     tp, pp, dp = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
     chunks = draw(st.sampled_from([1, 2])) if pp == 2 else 1
     name = draw(st.sampled_from(sorted(FAMILIES)))
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0])) if name == "experts" else 1
     rollout_tp, rollout_dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     training = TrainingLayout(ParallelLayout(tp * pp * dp, tp, pp), chunks, ep)
-    return name, training, ParallelLayout(rollout_tp * rollout_dp, rollout_tp)
+    shares = name == "experts" and rollout_dp == 2
+    return name, training, ParallelLayout(rollout_tp * rollout_dp, rollout_tp), 1 + shares
 
 
 def whole_model(a: ArchitectureConfig) -> dict[str, Tensor]:
@@ -91,16 +92,18 @@ def held_in_training(
 
 @settings(max_examples=25, deadline=None)
 @given(layouts(), st.sampled_from([5, 50, 10**6]))
+@example(("experts", TrainingLayout(ParallelLayout(4), 1, 2), ParallelLayout(4, 1), 4), 50)
 def test_every_number_arrives_once_and_where_it_belongs(
-    case: tuple[str, TrainingLayout, ParallelLayout], limit: int
+    case: tuple[str, TrainingLayout, ParallelLayout, int], limit: int
 ) -> None:
-    name, training, rollout = case
+    name, training, rollout, ep = case
     a = FAMILIES[name]
     whole = whole_model(a)
     held = held_in_training(a, training, whole)
-    table, planned = list(stage_parameters(a, LM)), list(moves(a, training, rollout))
+    planned = list(moves(a, training, rollout, ep))
     for receiver in range(rollout.world_size):
-        tp_rank = rollout.tp_rank(receiver)
+        tp_rank, ep_rank = rollout.tp_rank(receiver), rollout.dp_rank(receiver) % ep
+        table = list(stage_parameters(a, LM, ep_rank=ep_rank, ep=ep))
         wanted = {p.name: shard(p, a, whole, tp_rank, rollout.tp) for p in table}
         got = {n: torch.zeros_like(t) for n, t in wanted.items()}
         arrivals = {n: torch.zeros_like(t) for n, t in wanted.items()}

@@ -47,6 +47,9 @@ def test_without_the_keys_all_ranks_do_both(make_tree: Callable[..., Any]) -> No
 
 ACTOR_TP = "actor_rollout.tensor_model_parallel_size"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
+ROLLOUT_EP = "rollout.expert_model_parallel_size"
+ACTOR_EP = "actor_rollout.expert_model_parallel_size"
+EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 32}
 OLDER_TP = "actor_rollout.inference_tensor_model_parallel_size"
 
 
@@ -126,7 +129,24 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         [f"{OLDER_TP} and rollout.tensor_model_parallel_size=2 say the same thing differently; "
          "keep one"],
     ),
-    "ranks that do both have one size": ({ROLLOUT_TP: 1}, []),
+    "ranks that do both have one size": ({ROLLOUT_TP: 1, ROLLOUT_EP: 1}, []),
+    "ranks that do both share experts as in training": (
+        EXPERTS | {ACTOR_EP: 2, ROLLOUT_EP: 4},
+        [f"{ROLLOUT_EP}=4 must be {ACTOR_EP}=2 where the rollout shares the actor's devices; "],
+    ),
+    "ranks that generate share experts": (EXPERTS | SPLIT | {ROLLOUT_EP: 4}, []),
+    "as many as divide the experts and the replicas": (
+        EXPERTS | SPLIT | {ROLLOUT_TP: 2, ROLLOUT_EP: 4},
+        [f"{ROLLOUT_EP}=4 must divide the data-parallel size 2; use 2"],
+    ),
+    "each has whole experts": (
+        EXPERTS | parts(2, 6) | {ROLLOUT_EP: 3},
+        [f"{ROLLOUT_EP}=3 must divide model.small.num_experts=8; use 2"],
+    ),
+    "a dense model has none to share": (
+        SPLIT | {ROLLOUT_EP: 2},
+        [f"{ROLLOUT_EP}=2 needs experts, model.small is dense; remove it"],
+    ),
     "ranks that do both have no second size": (
         {ROLLOUT_TP: 2},
         ["rollout.tensor_model_parallel_size=2 must be actor_rollout.tensor_model_parallel_size=1 "

@@ -208,7 +208,7 @@ def expert_bytes(config: RunConfig, share: int) -> int:
     return 4 * 8 // share * 3 * 64 * 32 * 4
 
 
-def test_expert_ranks_hold_their_share_and_receive_the_rest(
+def test_expert_ranks_hold_their_share_in_training_and_generation(
     config: Callable[..., RunConfig],
 ) -> None:
     whole, shared = config(EXPERTS), config(EP4)
@@ -218,7 +218,12 @@ def test_expert_ranks_hold_their_share_and_receive_the_rest(
         assert one.weights - four.weights == saved
         assert one.optimizer - four.optimizer == (2 * saved if one.optimizer else 0)
     assert phase(whole, Role.ACTOR_ROLLOUT, "generate").other == 0
-    assert phase(shared, Role.ACTOR_ROLLOUT, "generate").other == saved
+    assert phase(shared, Role.ACTOR_ROLLOUT, "generate").other == 0
+    all_received, received = (
+        phase(config({**keys, **PP2}), Role.ACTOR_ROLLOUT, "generate").other
+        for keys in (EXPERTS, EP4)
+    )
+    assert all_received - received == saved // 2  # of the other stage's layers
 
 
 def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(
@@ -262,6 +267,9 @@ SPLIT = {
 }
 
 
+ONE_TP = {"rollout.tensor_model_parallel_size": 1}
+
+
 def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., RunConfig]) -> None:
     """Training has no cache and no other weights; generation half of them all and no optimizer."""
     run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
@@ -275,9 +283,42 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., 
     assert (rollout.gradients, rollout.optimizer) == (0, 0)
     norms = 9 * 64 * 4  # on both ranks: two of each of four layers, and the last
     assert rollout.weights == (whole.weights - norms) // 2 + norms
+    shared, all_experts = (
+        pool_memories(config(SPLIT | ONE_TP | EXPERTS | keys), "actor")[1]
+        for keys in ({"rollout.expert_model_parallel_size": 2}, {})
+    )
+    saved = all_experts.roles[0].weights - shared.roles[0].weights
+    assert saved == expert_bytes(config(EXPERTS), 2)
     [receive, generate] = rollout.phases
     assert (receive.name, receive.total) == ("receive weights", rollout.weights)
     # all 96 samples on one replica, 4 layers, 2 of 4 groups of width 8, 24 tokens, keys and values
     assert generate.kv_cache == 96 * 4 * 2 * 8 * 24 * 2 * 4
     assert (trains.rank, trains.processes) == (0, (6,))
     assert (generates.rank, generates.processes) == (6, (2,))
+
+
+@pytest.mark.parametrize(
+    ("limit", "together", "width", "choice"),
+    # a result of 64 in bf16 and fp32; or of a width of 64 three parts in bf16 and one in fp32
+    [(4096, 4 * 96, 32, 64 * 6), (40, 40, 64, 64 * 10), (2, 4, 32, 64 * 6)],
+)
+def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_share_experts(
+    config: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int,
+    together: int,
+    width: int,
+    choice: int,
+) -> None:
+    monkeypatch.setattr(memory, "EXCHANGE_TOKENS", limit)
+    keys = {"actor_rollout.num_samples_per_step": 12, "actor_rollout.bf16": True}
+    run = config({**EP4, **keys, "model.small.moe_ffn_hidden_size": width})
+    a = run.actor_rollout.architecture
+    dense = memory.layer_activation_bytes(a, 96, 1, False, 2)  # 12 prompts of 8
+    dense -= memory.mlp_activation_bytes(a, 96, 1, False, 2)
+    # results, 8 probabilities and choices, two numbers of 4 and 12 bytes of a choice
+    own = 96 * (64 * 2 + 5 * 8 + 20 * 2)
+    # tokens in bf16, results in fp32; two choices with five numbers of 8 bytes
+    shared = together * (64 * 6 + 2 * (40 + choice))
+    expected = dense + own + shared + memory.row_state_bytes(12, 16)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected

@@ -1,0 +1,210 @@
+"""Experts of a layer that the ranks of an expert-parallel group share, without a gradient.
+
+Each rank has its own tokens and its own experts. In a pass all ranks gather the tokens of all, each
+computes its experts' part of every token, and the parts are summed where the token came from:
+
+    own tokens [tokens, h] -- all_gather --> [ep * size, h] -- own experts -->
+    parts [ep * size, h] fp32 -- reduce_scatter --> own tokens [tokens, h]
+
+The sizes are known on the host before the pass (`Exchange.sizes`), so that no rank waits for its
+device. A rank without tokens takes part with none. Tokens choose their experts on their own rank:
+computed again elsewhere, rounding could make another choice.
+
+Axes: h = hidden size, ep = ranks of the group, size = tokens of the rank that has the most, to
+which the others pad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.memory import EXCHANGE_TOKENS
+from mindspeed_rlxf.models.grouped_experts import ExpertWeights, gated_products, sort_by_expert
+
+# Newer versions of torch have other names for them.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass
+class Exchange:
+    """The expert-parallel group of a module.
+
+    tp:    sums over the parts of an expert
+    sizes: tokens of each rank of `ep` in this pass; set before each pass, alike on all
+    """
+
+    ep: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    sizes: Sequence[int] = ()
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens of a rank that are exchanged at once, which limits the memory."""
+        return max(1, EXCHANGE_TOKENS // self.ep.size())
+
+
+class LocalExperts:
+    """This rank's experts of a layer; in grouped products where torch and the weights allow it."""
+
+    def __init__(self, module: Any) -> None:
+        """module: Megatron's module of the experts, whose weights stay where they are"""
+        self.module, self.count = module, len(module.local_experts)
+        # MindSpeed computes experts in its own way, which only the module knows.
+        fused = device.fuses_layers()
+        self.weights = None if fused else ExpertWeights.of(module.local_experts)
+
+    def __call__(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Sum the results of each token's experts on this rank, [tokens, h] fp32.
+
+        hidden:  [tokens, h]
+        numbers: [tokens, topk] int64, local numbers of the experts; `count` = on another rank
+        shares:  [tokens, topk] fp32, the weight of each expert's result
+        """
+        compute = self._by_megatron if self.weights is None else self._grouped
+        return compute(hidden, numbers, shares.flatten())
+
+    def _grouped(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Compute in grouped products, as `__call__`, without a wait for the device.
+
+        Pairs of a token and an expert of another rank are carried along at the end, where no
+        product reads or writes them, and end as zeros.
+        """
+        assert self.weights is not None, "checked by the caller"
+        topk, others = numbers.size(1), numbers.flatten() == self.count
+        if self.weights.is_reversed:
+            numbers = torch.where(numbers == self.count, numbers, self.count - 1 - numbers)
+        order, ends = sort_by_expert(numbers.flatten(), self.count)
+        rows = gated_products(hidden[order // topk], shares[order], ends, self.weights)
+        pairs = torch.empty_like(rows)
+        pairs[order] = rows
+        del rows  # its memory is for the sum
+        pairs.masked_fill_(others[:, None], 0)  # may be anything, nan too
+        return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
+
+    def _by_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Compute in Megatron's module, as `__call__`; sorts the pairs on the host.
+
+        NPU cannot sum in another dtype than that of the numbers, so they are in fp32 before.
+        """
+        topk, flat = numbers.size(1), numbers.flatten().cpu()
+        counts = flat.bincount(minlength=self.count + 1)[: self.count]
+        order = flat.argsort(stable=True)[: int(counts.sum())]
+        pairs = hidden.new_zeros(len(flat), hidden.size(1), dtype=torch.float32)
+        if len(order):
+            token, order = (order // topk).to(hidden.device), order.to(hidden.device)
+            out, _ = self.module(hidden[token], counts, shares[order])
+            pairs[order] = out.float()
+        return pairs.unflatten(0, (-1, topk)).sum(1)
+
+
+class SharedExperts(nn.Module):
+    """Replaces Megatron's layer of experts in a module that generates; has its parameters' names.
+
+    All ranks of the group call it for the same layer at the same time.
+    """
+
+    def __init__(self, layer: Any, exchange: Exchange) -> None:
+        """layer: Megatron's, with this rank's experts"""
+        super().__init__()
+        self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
+        self._local: LocalExperts | None = None
+
+    def bind(self) -> None:
+        """View the weights where they lie now. Call it whenever they may have moved."""
+        self._local = LocalExperts(self.experts)
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Compute the layer for [tokens, 1, h], which may be none; returns [tokens, 1, h].
+
+        `_`: a padding mask of Megatron, None
+        """
+        tokens, exchange = hidden.flatten(0, 1), self.exchange
+        routes = self._route(hidden)
+        parts = []
+        for start in range(0, max(exchange.sizes), exchange.chunk):
+            part = slice(start, start + exchange.chunk)
+            sizes = [min(max(size - start, 0), exchange.chunk) for size in exchange.sizes]
+            parts.append(self._exchange(tokens[part], routes[part], sizes))
+        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return out.view_as(hidden), None
+
+    def _route(self, hidden: Tensor) -> Tensor:
+        """Return weights and numbers of each token's experts, [tokens, 2 * topk] fp32."""
+        topk = self.router.topk
+        if not hidden.numel():
+            return hidden.new_zeros(0, 2 * topk, dtype=torch.float32)
+        probabilities, _ = self.router(hidden)  # [tokens, experts], 0 where not chosen
+        shares, numbers = probabilities.topk(topk, dim=-1)
+        return torch.cat((shares.float(), numbers.float()), dim=-1)
+
+    def _exchange(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Compute [tokens, h] of this rank's tokens, together with the other ranks'.
+
+        Sums over ranks in fp32 and rounds once: first over the experts, which leaves fewer tokens,
+        then over the parts of an expert.
+
+        sizes: tokens of each rank
+        """
+        assert self._local is not None, "bind comes first"
+        group, count = self.exchange.ep, self._local.count
+        everyone = _gather(hidden, sizes, group)
+        routes = _gather(routes, sizes, group, padding=-1.0)  # no rank has an expert -1
+        shares, numbers = routes.chunk(2, dim=-1)
+        local = numbers.long() - group.rank() * count
+        local = local.masked_fill((local < 0) | (local >= count), count)
+        own = _sum(self._local(everyone, local, shares), sizes, group)[: len(hidden)]
+        if self.exchange.tp.size() > 1 and len(own):  # the ranks of a replica have the same tokens
+            dist.all_reduce(own, group=self.exchange.tp)
+        return own.to(hidden.dtype)
+
+
+def _gather(
+    rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, padding: float = 0.0
+) -> Tensor:
+    """Gather the rows of all ranks, one rank after the other; some of them may be padding.
+
+    sizes: rows of each rank
+    """
+    size = max(sizes)
+    gathered = rows.new_empty(len(sizes) * size, rows.size(1))
+    _ALL_GATHER(gathered, F.pad(rows, (0, 0, 0, size - len(rows)), value=padding), group=group)
+    if not _is_sparse(sizes):
+        return gathered
+    parts = zip(gathered.split(size), sizes, strict=True)
+    return torch.cat([part[:count] for part, count in parts if count])
+
+
+def _sum(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Sum rows in the order of `_gather` over the ranks; return this rank's, and padding."""
+    size = max(sizes)
+    if _is_sparse(sizes):
+        padded = rows.new_zeros(len(sizes), size, rows.size(1))
+        for filled, part in zip(padded, rows.split(list(sizes)), strict=True):
+            filled[: len(part)] = part
+        rows = padded.flatten(0, 1)
+    own = rows.new_empty(size, rows.size(1))
+    _REDUCE_SCATTER(own, rows, group=group)
+    return own
+
+
+def _is_sparse(sizes: Sequence[int]) -> bool:
+    """Whether so many rows are padding that to drop it costs less than to compute with it."""
+    return 2 * sum(sizes) <= len(sizes) * max(sizes)
+
+
+def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:
+    """Let the layers of a module share their experts with the other ranks; return these layers."""
+    shared = []
+    for layer in module.decoder.layers:  # type: ignore[union-attr]
+        layer.mlp = SharedExperts(layer.mlp, exchange)  # type: ignore[union-attr]
+        shared.append(layer.mlp)
+    return shared

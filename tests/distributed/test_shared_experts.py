@@ -1,0 +1,298 @@
+"""Ranks that share experts generate what one rank with all experts does, each with its share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mindspeed_rlxf.cluster.group import Sharded
+from mindspeed_rlxf.cluster.protocol import Peer
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.data.batch import Prompts, RoleOutput
+from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models import shared_experts
+from mindspeed_rlxf.models.grouped_experts import stack_experts
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.sizes import shard_sizes
+from mindspeed_rlxf.roles.generation import make_requests
+from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.rollout.native import NativeRollout
+from tests.distributed.groups import build_group, build_policy
+from tests.distributed.llamas import MIXTRAL, QWEN3_MOE, make_llama, run_config
+from tests.distributed.test_experts import EP2, PP2, TP2
+from tests.distributed.test_parity_with_transformers import make_prompts
+
+GROUPED = hasattr(F, "grouped_mm")
+EOS, SEED = [3, 8, 17, 21, 26, 30, 34], 5
+NOTHING: tuple[Any, ...] = ()
+
+
+@dataclass
+class Seen:
+    """One replica's part of a generation.
+
+    responses: tokens and log-probs, in the order of the prompts; of a closed one those taken
+    awake:     numbers of the parameters while it generates; asleep: afterwards
+    own, idle: passes with tokens of its own, and those for other ranks
+    grouped:   of each layer, whether it computed grouped products
+    """
+
+    responses: list[tuple[list[int], list[float]]]
+    awake: int
+    asleep: int
+    own: int
+    idle: int
+    grouped: list[bool]
+
+
+class WatchedRollout(RolloutRole):
+    def look(
+        self, prompts: Prompts, taken: int | None = None, given: tuple[Any, ...] = NOTHING
+    ) -> RoleOutput:
+        """Generate, or score `given` responses. taken: results until the caller has enough"""
+        engine, announced = self.replica.engine, []
+        assert isinstance(engine, NativeRollout)
+        rounds = engine.source.rounds
+        announce = type(rounds).announce
+        rounds.announce = lambda tokens: announced.append(announce(rounds, tokens))  # type: ignore[method-assign]
+        engine.wake()
+        awake = sum(p.numel() for p in engine.model.parameters())
+        if given:
+            scores = engine.score(prompts.token_ids, given[: prompts.num_rows])
+            responses = [(list(r), logs) for r, logs in zip(given, scores, strict=False)]
+        else:
+            results = engine.generate(make_requests(prompts, self.sampling, SEED))
+            found = list(results) if taken is None else [next(results) for _ in range(taken)]
+            results.close()  # type: ignore[attr-defined]
+            found.sort(key=lambda result: result.place)
+            responses = [(result.tokens, result.log_probs) for result in found]
+        grouped = [layer._local.weights is not None for layer in rounds.layers]  # type: ignore[union-attr]
+        engine.sleep()
+        asleep = sum(p.numel() for p in engine.model.parameters())
+        idle = engine.stats().idle_passes
+        return RoleOutput(report=Seen(responses, awake, asleep, len(announced), idle, grouped))
+
+
+def build(runtime: Any, folder: Path, architecture: Any, size: int, keys: Any) -> Any:
+    """The group of a rollout, two rows at a time."""
+    rows = {"num_samples_per_step": 2, "do_sample": True, "temperature": 1.3}
+    config = run_config(folder, folder, architecture, keys, pool=size, actor_rollout=rows)
+    pool = runtime.create_pools({"main": [size]})["main"]
+    actor, rollout = build_policy(config, pool, EOS)
+    peer = Peer(Role.ACTOR_ROLLOUT)
+    rollout.group.build(WatchedRollout, config, tuple(EOS), peer, None).result()
+    rollout._version = None
+    rollout.update_weights(actor, 0)
+    return rollout.group
+
+
+def look(group: Any, prompts: Prompts, *more: Any) -> list[Seen]:
+    found = group.call(WatchedRollout.look, Sharded(prompts.split(group.layout.dp)), *more)
+    reports: list[Seen] = found.result()
+    return reports
+
+
+def assert_same(found: list[Seen], expected: list[Any]) -> None:
+    responses = [response for each in found for response in each.responses]
+    assert [tokens for tokens, _ in responses] == [tokens for tokens, _ in expected]
+    for (_, logs), (_, wanted) in zip(responses, expected, strict=True):
+        assert logs == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "keys"),
+    [
+        pytest.param(QWEN3_MOE, 2, EP2, id="ep2"),
+        pytest.param(MIXTRAL, 4, {**TP2, **EP2, "sequence_parallel": True}, id="tp2-ep2"),
+        pytest.param(QWEN3_MOE, 4, {**PP2, **EP2}, id="pp2-ep2"),
+        pytest.param(
+            MIXTRAL, 4, {"expert_model_parallel_size": 4}, id="ep4", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_ranks_that_share_experts_generate_what_one_rank_does(
+    warm_runtime: Any, tmp_path: Path, architecture: Any, size: int, keys: Any
+) -> None:
+    """Sampled responses and their log-probs, replicas that take several times as many steps,
+    replicas without a prompt, and given responses."""
+    make_llama(tmp_path, architecture)
+    one = build(warm_runtime, tmp_path, architecture, 1, {})
+    several, single = make_prompts(7), make_prompts(1)
+    [alone], [first] = look(one, several), look(one, single)
+    assert alone.idle == 0 and len({len(tokens) for tokens, _ in alone.responses}) > 3
+    shared = build(warm_runtime, tmp_path, architecture, size, keys)
+    tp, ep = keys.get("tensor_model_parallel_size", 1), keys["expert_model_parallel_size"]
+    share = sum(shard_sizes(architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
+
+    found = look(shared, several)
+    assert_same(found, alone.responses)
+    assert {each.awake for each in found} == {share} and {each.asleep for each in found} == {0}
+    assert all(each.grouped == [GROUPED] * 2 for each in found)
+    assert_in_step(found, ep)
+
+    found = look(shared, single)  # all others have none
+    assert_same(found, first.responses)
+    assert_in_step(found, ep)
+    busy = next(each for each in found if each.responses)
+    assert sum(each.own > 0 for each in found) == 1
+    assert {each.idle for each in found[-ep:] if each is not busy} == {busy.own}
+
+    given = tuple([4 + i] * (1 + 2 * i) for i in range(5))
+    [scored] = look(one, make_prompts(1), None, given)
+    found = look(shared, make_prompts(1), None, given)
+    assert_same(found, scored.responses)
+    assert_in_step(found, ep)
+
+
+def assert_in_step(found: list[Seen], ep: int) -> None:
+    """Neighbours that share experts make the same number of passes, some for others."""
+    for first in range(0, len(found), ep):
+        group = found[first : first + ep]
+        assert len({each.own + each.idle for each in group}) == 1
+        assert min(each.idle for each in group) == 0
+
+
+def test_a_rank_whose_caller_has_enough_still_serves_the_others(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    make_llama(tmp_path, QWEN3_MOE)
+    one = build(warm_runtime, tmp_path, QWEN3_MOE, 1, {})
+    prompts = make_prompts(8)
+    [alone] = look(one, prompts)
+    shared = build(warm_runtime, tmp_path, QWEN3_MOE, 2, EP2)
+    found = look(shared, prompts, Sharded([None, 1]))
+    assert_same(found[:1], alone.responses[:4])
+    [(tokens, _)] = found[1].responses
+    assert tokens in [wanted for wanted, _ in alone.responses[4:]]
+    assert found[1].own + found[1].idle == found[0].own and found[1].idle > 0
+
+
+EXPERTS, HIDDEN, TOPK = 8, 16, 3
+
+
+class Expert(nn.Module):
+    """A gated MLP as Megatron's."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(HIDDEN, 2 * width, bias=False, dtype=dtype)
+        self.linear_fc2 = nn.Linear(width, HIDDEN, bias=False, dtype=dtype)
+
+    def forward(self, hidden: Tensor, shares: Tensor) -> Tensor:
+        gate, up = self.linear_fc1(hidden).chunk(2, dim=-1)
+        out: Tensor = self.linear_fc2((F.silu(gate) * up * shares[:, None]).to(hidden.dtype))
+        return out
+
+
+class Experts(nn.Module):
+    """One expert after the other, as Megatron's module."""
+
+    def __init__(self, experts: list[Expert]) -> None:
+        super().__init__()
+        self.local_experts = nn.ModuleList(experts)
+
+    def forward(self, hidden: Tensor, counts: Tensor, shares: Tensor) -> tuple[Tensor, None]:
+        parts = zip(self.local_experts, hidden.split(counts.tolist()), strict=True)
+        outs = [
+            expert(rows, weights)
+            for (expert, rows), weights in zip(parts, shares.split(counts.tolist()), strict=True)
+        ]
+        return torch.cat(outs), None
+
+
+class AnyRouter(nn.Module):
+    """Three experts of each token, the last one rarely; the probabilities need not add up to 1."""
+
+    topk = TOPK
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.randn(HIDDEN, EXPERTS, generator=generator) / 4
+        scores = (hidden.flatten(0, -2).float() @ weight).exp()
+        scores[:, -1] *= 1e-3
+        least = scores.topk(TOPK).values[:, -1:]
+        return scores.masked_fill(scores < least, 0.0), None
+
+
+@dataclass
+class Layer:
+    router: nn.Module
+    experts: nn.Module
+
+
+class ExchangeProbe:
+    """A layer over all ranks of the world, with uneven numbers of tokens."""
+
+    def __init__(self) -> None:
+        self.groups = ParallelGroups(1, 1, seed=1, ep=dist.get_world_size())
+
+    @torch.no_grad()
+    def error(
+        self, width: int, dtype: torch.dtype, counts: tuple[int, ...], chunk: int, is_reversed: bool
+    ) -> RoleOutput:
+        """Largest relative error from one expert after the other in fp32, and whether grouped.
+
+        counts: tokens of each rank; chunk: of all ranks that are exchanged at once
+        """
+        torch.manual_seed(7)
+        experts = [Expert(width, dtype) for _ in range(EXPERTS)]
+        weights = [[p.detach().float() for p in expert.parameters()] for expert in experts]
+        rank, share = self.groups.ep.rank(), EXPERTS // self.groups.ep.size()
+        own = slice(rank * share, (rank + 1) * share)
+        stack_experts(Experts(experts[own][::-1] if is_reversed else experts[own]))
+        for expert, numbers in zip(experts[own], weights[own], strict=True):
+            for parameter, values in zip(expert.parameters(), numbers, strict=True):
+                parameter.copy_(values)
+        exchange = shared_experts.Exchange(self.groups.ep, self.groups.tp, counts)
+        router = AnyRouter()
+        layer = shared_experts.SharedExperts(Layer(router, Experts(experts[own])), exchange)
+        layer.bind()
+        tokens = [torch.randn(count, HIDDEN).to(dtype) for count in counts][rank]
+        usual, shared_experts.EXCHANGE_TOKENS = shared_experts.EXCHANGE_TOKENS, chunk
+        out, _ = layer(tokens[:, None])
+        shared_experts.EXCHANGE_TOKENS = usual
+        assert out.dtype is dtype and out.shape == (counts[rank], 1, HIDDEN)
+        shares = router(tokens)[0] if len(tokens) else []
+        largest = 0.0
+        for row, token, each in zip(out[:, 0], tokens, shares, strict=True):
+            expected = one_by_one(token, each, weights)
+            error = (expected - row).abs().max() / expected.abs().max()
+            largest = max(largest, float(error))
+        assert layer._local is not None
+        return RoleOutput(report=(largest, layer._local.weights is not None))
+
+
+def one_by_one(token: Tensor, shares: Tensor, weights: list[list[Tensor]]) -> Tensor:
+    """Sum what each expert makes of a token, fp32."""
+    total = torch.zeros(HIDDEN)
+    for share, (widens, narrows) in zip(shares, weights, strict=True):
+        gate, up = (widens @ token.float()).chunk(2)
+        total += share * (narrows @ (F.silu(gate) * up))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "grouped"),
+    # rows of 12 numbers in bf16 begin at no multiple of 16 bytes
+    [(12, torch.float32, True), (8, torch.bfloat16, True), (12, torch.bfloat16, False)],
+)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
+def test_an_exchange_computes_what_one_expert_after_the_other_does(
+    warm_runtime: Any, size: int, width: int, dtype: torch.dtype, grouped: bool
+) -> None:
+    group = build_group(warm_runtime, ParallelLayout(size, 1), ExchangeProbe)
+    for first, chunk, is_reversed in product(((5, 5), (0, 7), (9, 1)), (4096, 6), (False, True)):
+        counts = first if size == 2 else (*first, 3, 0)
+        case = width, dtype, counts, chunk, is_reversed
+        for error, was_grouped in group.call(ExchangeProbe.error, *case).result():
+            assert error < (1e-5 if dtype is torch.float32 else 3e-2), case
+            assert was_grouped == (grouped and GROUPED)
