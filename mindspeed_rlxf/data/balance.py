@@ -11,22 +11,24 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 
 def layer_matrices(a: ArchitectureConfig) -> tuple[int, int]:
-    """Count the numbers of a layer's matrices that a token meets: of attention, and of the MLP."""
+    """Return (attention, MLP) weights of one layer that each token is multiplied with.
+
+    In a layer with experts the MLP counts `moe_router_topk` experts; the router is left out.
+    """
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     experts = a.moe_router_topk if a.num_experts else 1
     return 2 * a.hidden_size * (queries + keys), 3 * a.hidden_size * a.mlp_hidden_size * experts
 
 
 def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
-    """Floating-point operations of one forward pass over a sample: a n + b n^2 + c m.
+    """Return the floating-point operations of one forward pass over a sample: a n + b n^2 + c m.
 
-    tokens:  n, of the prompt and the response
+    tokens:  n, length of the prompt and the response together
     outputs: m, positions for which logits are computed; 0 for a value model
 
-    Two operations per token and weight of a matrix (a: of the layers, c: of the output layer);
-    two per channel of a head for scores and two for values of n / 2 earlier tokens on average.
-    So counts the appendix of arXiv:2104.04473, with all tokens attended to and an MLP without gate.
-    A backward pass takes twice as much (same source), so that samples compare as they do here.
+    Counts two operations per token and weight (a: weights of the layers, c: of the output layer).
+    Attention costs four per channel of each head and attended token, on average n / 2 tokens (b).
+    Source: appendix of arXiv:2104.04473, which attends to all n tokens and has an MLP without gate.
     """
     layer = 2 * tokens * sum(layer_matrices(a)) + 2 * a.num_attention_heads * a.head_dim * tokens**2
     return a.num_layers * layer + 2 * outputs * a.hidden_size * a.vocab_size
@@ -35,11 +37,11 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
 def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into parts of equal count with nearly equal sums of cost.
 
-    num_parts must divide the number of items. Returns the items of each part in ascending order,
-    parts in the order of their first items, so that one item per part leaves them in order.
+    costs: [items]. Their number must be a multiple of num_parts, or an AssertionError is raised.
+    Returns the indices of each part in ascending order, the parts ordered by their first index.
 
-    The most expensive items first, each to the cheapest part that has room; then the most expensive
-    part exchanges items with others as long as that makes it cheaper.
+    Assigns the most expensive item first, each to the cheapest part that is not full. Then swaps
+    items of the most expensive part with items of other parts while that makes it cheaper.
     """
     size, rest = divmod(len(costs), num_parts)
     assert rest == 0, f"{len(costs)} items do not make {num_parts} equal parts"
@@ -51,17 +53,18 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         if len(parts[number]) < size:
             heapq.heappush(open_parts, (total + costs[item], number))
     items = np.array(parts, dtype=np.int64).reshape(num_parts, size)
-    _exchange(items, np.asarray(costs, dtype=np.float64)[items])
+    _swap_items(items, np.asarray(costs, dtype=np.float64)[items])
     return sorted(sorted(part) for part in items.tolist())
 
 
-def _exchange(items: np.ndarray, costs: np.ndarray) -> None:
-    """Exchange pairs between the most expensive part and the cheapest one that gains by it.
+def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
+    """Swap items of the most expensive part with items of cheaper parts, one pair at a time.
 
+    Stops when no swap lowers the larger sum of the two parts by more than 0.1% of the mean sum.
     items, costs: [parts, size], changed in place
     """
     totals = costs.sum(1)
-    least = 1e-3 * totals.mean()  # a smaller gain is not worth an exchange
+    least = 1e-3 * totals.mean()
     while True:
         high = int(totals.argmax())
         for low in np.argsort(totals, kind="stable"):

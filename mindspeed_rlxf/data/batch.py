@@ -26,7 +26,7 @@ class Rows:
         return len(getattr(self, fields(self)[0].name))
 
     def select(self: R, rows: Sequence[int]) -> R:
-        """Return the given rows in the given order; columns keep their width."""
+        """Return new rows with the indices `rows`, in that order; padding is not shortened."""
         index = torch.as_tensor(list(rows), dtype=torch.long)
         columns = {f.name: _take(getattr(self, f.name), index) for f in fields(self)}
         return type(self)(**columns)
@@ -38,7 +38,10 @@ class Rows:
 
     @classmethod
     def concat(cls: type[R], parts: Sequence[R]) -> R:
-        """Concatenate the rows of `parts`; narrower columns are padded with zeros."""
+        """Concatenate the rows of `parts`; narrower tensors are padded with zeros on the right.
+
+        A single part is returned as it is. Raises AssertionError for no parts.
+        """
         assert parts, "Rows.concat needs at least one part"
         if len(parts) == 1:
             return parts[0]
@@ -52,7 +55,7 @@ def _take(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: list[Any]) -> Any:
-    """Join columns of rows: lists one after the other, tensors padded to the widest."""
+    """Concatenate the values of one field; 2-D tensors are first padded to the widest."""
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     if columns[0].dim() == 2:
@@ -62,7 +65,7 @@ def _join(columns: list[Any]) -> Any:
 
 
 def fit_columns(column: Tensor, width: int) -> Tensor:
-    """Pad with zeros on the right, or cut, to a width: [batch, w] -> [batch, width]."""
+    """Pad with zeros on the right, or cut on the right: [batch, w] -> [batch, width]."""
     return torch.nn.functional.pad(column, (0, width - column.size(1)))
 
 
@@ -81,11 +84,12 @@ class RoleOutput:
 
 @dataclass(frozen=True)
 class TokenLog:
-    """Which samples are logged by token, and where.
+    """Which samples of an iteration are logged token by token, and where.
 
-    folder:     of the files, one for each rank
-    sample_ids: of the samples of `iteration`; those that a rank does not have, others write
-    file_bytes: size from which on a file is compressed and begun anew; 0 = never
+    folder:     gets one file per rank
+    sample_ids: samples to log, over all ranks; each rank writes those of them that it has
+    file_bytes: size at which a file is compressed and a new one is begun; 0 = never
+    file_mode:  permission bits of the files
     """
 
     folder: str
@@ -97,7 +101,7 @@ class TokenLog:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Numbers of each response token, of all samples of a rank.
+    """Numbers of each response token, for all samples of a rank.
 
     advantages, kl, values: [batch, response or more]; None where the run has none
     lengths:                [batch] int64, of the responses
@@ -111,7 +115,10 @@ class TokenRows:
     values: Tensor | None
 
     def as_lists(self) -> dict[int, dict[str, list[float]]]:
-        """Return name -> one number per response token, of each sample that is logged."""
+        """Return sample id -> {"advantage" | "kl" | "value": one number per response token}.
+
+        Only samples of `log.sample_ids`; names that the run has no numbers for are left out.
+        """
         named = {"advantage": self.advantages, "kl": self.kl, "value": self.values}
         columns = {name: column for name, column in named.items() if column is not None}
         lengths = self.lengths.tolist()
@@ -124,7 +131,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Prompts(Rows):
-    """Prompts of one data-parallel rank, as the driver hands them out."""
+    """Prompts that the driver sends to one data-parallel rank."""
 
     sample_ids: list[int]  # unique within a run: seeds of the sampled tokens derive from them
     token_ids: list[Any]  # numpy int64 arrays, one per prompt, no padding
@@ -149,14 +156,14 @@ class Rollouts(Rows):
     prompt_ids: Tensor  # [batch, prompt] int64, right-padded with 0
     prompt_lengths: Tensor  # [batch] int64
     response_ids: Tensor  # [batch, response] int64, right-padded with 0, EOS included
-    response_mask: Tensor  # [batch, response] bool, True = a token is there; no gap from slot 0
+    response_mask: Tensor  # [batch, response] bool, True = a token of the response, False = padding
     trained_mask: Tensor  # [batch, response] bool, True = learnt from; within response_mask
-    has_eos: Tensor  # [batch] bool: ended by an EOS, or by a stop string
+    has_eos: Tensor  # [batch] bool, True = the response ends with an EOS or a stop string
     rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where not trained
     ground_truths: list[str]
     data_sources: list[str]
-    # [batch, response] int32: actor updates that the weights behind each token had seen, 0 where
-    # padded
+    # [batch, response] int32: number of actor updates before the weights that made each token;
+    # 0 where padded
     weights_version: Tensor
     extra_infos: list[dict[str, Any]] = field(default_factory=list)  # as in Prompts
 
@@ -168,7 +175,7 @@ class Rollouts(Rows):
 
     @property
     def response_lengths(self) -> Tensor:
-        """[batch] int64, at least 1."""
+        """Number of tokens of each response: [batch] int64, at least 1."""
         return self.response_mask.sum(1)
 
     def prompt_tokens(self) -> list[list[int]]:
@@ -221,15 +228,15 @@ class RuleScores(Scores):
 
 @dataclass(frozen=True)
 class ExperienceInputs:
-    """Inputs of the experience: rows of the same samples in the same order.
+    """What advantages and returns are computed from: rows of the same samples in the same order.
 
     The driver fills it with references to rows (`cluster.refs.as_rows_field`).
     old: recomputed log-probs; None = those of the rollout, or of the update, are used
-    ref: None without a reference, whose KL counts as 0 then
+    ref: log-probs of the reference; None without a reference, whose KL then counts as 0
     values: None without a critic
     greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample
-    slot_limit: slots that a response can have at most (`algorithms.slots.value_mask`)
-    token_log: samples to log by token; None = none
+    slot_limit: largest number of slots of a response (`algorithms.slots.value_mask`)
+    token_log: samples to log token by token; None = none
     """
 
     rollouts: Rollouts
@@ -246,15 +253,16 @@ class ExperienceInputs:
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """Training data of both updates. Slots: response tokens, plus one after EOS (design, 6).
+    """Training data of actor and critic. Slots: response tokens, plus one after EOS (design, 6).
 
     Fields that a run does not need have no columns: returns, values and value_mask without a
     critic, ref_log_probs unless the loss compares with the reference.
     """
 
-    advantages: Tensor  # [batch, response] fp32, 0 where masked; of a preferred response 1, else -1
+    # [batch, response] fp32, 0 where masked; losses of pairs: 1 = preferred response, -1 = other
+    advantages: Tensor
     trained_mask: Tensor  # [batch, response] bool, True = token that is learnt from
-    old_log_probs: Tensor  # [batch, response] fp32; no columns: those of the update itself
+    old_log_probs: Tensor  # [batch, response] fp32; no columns = the update uses its own log-probs
     ref_log_probs: Tensor  # [batch, response] fp32
     returns: Tensor  # [batch, slots] fp32
     values: Tensor  # [batch, slots] fp32, the critic's before the update

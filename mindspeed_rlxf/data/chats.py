@@ -1,7 +1,7 @@
 """Fill in a tokenizer's chat template, which is a program by the author of the tokenizer's folder.
 
 transformers runs it in a sandbox without access to files and Python, which does not stop endless
-loops. So it runs in a process with limits of time and memory, for a thousand conversations at once.
+loops. So the templates of a call are filled in by a child process with limits of time and memory.
 """
 
 from __future__ import annotations
@@ -28,28 +28,33 @@ def fill_in(
     conversations: Sequence[Sequence[Message]],
     variables: Mapping[str, Any],
 ) -> Iterator[tuple[str, str]]:
-    """Yield (text, "") of each conversation, with the generation prompt, or ("", reason).
+    """Fill the chat template with each conversation in a child process, and yield the results.
 
-    variables: of the template besides those that every template has
-    Raises OutOfBoundsError at the first that exceeds its time or memory.
+    Yields (text, ""), where the text ends with the generation prompt, or ("", reason) where the
+    template refuses the conversation. variables: passed to the template (chat_template_kwargs)
+    Raises OutOfBoundsError at the first conversation that takes more than CPU_S or MEMORY_BYTES.
     """
     if not conversations:
         return
     with _quiet_fork():
-        found = stream_bounded(
+        results = stream_bounded(
             lambda: (_fill_one(tokenizer, each, variables) for each in conversations),
             CPU_S,
             MEMORY_BYTES,
         )
-        first = next(found)
+        first = next(results)
     yield first
-    yield from found
+    yield from results
 
 
 def _fill_one(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Fill the chat template with one conversation; return (text, "") or ("", reason)."""
+    """Fill the chat template with one conversation; return (text, "") or ("", reason).
+
+    Catches every error of the template; a text over MAX_TEXT characters is refused too. Fields of
+    messages that are None are left out.
+    """
     try:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         text = tokenizer.apply_chat_template(
@@ -66,7 +71,11 @@ def _fill_one(
 
 @contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Silence the tokenizers' warning about forks inside the block; the child tokenizes nothing."""
+    """Set TOKENIZERS_PARALLELISM inside the block, unless it is set, to silence a warning at forks.
+
+    The variable is restored after the block. The warning does not apply: the child only fills in
+    templates and tokenizes nothing.
+    """
     before = os.environ.get(PARALLEL)
     os.environ.setdefault(PARALLEL, "true")
     try:

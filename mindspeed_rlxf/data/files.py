@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def fault(rule: str, remedy: str) -> Problem:
-    """Make the problem of a row or a file; `FileProblems` adds the place."""
+    """Make a problem of a row or a file with an empty key; `FileProblems` fills in `file:row`."""
     return Problem("", rule, remedy=remedy)
 
 
@@ -37,23 +37,27 @@ class FileProblems:
     def __init__(self, file: str) -> None:
         self.file = file
         self._rows: dict[Problem, list[int]] = {}
-        self.is_whole = True  # all problems are of single rows
+        self.is_whole = True  # every row was read; False after a problem of the file as a whole
 
     def add(self, row: int, problem: Problem, ends: bool = False) -> None:
-        """Add the problem of one row.
+        """Add the problem of one row, or of the whole file.
 
         row:  from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
-        ends: no row behind it can be read
+        ends: True = no row after this one can be read; clears `is_whole`, as row 0 does
         """
         self._rows.setdefault(problem, []).append(row)
         self.is_whole = self.is_whole and not ends and row > 0
 
     def count_rows(self) -> int:
-        """Count the rows with a problem."""
+        """Count the different rows with a problem; problems of the whole file count as one row."""
         return len({row for rows in self._rows.values() for row in rows})
 
     def list_problems(self) -> list[Problem]:
-        """Return at most MAX_PROBLEMS_PER_FILE by `file:row`, and one that counts the others."""
+        """Return the collected problems, each keyed by `file:row` of its first row, in row order.
+
+        At most MAX_PROBLEMS_PER_FILE different ones; the rest become one problem with a count.
+        Empty where there are none.
+        """
         items = sorted(self._rows.items(), key=lambda item: item[1][0])
         found = [self._locate(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
         if num_rest := sum(len(rows) for _, rows in items[MAX_PROBLEMS_PER_FILE:]):
@@ -71,8 +75,8 @@ class FileProblems:
 class BadRow:
     """A row that could not be read.
 
-    reason: its name in the counts of dropped rows
-    raw:    the row as it is in the file
+    reason: short name under which dropped rows are counted
+    raw:    text of the row in the file
     """
 
     reason: str
@@ -81,7 +85,7 @@ class BadRow:
 
 
 class BrokenFile(ValueError):
-    """The content of a file does not fit its name. row: the last good one"""
+    """A file cannot be read to its end. row: where reading stopped, 0 = before the first row"""
 
     def __init__(self, row: int, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -91,8 +95,8 @@ class BrokenFile(ValueError):
 def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     """Yield (row number from 1, row) of a file whose ending is one of READERS.
 
-    Text is UTF-8 whatever the locale; blank lines are skipped but counted.
-    Raises BrokenFile, or OSError when the file cannot be read.
+    Rows that are no object are yielded as BadRow. Blank lines are skipped, but count in the row
+    numbers. Raises BrokenFile, or OSError when the file cannot be opened or read.
     """
     yield from READERS[Path(file).suffix.lower()](file)
 
@@ -100,9 +104,10 @@ def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 def read_rows(
     file: str, problems: FileProblems, keys: str = "data.train_files or data.val_files"
 ) -> Iterator[tuple[int, Row]]:
-    """Yield (row number from 1, row) of a data file; unreadable rows go to `problems`.
+    """Yield (row number from 1, row) of a data file; nothing is raised for the file's content.
 
-    keys: what names the file, for the remedy
+    Adds to `problems`: each unreadable row, and a file that is absent, unreadable, broken, without
+    rows or of an unknown ending. keys: config keys that name the file, for the error's remedy
     """
     suffix = Path(file).suffix.lower()
     if suffix not in READERS:
@@ -132,9 +137,9 @@ def read_rows(
 
 
 def look_up(row: Row, key: str) -> Any:
-    """Return the value of `key`, None when it is absent or null.
+    """Return the row's value of `key`, None when it is absent or null.
 
-    Dots reach nested objects unless the row has the dotted key itself.
+    "a.b" means field b of the object a, unless the row has a field named "a.b".
     """
     if key in row:
         return row[key]
@@ -147,7 +152,7 @@ def look_up(row: Row, key: str) -> Any:
 
 
 def unicode_problem(text: str) -> Problem | None:
-    """Return the problem of a prompt that UTF-8 cannot encode."""
+    """Return the problem of a prompt that UTF-8 cannot encode; None where it can."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -158,15 +163,18 @@ def unicode_problem(text: str) -> Problem | None:
     return None
 
 
-def describe_keys(row: Iterable[str]) -> str:
-    """List the row's keys for an error message, a long list cut short."""
-    keys = list(row)
+def describe_keys(names: Iterable[str]) -> str:
+    """Join keys with commas for an error message: at most MAX_KEYS_SHOWN; "none" for no keys."""
+    keys = list(names)
     more = ["..."] if len(keys) > MAX_KEYS_SHOWN else []
     return ", ".join([*keys[:MAX_KEYS_SHOWN], *more]) or "none"
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (line number, row) of a file with a JSON object per line. Raises BrokenFile."""
+    """Yield (line number, row) of a file with a JSON object per line; blank lines are skipped.
+
+    Other lines are yielded as BadRow. Raises BrokenFile for a line longer than MAX_LINE.
+    """
     with open_plain(file) as stream:  # as bytes, to name a line that is not UTF-8
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
             if len(line) > MAX_LINE:
@@ -179,7 +187,7 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _parse_line(line: bytes) -> Row | BadRow:
-    """Parse one JSON object; a BadRow for anything else."""
+    """Parse a line as a JSON object; return a BadRow for anything else."""
     try:
         row = parse_json(line.decode("utf-8").rstrip("\r\n"))
     except ValueError as error:
@@ -192,7 +200,10 @@ def _parse_line(line: bytes) -> Row | BadRow:
 
 
 def _unreadable(line: bytes, error: Exception) -> BadRow:
-    """Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep."""
+    """Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep.
+
+    error: what decoding or parsing the line raised
+    """
     raw = line.decode("utf-8", "backslashreplace").strip()
     rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
     if isinstance(error, UnicodeDecodeError):
@@ -206,7 +217,11 @@ def _unreadable(line: bytes, error: Exception) -> BadRow:
 
 
 def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Read one array of objects, or one object per line."""
+    """Yield (row number from 1, row) of a file with one array of objects, or one object per line.
+
+    Elements that are no object are yielded as BadRow. Raises BrokenFile for an array that is too
+    long or not valid JSON.
+    """
     with open_plain(file) as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
@@ -227,7 +242,7 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (row number from 1, row) of a parquet file. Raises BrokenFile."""
+    """Yield (row number from 1, row) of a parquet file. Raises BrokenFile where it is not one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,8 +1,9 @@
 """Read responses from a file in place of generating them, to compare or replay runs.
 
 A file has one JSON object per line with `response_ids` (token ids, EOS included) or `response`
-(text, tokenized without special tokens and ended by the first EOS id where there is room). Every
-row names the `sample_id` it answers, as `samples.jsonl` does, or none does and their order counts.
+(text, tokenized without special tokens; the first EOS id is appended where max_new_tokens allows).
+Either every row has the `sample_id` it answers, as in `samples.jsonl`, or no row has one; then row
+i answers sample i.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ KEY = "actor_rollout.fixed_responses"
 
 @dataclass(frozen=True)
 class FixedResponses:
-    """Token ids of the response to each sample of a run.
+    """Token ids of the response to each sample of a run, by sample id.
 
-    prompts: token ids of the prompts that were answered, where the file has them
-    texts:   their texts, where the file has no ids
+    prompts: token ids of the prompts that the responses answer, where the file has them
+    texts:   texts of these prompts, where the file has texts in place of ids
     """
 
     by_sample_id: Mapping[int, list[int]]
@@ -38,9 +39,10 @@ class FixedResponses:
     texts: Mapping[int, str] = field(default_factory=dict)
 
     def look_up(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-        """Return the responses to these samples. prompts: token ids of each sample's prompt
+        """Return the token ids of the responses to these samples.
 
-        Raises UserError for a response that was given to another prompt.
+        prompts: token ids of each sample's prompt in this run
+        Raises UserError where the file's response answers another prompt (`differs`).
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if self.differs(sample_id, prompt):
@@ -48,13 +50,16 @@ class FixedResponses:
         return [self.by_sample_id[sample_id] for sample_id in sample_ids]
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
-        """Whether the file has another prompt for this sample, compared by token ids."""
+        """Whether the file has other token ids for this sample's prompt; False if it has none."""
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 
 
 def other_prompt_problem(sample_id: int, count: int = 1) -> Problem:
-    """Make the problem of a response to another prompt. count: of such samples in all"""
+    """Make the problem of a sample whose response in the file answers another prompt.
+
+    count: number of samples with this problem, this one included
+    """
     more = f" ({count - 1} more samples differ)" if count > 1 else ""
     return Problem(
         KEY,
@@ -72,9 +77,10 @@ def load_fixed_responses(
     max_new_tokens: int,
     num_samples: int,
 ) -> FixedResponses:
-    """Load all responses of `file`.
+    """Load all responses of a .jsonl file and check their token ids.
 
-    num_samples: samples of the whole run, each of which needs a response
+    max_new_tokens: longest response allowed
+    num_samples:    samples of the whole run, each of which needs a response
     Raises UserError with every problem, each keyed by `file:row`.
     """
     problems = FileProblems(f"{KEY}: {file}")
@@ -88,17 +94,17 @@ def load_fixed_responses(
     for number, row in read_rows(file, problems, KEY):
         sample_id = row.get("sample_id", len(found))
         has_ids.add("sample_id" in row)
-        ids, problem = reader.response(row)
+        ids, problem = reader.read_response(row)
         if type(sample_id) is not int or sample_id in found:
             problem = f"a sample_id must be a number that no earlier row has, not {sample_id!r:.40}"
         if problem:
             problems.add(number, fault(problem, "repair or remove the row"))
-        place = sample_id if type(sample_id) is int else -number
-        found[place] = ids
+        key = sample_id if type(sample_id) is int else -number
+        found[key] = ids
         if "prompt_ids" in row:
-            prompts[place] = row["prompt_ids"]
+            prompts[key] = row["prompt_ids"]
         elif isinstance(row.get("prompt"), str):
-            texts[place] = row["prompt"]
+            texts[key] = row["prompt"]
     if len(has_ids) > 1:
         problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
     lacking = [i for i in range(num_samples) if i not in found]
@@ -126,10 +132,11 @@ class _Reader:
         self._tokenizer, self._eos = tokenizer, eos_token_ids
         self._vocab_size, self._longest = vocab_size, max_new_tokens
 
-    def response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
-        """Return (token ids, "") of a row, or ([], problem).
+    def read_response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
+        """Return (token ids of the row's response, ""), or ([], problem).
 
-        A text that may be longer gets an EOS.
+        Text is tokenized. If it has fewer than max_new_tokens tokens and no EOS at its end, the
+        first EOS id is appended.
         """
         if "response_ids" in row:
             ids = row["response_ids"]
@@ -145,7 +152,7 @@ class _Reader:
         return ([], problem) if problem else (ids, "")
 
     def _problem(self, ids: Any) -> str:
-        """Describe what is wrong with a response's token ids; empty = nothing."""
+        """Return what is wrong with a response's token ids, "" where nothing is."""
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             return f"response_ids must be a list of token ids, not {ids!r:.40}"
         if not 1 <= len(ids) <= self._longest:

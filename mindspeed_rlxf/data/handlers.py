@@ -1,4 +1,4 @@
-"""Handlers of the preprocessing: the style of the rows, and the columns that are written."""
+"""Handlers of the preprocessing: each sets how rows are read and which columns are written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Handler:
         return self.output in (Output.INSTRUCTION, Output.PAIR)
 
     def columns(self) -> str:
-        """List the columns for help texts."""
+        """Return the names of the columns that are written, joined by commas, for help texts."""
         mask = (MASK,) if self.has_mask else ()
         answer = (LABELS,) if self.output is Output.ANSWERED else ()
         return ", ".join((*self.sequences, *mask, *answer))

@@ -1,4 +1,4 @@
-"""Read and write Megatron's indexed data sets: numbers in `PATH.bin`, their places in `PATH.idx`.
+"""Read and write Megatron's indexed data sets: items in `PATH.bin`, offsets in `PATH.idx`.
 
 The `.idx` file, little endian: MAGIC, version (uint64, 1), code of the dtype (uint8), number of
 sequences n and of document bounds n+1 (uint64), lengths in items [n] int32, offsets in bytes [n]
@@ -40,11 +40,11 @@ AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
 class BrokenIndex(ValueError):
-    """The files are not a whole indexed data set."""
+    """The files are not a complete indexed data set."""
 
 
 class IndexedWriter:
-    """Appends sequences to `{path}.bin`; `close` writes `{path}.idx`. Raises OSError."""
+    """Appends sequences to a new `{path}.bin`; `close` writes `{path}.idx`. Raises OSError."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
@@ -52,19 +52,23 @@ class IndexedWriter:
         self._lengths = array("i")
 
     def add(self, items: bytes | memoryview, lengths: Sequence[int]) -> None:
-        """Append sequences. items: all of them, concatenated, in the writer's dtype."""
+        """Append sequences to the .bin file.
+
+        items:   bytes of all sequences, concatenated, in the writer's dtype
+        lengths: items of each sequence; must add up to `items`, or AssertionError is raised
+        """
         assert len(items) == sum(lengths) * self._dtype.itemsize, "lengths are those of the items"
         self._bin.write(items)
         self._lengths.extend(lengths)
 
     def add_all(self, reader: IndexedReader) -> None:
-        """Append every sequence of another data set, which has the writer's dtype."""
-        for place in range(len(reader)):
-            sequence = reader[place]
+        """Append every sequence of another data set, which must have the writer's dtype."""
+        for row in range(len(reader)):
+            sequence = reader[row]
             self.add(sequence.tobytes(), [len(sequence)])
 
     def close(self) -> None:
-        """Write the index and flush both files to the disk."""
+        """Write the .idx file, flush it and the .bin file to the disk (fsync), and close both."""
         lengths = np.asarray(self._lengths, dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         (code,) = (code for code, dtype in DTYPES.items() if dtype == self._dtype)
@@ -82,7 +86,7 @@ class IndexedWriter:
 class IndexedReader:
     """The sequences of an indexed data set, mapped into memory.
 
-    Raises BrokenIndex when a file is not whole, OSError when it cannot be read.
+    Raises BrokenIndex when a file is incomplete or malformed, OSError when it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,31 +103,34 @@ class IndexedReader:
         self._offsets = np.frombuffer(index, np.int64, size, HEADER.size + 4 * size)
         content = Path(f"{path}.bin")
         with open_plain(content) as stream:
-            found = os.fstat(stream.fileno()).st_size
-        self._check_places(content, found)
-        self._bytes = np.memmap(content, np.uint8, "r") if found else np.zeros(0, np.uint8)
+            num_bytes = os.fstat(stream.fileno()).st_size
+        self._check_offsets(content, num_bytes)
+        self._bytes = np.memmap(content, np.uint8, "r") if num_bytes else np.zeros(0, np.uint8)
 
-    def _check_places(self, content: Path, found: int) -> None:
-        """Require that every sequence is inside the file, and that none overlap."""
+    def _check_offsets(self, content: Path, num_bytes: int) -> None:
+        """Raise BrokenIndex unless all sequences are inside the .bin file and together fit it.
+
+        content: path of the .bin file, num_bytes: its size
+        """
         if not len(self):
             return
         if self._lengths.min() < 0 or self._offsets.min() < 0:
-            raise BrokenIndex(f"the index of {content} has a negative length or place")
+            raise BrokenIndex(f"the index of {content} has a negative length or offset")
         sizes = self._lengths.astype(np.int64) * self.dtype.itemsize
-        ends = np.minimum(self._offsets, found) + sizes  # limited, so that no sum overflows
+        ends = np.minimum(self._offsets, num_bytes) + sizes  # limited, so that no sum overflows
         needed = max(int(self._offsets.max()), int(ends.max()))
-        if needed > found:
-            raise BrokenIndex(f"{content} has {found} bytes, the index needs {needed}")
-        if int(sizes.sum()) > found:
+        if needed > num_bytes:
+            raise BrokenIndex(f"{content} has {num_bytes} bytes, the index needs {needed}")
+        if int(sizes.sum()) > num_bytes:
             raise BrokenIndex(f"the sequences of {content} overlap")
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __getitem__(self, place: int) -> AnyArray:
-        """Return one sequence: [items] of the data set's dtype, read-only."""
-        start = self._offsets[place]
-        stop = start + int(self._lengths[place]) * self.dtype.itemsize
+    def __getitem__(self, row: int) -> AnyArray:
+        """Return one sequence as a read-only copy: [items] of the data set's dtype."""
+        start = self._offsets[row]
+        stop = start + int(self._lengths[row]) * self.dtype.itemsize
         return np.frombuffer(self._bytes[start:stop].tobytes(), self.dtype)
 
 

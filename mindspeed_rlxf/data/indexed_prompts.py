@@ -1,6 +1,7 @@
 """Load prompts from indexed data sets of `preprocess_data.py` or of the older toolkit.
 
-Conversations and pairs hold responses too: their prompt is the part before the last response.
+Of a conversation the prompt is everything before the last response; of a pair it is everything
+before the response.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ PAIR_IDS, PAIR_LABELS = SEQUENCES[Output.PAIR][:2]
 
 @dataclass(frozen=True)
 class IndexedPrompts:
-    """stop_token_ids: tokens that end a response in the templates of the data sets"""
+    """All prompts of some data sets.
+
+    stop_token_ids: tokens that end a response in the templates of the data sets, ascending
+    """
 
     prompts: Sequence[Prompt] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -64,10 +68,11 @@ def load_indexed_prompts(
 ) -> IndexedPrompts:
     """Load all prompts of the data sets, in order; no prefixes give no prompts.
 
-    The keys of `data` name the columns, as for files. Without a sidecar a column holds token ids,
-    which are decoded. Prompts over `max_prompt_length` tokens follow `data.overlong_prompts`.
-    Raises UserError with every problem: a data set that is absent or incomplete, another tokenizer
-    than the data set's, rows that cannot be used.
+    The keys of `data` name the columns, as for files. Columns of a data set without sidecar hold
+    token ids, which are decoded to text; a warning says so. Prompts over `max_prompt_length` tokens
+    are dropped, cut or reported as `data.overlong_prompts` says.
+    Raises UserError with every problem: a data set that is absent or incomplete, or was made with
+    another tokenizer or `allow_special_tokens`, and rows that cannot be used.
     """
     if not prefixes:
         return IndexedPrompts()
@@ -120,7 +125,11 @@ class _DataSet:
         self._labels = self._open_labels()
 
     def _open_labels(self) -> IndexedReader | None:
-        """Open the labels of conversations; None where the data set has prompts only."""
+        """Open the column of labels of conversations or pairs; None where there are only prompts.
+
+        Without a sidecar, a column `labels` counts if its first row is as long as the token ids and
+        has an ignored label; otherwise it holds answers.
+        """
         if self._is_pairs:
             return self._open(PAIR_LABELS)
         if self.sidecar is not None:
@@ -131,77 +140,95 @@ class _DataSet:
         labels = self._open(LABELS)
         if len(labels[0]) == len(self._token_ids[0]) and IGNORED in labels[0]:
             return labels
-        return None  # they are answers, which have other lengths than the prompts
+        return None
 
     def _list_old_columns(self) -> dict[str, str]:
         """Map the columns of a data set without sidecar to their file names, which are the same.
 
-        Raises UserError where one was written by this package, so that the sidecar is missing.
+        Columns of token ids, masks and pairs are left out. Raises UserError where a column has
+        bytes: only this package writes these, so the data set lost its sidecar.
         """
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:
-            if self._open(name).dtype == np.uint8:  # written by us, so a sidecar is missing
+            if self._open(name).dtype == np.uint8:
                 file = sidecar_path(Path(self._prefix)).name
                 raise self._error(f"must be whole, there is no {file}")
         return dict(zip(names, names, strict=True))
 
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
-        """Add all rows to `prompts`. Raises UserError with every problem, keyed by `prefix:row`."""
-        found = FileProblems(self._prefix)
+        """Add the data set's prompts to `prompts`; log how many were dropped or cut by the limit.
+
+        Raises UserError with every problem of a row, keyed by `prefix:row`.
+        """
+        problems = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
-        rows = self._read_rows(limit, found)
+        rows = self._read_rows(limit, problems)
         while chunk := list(islice(rows, ENCODE_CHUNK)):
             ids = [ids.tolist() for ids, _ in chunk]
             texts = self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
             for text, (token_ids, labels) in zip(texts, chunk, strict=True):
                 prompts.add(text, token_ids, labels)
-        limit.report(len(self._token_ids), found)
-        if problems := found.list_problems():
-            raise UserError(problems)
+        limit.report(len(self._token_ids), problems)
+        if located := problems.list_problems():
+            raise UserError(located)
 
     def _read_rows(
-        self, limit: LengthLimit, found: FileProblems
+        self, limit: LengthLimit, problems: FileProblems
     ) -> Iterator[tuple[Int64Array, Labels]]:
-        """Yield token ids and labels of the rows that are kept."""
-        for place in range(len(self._token_ids)):
-            ids, number = self._read_prompt_ids(place), place + 1
+        """Yield (prompt ids, cut if over the limit; labels) of each usable row.
+
+        Rows over the limit that are dropped are skipped. Rows with invalid ids or labels are
+        skipped and added to `problems`. Raises UserError for a column that is not JSON.
+        """
+        for row_index in range(len(self._token_ids)):
+            ids, number = self._read_prompt_ids(row_index), row_index + 1
             if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
                 rule = f"a token id must be from 0 to {self._largest_id}"
                 rule = f"{rule}, there are {ids.min()} to {ids.max()}"
                 remedy = f"give the tokenizer that made the data set ({KEY})"
-                found.add(number, fault(rule, remedy))
+                problems.add(number, fault(rule, remedy))
                 continue
-            row = {name: self._read_value(name, place) for name in self._columns}
-            labels = read_labels(number, row, self._data, found)
-            fitting = limit.fit(number, ids, found)
+            row = {name: self._read_value(name, row_index) for name in self._columns}
+            labels = read_labels(number, row, self._data, problems)
+            fitting = limit.fit(number, ids, problems)
             if fitting is not None and labels:
                 yield fitting, labels
 
-    def _read_prompt_ids(self, place: int) -> Int64Array:
-        """Return a row's prompt ids: of a conversation, those up to the last ignored label."""
-        ids = self._token_ids[place].astype(np.int64)
+    def _read_prompt_ids(self, row_index: int) -> Int64Array:
+        """Return the token ids of a row's prompt: [prompt] int64.
+
+        In a data set with labels these are the ids up to the last ignored label, perhaps none.
+        """
+        ids = self._token_ids[row_index].astype(np.int64)
         if self._labels is None:
             return ids
-        ignored = np.flatnonzero(self._labels[place] == IGNORED)
+        ignored = np.flatnonzero(self._labels[row_index] == IGNORED)
         end = int(ignored[-1]) + 1 if len(ignored) else 0
         return ids[: min(end, len(ids))]
 
-    def _read_value(self, name: str, place: int) -> Any:
-        """Return a row's value of a column: parsed JSON, or in older data sets decoded ids."""
-        stored = self._columns[name][place]
+    def _read_value(self, name: str, row_index: int) -> Any:
+        """Return a row's value in a column: parsed JSON; without a sidecar, decoded token ids.
+
+        Raises UserError for invalid JSON.
+        """
+        stored = self._columns[name][row_index]
         if self.sidecar is not None:
             try:
                 return parse_json(stored.tobytes())
             except ValueError as error:
                 rule = f"column {name!r} must be JSON, {error}"
-                raise self._error(rule, row=f":{place + 1}") from error
+                raise self._error(rule, row=f":{row_index + 1}") from error
         ids = stored.astype(np.int64)
         ids = ids[(ids >= 0) & (ids <= self._largest_id)]  # without -100
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _open(self, column: str) -> IndexedReader:
-        """Open a column, which must have a sequence for every prompt. Raises UserError."""
+        """Open the indexed file of a column.
+
+        Raises UserError where it is absent or broken, or has another number of rows than the token
+        ids, or none.
+        """
         path = data_path(Path(self._prefix), column)
         try:
             reader = IndexedReader(path)
@@ -235,10 +262,7 @@ class _DataSet:
             )
 
     def _check_special_tokens(self, sidecar: Sidecar) -> None:
-        """Raise UserError unless the data set treats special tokens in texts as configured.
-
-        They are in its ids already, as the preprocessing read them.
-        """
+        """Raise UserError unless the data set was made with this run's `allow_special_tokens`."""
         key, flag = "data.allow_special_tokens", "--allow-special-tokens"
         made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
         if made != wanted:

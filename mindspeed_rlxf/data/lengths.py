@@ -30,16 +30,16 @@ Ids = TypeVar("Ids", list[int], np.ndarray[tuple[int, ...], np.dtype[np.int64]])
 
 
 def most_characters(max_length: int) -> int:
-    """Length in characters above which a text certainly has more than `max_length` tokens."""
+    """Return the number of characters above which a text has more than `max_length` tokens."""
     return max(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
-    """Keep `max_length` ids at the start, the end or both; None where the policy keeps none.
+    """Cut more than `max_length` ids to that number; None where the policy does not cut prompts.
 
-    The first ids lack the end of the prompt (with a chat template, the header of the response),
-    the last ones lack its start (with some, the beginning-of-text token). Of both ends the start
-    has the smaller half of an odd number.
+    KEEP_HEAD keeps the first ids, so that a chat loses the header of the response; KEEP_TAIL the
+    last ones, so that a prompt may lose its beginning-of-text token. KEEP_ENDS keeps the first
+    max_length // 2 ids and the rest from the end.
     """
     if policy is OverlongPrompts.KEEP_HEAD:
         return token_ids[:max_length]
@@ -65,9 +65,9 @@ class LengthLimit:
         self._num_over = 0
 
     def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:
-        """Whether to tokenize a prompt: False if it is surely too long and is not cut.
+        """Whether to tokenize a prompt: False if it is surely too long and the policy does not cut.
 
-        Such a prompt is counted, or reported as a problem.
+        A prompt with False is counted as dropped, or added to `problems` with the policy ERROR.
         """
         if num_characters <= self._most_characters or self._policy in CUTTING:
             return True
@@ -78,7 +78,10 @@ class LengthLimit:
         return False
 
     def cut_text(self, text: str) -> str:
-        """Cut a text to the characters that can be in the prompt's kept tokens."""
+        """Shorten a text that is cut anyway, without a change of the tokens that are kept.
+
+        Keeps `most_characters` characters at the ends that the policy keeps.
+        """
         most = self._most_characters
         if self._policy is OverlongPrompts.KEEP_HEAD:
             return text[:most]
@@ -95,7 +98,11 @@ class LengthLimit:
         )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
-        """Return the ids to keep, all or a part; None for a prompt that is dropped or reported."""
+        """Return a prompt's ids, cut if they are too many; None for a prompt that is not kept.
+
+        A prompt without ids is added to `problems`. One over the limit is counted, or added to
+        `problems` with the policy ERROR.
+        """
         length = len(token_ids)
         if length == 0:
             problems.add(row, NO_TOKEN)
@@ -109,7 +116,10 @@ class LengthLimit:
         return cut(token_ids, self._max_length, self._policy)
 
     def report(self, num_rows: int, problems: FileProblems) -> None:
-        """Log how many prompts were over the limit; report a file of which none is left."""
+        """Log a warning with the number of prompts over the limit, if there are any.
+
+        If all `num_rows` prompts were dropped, adds a problem of the whole file instead.
+        """
         if not self._num_over:
             return
         count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"

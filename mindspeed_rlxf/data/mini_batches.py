@@ -12,10 +12,10 @@ from mindspeed_rlxf.data.balance import equal_parts
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The share of one data-parallel rank.
+    """The samples of one data-parallel rank.
 
-    rows:  rows of the iteration's batch that the rank needs, ascending
-    steps: for each optimizer step, positions within `rows`
+    rows:  indices of the samples in the iteration's batch, ascending, each once
+    steps: for each optimizer step, positions in `rows`
     """
 
     rows: list[int]
@@ -23,15 +23,16 @@ class RankSteps:
 
 
 def mini_batch_order(
-    num_samples: int, epochs: int, shuffle: bool, seed: int, iteration: int, together: int = 1
+    num_samples: int, epochs: int, shuffle: bool, seed: int, iteration: int, group_size: int = 1
 ) -> list[list[int]]:
-    """Return the order of the samples in each epoch; shuffles derive from (seed, iteration, epoch).
+    """Return the order of the sample indices in each epoch: ascending, or shuffled.
 
-    together: size of groups of consecutive samples that are shuffled as one
+    A shuffle derives from (seed, iteration, epoch) alone.
+    group_size: number of consecutive samples that stay together; must divide num_samples
     """
     orders = []
     for epoch in range(epochs):
-        order = np.arange(num_samples).reshape(-1, together)
+        order = np.arange(num_samples).reshape(-1, group_size)
         if shuffle:
             rng = np.random.default_rng((seed, iteration, epoch))
             order = order[rng.permutation(len(order))]
@@ -44,19 +45,20 @@ def rank_steps(
     mini_batch_size: int,
     num_ranks: int,
     costs: Sequence[float] | None = None,
-    together: int = 1,
+    group_size: int = 1,
 ) -> list[RankSteps]:
     """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
-    mini_batch_size must divide the number of samples, and be a multiple of num_ranks * together.
+    orders: [epochs][samples]. mini_batch_size must divide the number of samples, and be a multiple
+    of num_ranks * group_size, or an AssertionError is raised.
 
-    costs:    cost of each sample, for parts of nearly equal cost; None = consecutive parts
-    together: size of the groups of consecutive samples that stay on one rank
+    costs:      cost of each sample, for parts of nearly equal cost; None = consecutive parts
+    group_size: number of consecutive samples of an order that stay on one rank
     """
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
-    assert whole and mini_batch_size % (num_ranks * together) == 0, "checked beforehand"
+    assert whole and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"
     shares = [
-        _split(order[start : start + mini_batch_size], num_ranks, costs, together)
+        _split(order[start : start + mini_batch_size], num_ranks, costs, group_size)
         for order in orders
         for start in range(0, len(order), mini_batch_size)
     ]
@@ -70,11 +72,11 @@ def rank_steps(
 
 
 def _split(
-    samples: list[int], num_ranks: int, costs: Sequence[float] | None, together: int
+    samples: list[int], num_ranks: int, costs: Sequence[float] | None, group_size: int
 ) -> list[list[int]]:
-    """Return the samples of each rank, in the order of the mini-batch."""
+    """Divide the samples of one mini-batch among the ranks; return the samples of each rank."""
     if costs is None:
         return np.reshape(samples, (num_ranks, -1)).tolist()
-    groups = np.reshape(samples, (-1, together))
+    groups = np.reshape(samples, (-1, group_size))
     of_groups = np.asarray(costs)[groups].sum(1)
     return [groups[part].flatten().tolist() for part in equal_parts(of_groups, num_ranks)]

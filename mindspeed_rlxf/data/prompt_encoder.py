@@ -1,4 +1,4 @@
-"""Encode conversations as token ids: special tokens of a template by id, text by the tokenizer."""
+"""Encode conversations as token ids: a template's special tokens by id, text by the tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ IGNORED = -100  # label of a token that is not trained on
 
 
 class Labelled(NamedTuple):
-    """token_ids, labels: [tokens]; a label is the token's id in a response, elsewhere IGNORED."""
+    """A tokenized conversation.
+
+    token_ids, labels: [tokens]; a label is the token's id in a response, elsewhere IGNORED
+    """
 
     token_ids: list[int]
     labels: list[int]
@@ -36,8 +39,8 @@ class PromptEncoder:
     """Encodes conversations with one template and one tokenizer.
 
     A special token spelled in the text of a turn is read as text (`split_special_tokens`), unless
-    they are allowed. This does not cover tokens that a tokenizer lists as added but not as special,
-    nor slow tokenizers that split text in their own way.
+    `allow_special_tokens`. Tokens that are added but not special are always read as tokens, as are
+    those that a slow tokenizer splits off in its own way.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class PromptEncoder:
         with_responses: bool = False,
         allow_special_tokens: bool = False,
     ) -> None:
-        """with_responses: for conversations that end with the assistant's turn
-        allow_special_tokens: read special tokens that a text spells as tokens
+        """Look up the template's tokens in the tokenizer.
 
-        Raises UserError when the tokenizer does not fit the template.
+        with_responses: for conversations that end with the assistant's turn
+        allow_special_tokens: read special tokens that the text of a turn spells as tokens
+        Raises UserError when the tokenizer does not fit the template, or lacks the EOS token that
+        ends its responses.
         """
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
         self._allow_special_tokens = allow_special_tokens
@@ -65,12 +70,14 @@ class PromptEncoder:
         self._num_eos = num_appended_eos(tokenizer) if self._is_plain else 0
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """Return the token ids of each prompt, the response's header included."""
+        """Return the token ids of each conversation as a prompt, which ends with the header of a
+        response. A text that starts a prompt gets the tokenizer's own special tokens, except EOS.
+        """
         prompts = [render(self._template, turns) for turns in conversations]
         first = self._read((p for pieces in prompts for p in pieces[:1]), opens_prompt=True)
         other = self._read((p for pieces in prompts for p in pieces[1:]), opens_prompt=False)
         return [
-            [i for place, piece in enumerate(pieces) for i in (other if place else first)[piece]]
+            [i for n, piece in enumerate(pieces) for i in (other if n else first)[piece]]
             for pieces in prompts
         ]
 
@@ -90,23 +97,23 @@ class PromptEncoder:
         labelled = []
         for segments in rendered:
             result = Labelled([], [])
-            for place, (segment, before) in enumerate(_with_borders(segments)):
+            for n, (segment, before) in enumerate(_with_borders(segments)):
                 ids = [prompt_ids.get(piece, []) for piece in segment.pieces]
                 if segment.is_response:
                     ids = response_ids[before, segment.pieces]
-                elif place == 0 and segment.pieces:
+                elif n == 0 and segment.pieces:
                     ids[0] = first[segment.pieces[0]]
-                found = list(chain.from_iterable(ids))
-                result.token_ids.extend(found)
-                result.labels.extend(found if segment.is_response else [IGNORED] * len(found))
+                flat = list(chain.from_iterable(ids))
+                result.token_ids.extend(flat)
+                result.labels.extend(flat if segment.is_response else [IGNORED] * len(flat))
             labelled.append(result)
         return labelled
 
     def _read(self, pieces: Iterable[Piece], opens_prompt: bool) -> dict[Piece, list[int]]:
-        """Return the token ids of each different piece.
+        """Return piece -> token ids; each different piece is tokenized once.
 
-        opens_prompt: the pieces stand first; in a template without special tokens, the tokenizer's
-            own are added to each
+        opens_prompt: the pieces start a prompt; the tokenizer's own special tokens are added if the
+            template has none
         """
         # Tokenize each text once: the text of the template between turns is in every prompt.
         different = dict.fromkeys(pieces)
@@ -116,11 +123,11 @@ class PromptEncoder:
         return ids_of | {p: self._ids[p.text] for p in different if p.is_token}
 
     def _read_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
-        """Return the ids of each piece of the responses.
+        """Return response -> token ids of each of its pieces.
 
-        Some tokenizers prepend a blank to every text, and would add a second one to the response.
-        So the prompt's last character is tokenized with the response, and its ids are cut off. If
-        the two share a token, the response is tokenized alone.
+        Some tokenizers prepend a blank to every text, and would put one before the response. So the
+        prompt's last character is tokenized with the response, and its ids are cut off. If that
+        character and the response share a token, the response is tokenized alone.
         """
         first = [(before, pieces[0].text) for before, pieces in responses if _is_text(pieces)]
         texts = sorted({t for before, text in first for t in (before, before + text, text) if t})
@@ -140,7 +147,7 @@ class PromptEncoder:
         return found
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Tokenize texts, without the EOS that some tokenizers append."""
+        """Return the token ids of each text, without the EOS that some tokenizers append."""
         if not texts:
             return []
         encoded = self._tokenizer(
@@ -164,7 +171,7 @@ def _is_text(pieces: Sequence[Piece]) -> bool:
 
 
 def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
-    """Yield each segment with the character before it."""
+    """Yield each segment with the character before it; "" at the start and after a token."""
     last = Piece("", True)
     for segment in segments:
         yield segment, "" if last.is_token else last.text[-1]
@@ -180,7 +187,11 @@ def _responses(segments: Sequence[Segment]) -> Iterator[Response]:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, name: str, template: Template
 ) -> dict[str, list[int]]:
-    """Return the ids of the template's tokens. Raises UserError if the tokenizer lacks some."""
+    """Return token -> [its id] for special tokens and stop words of the template, and for EOS.
+
+    EOS maps to [] where the tokenizer has none. Raises UserError if the vocabulary lacks a token,
+    or has a string as one token that the template writes as text.
+    """
     vocabulary = tokenizer.get_vocab()
     needed = dict.fromkeys((*template.special_tokens, *template.stop_words))
     remedy = "use the template or the tokenizer of the model's family"

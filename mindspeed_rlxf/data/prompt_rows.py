@@ -24,7 +24,7 @@ from mindspeed_rlxf.data.prompt_store import Labels
 
 logger = logging.getLogger(__name__)
 
-ROLE = re.compile(r"[\w .:-]{1,64}")  # templates such as `<{role}>` could make tokens of others
+ROLE = re.compile(r"[\w .:-]{1,64}")  # a template `<{role}>` makes tokens of other characters
 RULE = "a prompt must be text or a list of chat messages {role, content}"
 SYSTEM = "system"
 EXTRA = "extra_info"
@@ -34,8 +34,9 @@ EXTRA = "extra_info"
 class TextRow:
     """A row before tokenization.
 
-    text: what to tokenize. A chat after its template, with the template's special tokens; those
-          that the messages spell are replaced by words (see `SpecialTokens`)
+    row:  number in its file, from 1
+    text: what to tokenize; "" until it is set. Of a chat, the filled-in template; special tokens
+          that the messages spell are replaced by random words there (see `SpecialTokens`)
     """
 
     row: int
@@ -55,9 +56,10 @@ class TextRow:
 
 
 def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
-    """Yield the rows of a file whose fields are all valid; the others go to `problems`.
+    """Yield the rows of a file whose fields are all valid; other rows are added to `problems`.
 
-    Warns of columns that `data.extra_columns` names and no row has.
+    Chats get `data.system_prompt`. Logs a warning for columns that `data.extra_columns` names and
+    no row has.
     """
     absent = set(data.extra_columns or ())
     for number, row in read_rows(file, problems):
@@ -78,7 +80,7 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:
-    """Return the chat with the system message in front, unless it has its own."""
+    """Return the chat with the system message in front, unless it is None or the chat has one."""
     if system is None or prompt[0]["role"] == SYSTEM:
         return prompt
     return [{"role": SYSTEM, "content": system}, *prompt]
@@ -96,7 +98,7 @@ def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
 
 
 def text_problem(text: str) -> Problem | None:
-    """Return the problem of a text that cannot be a prompt."""
+    """Return the problem of a prompt that is blank or not valid Unicode; None for others."""
     if not text.strip():
         return fault(f"{RULE} and not empty", "complete or remove the row")
     return unicode_problem(text)
@@ -112,9 +114,10 @@ def _is_message(message: Any) -> bool:
 
 
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
-    """Return ground truth ("" if absent), data source and extra columns of a row.
+    """Return ground truth ("" if absent), data source and extra columns of row `number`.
 
-    Returns None where one of them is invalid, which is added to `problems`.
+    An absent data source is `data.default_data_source`. Returns None where a field is invalid, and
+    adds a problem for each.
     """
     truth = look_up(row, data.ground_truth_key)
     truth = "" if truth is None else truth
@@ -145,10 +148,11 @@ def _source_problem(source: Any, data: DataConfig) -> Problem | None:
 
 
 def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
-    """Collect the columns beside prompt, ground truth and data source that hold something.
+    """Return (columns for reward functions, None), or ({}, problem).
 
-    A column that a key of `data` reaches into counts too, because it may hold more. The fields of
-    an object named `extra_info` are laid over the columns, by their own names.
+    These are `data.extra_columns`, or all but the columns of prompt, ground truth and data source.
+    Null values are left out. An object `extra_info` is replaced by its fields, which take
+    precedence. Values that are no JSON are left out, or the problem where extra_columns names them.
     """
     extra: dict[str, Any] = {}
     for key in _extra_names(row, data):
@@ -173,7 +177,7 @@ def _extra_names(row: Row, data: DataConfig) -> Iterable[str]:
 
 
 def _foreign_type(value: Any) -> str | None:
-    """Name the type of the first value in a value of a row that JSON does not have."""
+    """Return the type name of the first nested value that JSON does not have; None for none."""
     if isinstance(value, (dict, list)):
         inner = value.values() if isinstance(value, dict) else value
         return next((kind for v in inner if (kind := _foreign_type(v)) is not None), None)

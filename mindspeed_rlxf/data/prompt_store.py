@@ -18,12 +18,12 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 HEAD = struct.Struct("<I")  # number of token ids; they follow, then JSON
-ENDS_AT_ONCE = 4096  # places that are written together
+ENDS_AT_ONCE = 4096  # ends of prompts that are written together
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a row holds beside its prompt; see `Prompt`."""
+    """The fields of a row beside its prompt; see `Prompt`."""
 
     ground_truth: str
     data_source: str
@@ -34,7 +34,7 @@ class Labels:
 class Prompt:
     """One prompt of a data set.
 
-    index:        position in the data set, from 0, over all files, without dropped rows
+    index:        number of the prompt, from 0, counted over all files without dropped rows
     text:         what was tokenized (a chat after its template); of a prompt that was cut, or read
                   from an indexed data set, the decoded ids
     token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
@@ -54,15 +54,15 @@ class Prompt:
 class PromptStore(Sequence[Prompt]):
     """Prompts in the order in which they were added.
 
-    Two files without a name hold them and end with the process. They are in the folder for
-    temporary files (`TMPDIR`), about as large as the data set.
+    They are in two unnamed files in the folder for temporary files (`TMPDIR`), about as large as
+    the data set, which vanish with the process.
     """
 
     def __init__(self) -> None:
         self._size = self._end = 0
-        self._ends = array("q")  # where prompts end, those that are not in the file yet
+        self._ends = array("q")  # ends of the records that are not written to self._index yet
         self._part_ends: list[int] = []
-        self._content, self._places = _open_file(), _open_file()
+        self._content, self._index = _open_file(), _open_file()
 
     def add(
         self,
@@ -70,7 +70,10 @@ class PromptStore(Sequence[Prompt]):
         token_ids: Sequence[int] | Int64Array,
         labels: Labels,
     ) -> None:
-        """Append a prompt. Raises UserError where the disk has no room."""
+        """Append a prompt, readable after the next `end_part`.
+
+        Raises UserError when the disk is full.
+        """
         ids = np.asarray(token_ids, dtype="<i4").tobytes()
         rest = json.dumps(
             [text, labels.ground_truth, labels.data_source, labels.extra_info]
@@ -84,7 +87,10 @@ class PromptStore(Sequence[Prompt]):
             self._write_ends()
 
     def end_part(self) -> None:
-        """Mark the end of a file or data set; see `sizes`."""
+        """Flush the prompts and mark the end of a file or data set, which `sizes` counts.
+
+        Raises UserError when the disk is full.
+        """
         self._write_ends()
         try:
             self._content.flush()
@@ -102,32 +108,32 @@ class PromptStore(Sequence[Prompt]):
         return self._size
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(place, slice):
-            return [self._read(each) for each in range(*place.indices(self._size))]
-        if not -self._size <= place < self._size:
-            raise IndexError(place)
-        return self._read(place % self._size)
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self._read(each) for each in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(index)
+        return self._read(index % self._size)
 
-    def _read(self, place: int) -> Prompt:
-        """Read one prompt; all have been written (`end_part`)."""
-        start, count = (8 * (place - 1), 2) if place else (0, 1)
-        ends = np.frombuffer(os.pread(self._places.fileno(), 8 * count, start), "<i8")
-        begin, end = (int(ends[0]), int(ends[1])) if place else (0, int(ends[0]))
+    def _read(self, index: int) -> Prompt:
+        """Read prompt `index` >= 0 from the files; `end_part` must have flushed it."""
+        start, count = (8 * (index - 1), 2) if index else (0, 1)
+        ends = np.frombuffer(os.pread(self._index.fileno(), 8 * count, start), "<i8")
+        begin, end = (int(ends[0]), int(ends[1])) if index else (0, int(ends[0]))
         record = os.pread(self._content.fileno(), end - begin, begin)
         split = HEAD.size + 4 * HEAD.unpack_from(record)[0]
         ids = np.frombuffer(record[HEAD.size : split], "<i4").astype(np.int64)
         text, truth, source, extra_info = json.loads(record[split:])
-        return Prompt(place, text, ids, truth, source, extra_info)
+        return Prompt(index, text, ids, truth, source, extra_info)
 
     def _write_ends(self) -> None:
-        self._write(self._places, np.asarray(self._ends, dtype="<i8").tobytes())
+        self._write(self._index, np.asarray(self._ends, dtype="<i8").tobytes())
         self._ends = array("q")
         try:
-            self._places.flush()
+            self._index.flush()
         except OSError as error:
             raise _no_room(error) from error
 

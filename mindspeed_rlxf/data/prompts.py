@@ -37,10 +37,10 @@ def load_prompts(
 
     A prompt is a string, tokenized as `tokenizer(text, add_special_tokens=True)` without the EOS
     some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
-    with the generation prompt. Special tokens that the texts of rows spell are text unless
+    with the generation prompt. Special tokens that the texts of rows spell are read as text unless
     `data.allow_special_tokens`; those that the template writes are tokens. Prompts over
-    `max_prompt_length` tokens are reported as problems, or dropped or cut and then counted in the
-    log (`data.overlong_prompts`), as rows that cannot be read are with `data.invalid_rows=drop`.
+    `max_prompt_length` tokens are problems, or are dropped or cut (`data.overlong_prompts`). Rows
+    that cannot be read are problems, or are dropped (`data.invalid_rows`). The log counts both.
     Raises UserError with every problem, each keyed by `file:row`.
     """
     names = [files] if isinstance(files, str) else list(files)
@@ -48,26 +48,30 @@ def load_prompts(
     problems: list[Problem] = []
     prompts = PromptStore()
     for name in names:
-        found = FileProblems(name)
-        for labels, text, token_ids in reader.read(name, found):
+        of_file = FileProblems(name)
+        for labels, text, token_ids in reader.read(name, of_file):
             prompts.add(text, token_ids, labels)
         size_before = sum(prompts.sizes)
         prompts.end_part()
-        if not _may_drop(data, found, len(prompts) - size_before):
-            problems += found.list_problems()
+        if not _may_drop(data, of_file, len(prompts) - size_before):
+            problems += of_file.list_problems()
     if problems:
         raise UserError(problems)
     return prompts
 
 
-def _may_drop(data: DataConfig, found: FileProblems, num_kept: int) -> bool:
-    """Whether the rows with problems are left out, which is logged; some must be left."""
-    rows = found.count_rows()
-    if data.invalid_rows is not InvalidRows.DROP or not (rows and found.is_whole and num_kept):
+def _may_drop(data: DataConfig, problems: FileProblems, num_kept: int) -> bool:
+    """Whether a file's invalid rows are dropped; if so, log a warning for each and their number.
+
+    False without `data.invalid_rows=drop`, without problems, when a problem concerns the whole file
+    or when no row would be left (num_kept: valid rows).
+    """
+    rows = problems.count_rows()
+    if data.invalid_rows is not InvalidRows.DROP or not (rows and problems.is_whole and num_kept):
         return False
-    for problem in found.list_problems():
+    for problem in problems.list_problems():
         logger.warning("dropped: %s", problem)
-    logger.warning("%s: %d rows dropped (data.invalid_rows=drop)", found.file, rows)
+    logger.warning("%s: %d rows dropped (data.invalid_rows=drop)", problems.file, rows)
     return True
 
 
@@ -81,28 +85,33 @@ class _Reader:
         self._num_eos = num_appended_eos(tokenizer)
         self._special = SpecialTokens(tokenizer)
 
-    def read(self, file: str, found: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
-        """Yield (labels, text, token ids) of the prompts that are kept."""
+    def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
+        """Yield (labels, text, token ids) of each prompt that is kept, cut if over the limit.
+
+        Invalid rows are added to `problems`. Stops at a chat for which the template exceeds its
+        time or memory. Logs at the end how many prompts were over the limit, and how many spell
+        special tokens that are read as text.
+        """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
-        rows, num_rows, num_spelled = read_text_rows(file, self._data, found), 0, 0
+        rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
         while chunk := list(islice(rows, ENCODE_CHUNK)):
             num_rows += len(chunk)
-            short = [row for row in chunk if limit.may_fit(row.row, row.num_characters, found)]
+            short = [row for row in chunk if limit.may_fit(row.row, row.num_characters, problems)]
             if not self._data.allow_special_tokens:
                 num_spelled += sum(self._special.are_in(row.prompt) for row in short)
             try:
-                texts = self._fill_templates(short, found)
+                texts = self._fill_templates(short, problems)
             except OutOfBoundsError:
-                break  # every other row would take the template as long
+                break  # the template would take as long for every other row
             for row in texts:
                 row.text = limit.cut_text(row.text)
             for row, token_ids in self._tokenize(texts):
-                kept = limit.fit(row.row, token_ids, found)
+                kept = limit.fit(row.row, token_ids, problems)
                 if kept is token_ids:
                     yield row.labels, self._special.restore(row.text), kept
                 elif kept is not None:
                     yield row.labels, str(self._tokenizer.decode(kept)), kept
-        limit.report(num_rows, found)
+        limit.report(num_rows, problems)
         if num_spelled:
             logger.warning(
                 "%s: %d of %d prompts spell special tokens of the tokenizer, which are read as "
@@ -113,9 +122,10 @@ class _Reader:
             )
 
     def _fill_templates(self, rows: list[TextRow], problems: FileProblems) -> list[TextRow]:
-        """Set `text` of the rows, and return those that can be tokenized.
+        """Set `text` of each row: the prompt, or the chat template filled in with its messages.
 
-        Raises OutOfBoundsError, which is added to `problems`.
+        Returns the rows that can be tokenized; the others are added to `problems`. Raises
+        OutOfBoundsError, after adding a problem, where the template exceeds its time or memory.
         """
         chats = [self._messages(row) for row in rows if row.is_chat]
         filled = fill_in(self._tokenizer, chats, self._data.chat_template_kwargs)
@@ -141,9 +151,10 @@ class _Reader:
         return self._special.hide(row.prompt)
 
     def _tokenize(self, rows: list[TextRow]) -> Iterator[tuple[TextRow, list[int]]]:
-        """Yield each row and its token ids, in order; only plain texts lose an appended EOS.
+        """Yield each row and its token ids, in order.
 
-        Special tokens that a row spells are text unless allowed; those of a template are tokens.
+        The EOS that some tokenizers append is removed from plain texts. Special tokens that a row
+        spells are text unless `data.allow_special_tokens`; those of a chat template are tokens.
         """
         encoded: dict[int, list[int]] = {}
         split = not self._data.allow_special_tokens
@@ -152,15 +163,15 @@ class _Reader:
                 encoded[row.row] = self._special.token_ids(row.text)
         for is_chat in (False, True):
             alike = [row for row in rows if row.is_chat is is_chat and row.row not in encoded]
-            texts, cut = [row.text for row in alike], 0 if is_chat else self._num_eos
+            texts, num_eos = [row.text for row in alike], 0 if is_chat else self._num_eos
             all_ids = _token_ids(self._tokenizer, texts, not is_chat, split and not is_chat)
             for row, ids in zip(alike, all_ids, strict=True):
-                encoded[row.row] = ids[: len(ids) - cut]
+                encoded[row.row] = ids[: len(ids) - num_eos]
         yield from ((row, encoded[row.row]) for row in rows)
 
 
 def _template_problem(reason: str) -> Problem:
-    """Make the problem of messages that the chat template refuses."""
+    """Make the problem of messages that the chat template refuses. reason: its error"""
     return fault(
         f"the tokenizer's chat template must accept the messages: {reason}",
         "give the tokenizer's folder a fitting chat template, or write the prompt as text",
@@ -170,7 +181,7 @@ def _template_problem(reason: str) -> Problem:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Tokenize texts. split: treat special tokens that a text spells as ordinary text"""
+    """Return the token ids of each text. split: read special tokens in the texts as plain text"""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(

@@ -1,4 +1,4 @@
-"""Sample prompts for each iteration: a stream over epochs that can be saved and continued."""
+"""Sample prompts for each iteration from an endless stream, which can be saved and continued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 
 @dataclass(frozen=True)
 class ConsumedPrompts:
-    """Prompts handed out, each `samples_per_prompt` times; sample ids count up."""
+    """The prompts of a batch, each with `samples_per_prompt` samples of consecutive ids."""
 
     first_sample_id: int
     samples_per_prompt: int
@@ -25,13 +25,13 @@ class ConsumedPrompts:
 class PromptSampler:
     """Endless stream of prompt indices, cut in batches.
 
-    Every epoch holds each index once: ascending, or with `shuffle` a permutation that derives from
-    (seed, epoch) alone. A batch that reaches the end of an epoch goes on in the next, so no prompt
-    is dropped and every batch is full, also when batch_size > num_prompts.
+    Every epoch has each index once: ascending, or with `shuffle` a permutation that derives from
+    (seed, epoch, source) alone. A batch that reaches the end of an epoch goes on in the next, so no
+    prompt is dropped and every batch is full, also when batch_size > num_prompts.
 
     num_prompts, batch_size: at least 1
-    seed: at least 0
-    source: its number where several samplers have one seed
+    seed:   at least 0
+    source: number of the data source, for different orders where several samplers have one seed
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PromptSampler:
         return self.take(self._batch_size)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices."""
+        """Return the next `count` indices of the stream."""
         batch: list[int] = []
         while len(batch) < count:
             part = self._order[self._offset : self._offset + count - len(batch)]
@@ -61,11 +61,11 @@ class PromptSampler:
 
     @property
     def num_taken(self) -> int:
-        """Indices given out since the start of the stream."""
+        """Number of indices returned since the start of the stream."""
         return self._epoch * self._num_prompts + self._offset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream and what its order derives from, without batch size."""
+        """Return epoch and offset, and number of prompts, seed and shuffle, which set the order."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
@@ -75,7 +75,10 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the stream of `state`. Raises UserError for a state of another stream."""
+        """Continue at the position of `state`.
+
+        Raises UserError for a state of another seed, shuffle or number of prompts.
+        """
         for key, value in self.state_dict().items():
             if key not in ("epoch", "offset") and state.get(key) != value:
                 raise _other_stream(key, state.get(key), value)
@@ -90,13 +93,13 @@ class PromptSampler:
 
 
 class MixtureSampler:
-    """Endless stream of prompt indices of several sources, each with its share of every batch.
+    """Endless stream of prompt indices that mixes several sources by weight.
 
-    Each source has a PromptSampler of its own, and so its own epochs. The next prompt is of the
-    source that lags behind its share most, so the number of prompts of each source, since the start
-    of the run, is never a whole prompt above its share.
+    Each source has a PromptSampler of its own, and so its own epochs. The next prompt is from the
+    source that is furthest below its share, so the number of prompts of each source, since the
+    start of the run, is never a whole prompt above its share.
 
-    sizes:   prompts of each source, at least 1; they follow each other in the data set
+    sizes:   number of prompts of each source, at least 1; the data set has them one after another
     weights: shares of the sources, above 0, of any sum
     """
 
@@ -119,7 +122,7 @@ class MixtureSampler:
         ]
 
     def next_batch(self) -> list[int]:
-        """Return the next `batch_size` indices in the data set."""
+        """Return the next `batch_size` indices in the whole data set."""
         return [self._next() for _ in range(self._batch_size)]
 
     def _next(self) -> int:
@@ -130,12 +133,15 @@ class MixtureSampler:
         return self._starts[chosen] + self._sources[chosen].take(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream and what its order derives from, without batch size."""
+        """Return the weights and the state of each source's sampler."""
         sources = [source.state_dict() for source in self._sources]
         return {"weights": self._weights, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the stream of `state`. Raises UserError for a state of another stream."""
+        """Continue at the position of `state`.
+
+        Raises UserError for a state of other weights, seed, shuffle or numbers of prompts.
+        """
         if state.get("weights") != self._weights:
             raise _other_stream("train_weights", state.get("weights"), self._weights)
         for source, saved in zip(self._sources, state["sources"], strict=True):
@@ -145,7 +151,11 @@ class MixtureSampler:
 def make_sampler(
     sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
 ) -> PromptSampler | MixtureSampler:
-    """Make the sampler of a run. weights: of the sources; empty = one stream over all prompts"""
+    """Make the sampler of a run.
+
+    sizes:   number of prompts of each source
+    weights: shares of the sources; empty = one stream over all prompts
+    """
     if weights:
         return MixtureSampler(sizes, weights, batch_size, seed, shuffle)
     return PromptSampler(sum(sizes), batch_size, seed, shuffle)

@@ -15,14 +15,15 @@ from mindspeed_rlxf.files.plain import parse_json, read_text
 
 FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
-MOVES = "moves"  # file in the partial folder with the moves to make, there once all files are whole
+MOVES = "moves"  # file in the partial folder with the moves to make; exists once all are complete
 MAX_NAME = 80  # characters of a column in a file name, which may have 255 bytes
 
 
 class Column(Section):
     """One indexed data set `PREFIX_packed_{file}_document`, with a sequence for every row.
 
-    name:     the column's own name
+    name:     name of the column in the rows
+    file:     name of the column in its file names
     encoding: int32 token ids, labels (-100 = not trained on) and masks, or the UTF-8 bytes of the
               value as JSON (null where a row has none)
     """
@@ -34,7 +35,7 @@ class Column(Section):
 
 
 class TokenizerId(Section):
-    """path: as it was given; sha256: of the vocabulary, see `vocabulary_hash`."""
+    """The tokenizer of a data set. path: as the user gave it; sha256: see `vocabulary_hash`"""
 
     path: str
     sha256: str
@@ -43,7 +44,8 @@ class TokenizerId(Section):
 class Sidecar(Section):
     """How a prompt data set was made, and what it contains.
 
-    allow_special_tokens: special tokens in texts were read as tokens; absent in older versions
+    allow_special_tokens: special tokens in texts were read as tokens; older versions lack the field
+    stop_token_ids:       tokens that end a response in the template
     """
 
     format_version: int = FORMAT_VERSION
@@ -60,7 +62,7 @@ class Sidecar(Section):
 
 
 def data_path(prefix: Path, column_file: str) -> Path:
-    """Path of a column's indexed data set, without `.bin` and `.idx`."""
+    """Return the path of a column's indexed data set, without `.bin` and `.idx`."""
     return prefix.with_name(f"{prefix.name}_packed_{column_file}_document")
 
 
@@ -69,7 +71,7 @@ def sidecar_path(prefix: Path) -> Path:
 
 
 def partial_folder(prefix: Path) -> Path:
-    """Path of the folder where the files are written before they are moved."""
+    """Return the path of the folder where files are written before they are moved."""
     return prefix.with_name(f".{prefix.name}_packed.partial")
 
 
@@ -78,7 +80,10 @@ def rejected_path(prefix: Path) -> Path:
 
 
 def column_files(prefix: Path) -> list[str]:
-    """List the columns whose index exists, by their file names, sorted."""
+    """List the columns of the data set whose .idx file exists, as named in the file names, sorted.
+
+    Empty where the folder does not exist.
+    """
     start, end = f"{prefix.name}_packed_", "_document.idx"
     names = (file.name for file in prefix.parent.iterdir()) if prefix.parent.is_dir() else ()
     columns = (n[len(start) : -len(end)] for n in names if n.startswith(start) and n.endswith(end))
@@ -87,9 +92,10 @@ def column_files(prefix: Path) -> list[str]:
 
 
 def file_name(column: str, taken: set[str]) -> str:
-    """Choose a file name for a column: ASCII letters, digits, `_` and `-` only, and not `taken`.
+    """Return a file name for a column: ASCII letters, digits, `_` and `-`, at most MAX_NAME.
 
-    Names that differ only in case count as equal, because some file systems do not tell them apart.
+    A number is appended until the name is not in `taken`, compared without case because some file
+    systems ignore it.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", column)[:MAX_NAME].replace("packed", "pack") or "_"
     name, count = safe, 1
@@ -100,9 +106,9 @@ def file_name(column: str, taken: set[str]) -> str:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """Read the sidecar; None where there is none (older toolkit).
+    """Read the sidecar of a data set; None where there is none, as in sets of the older toolkit.
 
-    Raises UserError for a bad one.
+    Raises UserError for a sidecar that is not valid or of another version.
     """
     file = sidecar_path(prefix)
     try:

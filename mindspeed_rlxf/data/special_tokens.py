@@ -26,7 +26,7 @@ class SpecialTokens:
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
     def are_in(self, value: Any) -> bool:
-        """Whether a text, or a text inside lists and dicts, spells a special token."""
+        """Whether a text, or a text inside lists and dicts, contains a special token."""
         if isinstance(value, str):
             return bool(self._pattern.search(value))
         if isinstance(value, dict):
@@ -34,7 +34,10 @@ class SpecialTokens:
         return isinstance(value, list) and any(map(self.are_in, value))
 
     def hide(self, value: Any) -> Any:
-        """Replace each special token in a text, or in texts of lists and dicts, by its word."""
+        """Return `value` with each special token in its texts replaced by the token's random word.
+
+        value: text, or lists and dicts with texts; other values are returned unchanged
+        """
         if isinstance(value, str):
             return self._pattern.sub(self._word, value)
         if isinstance(value, dict):
@@ -48,14 +51,14 @@ class SpecialTokens:
         return self._nonce in text
 
     def restore(self, text: str) -> str:
-        """Replace every word by its special token."""
+        """Replace every random word in a text by its special token."""
         return self._words.sub(lambda found: self._names[int(found[1])], text)
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokenize a filled-in template.
+        """Tokenize a filled-in chat template; no special tokens are added.
 
-        Special tokens become their ids. The text between two of them is tokenized by itself;
-        words that `hide` put there become the text of their special token.
+        Special tokens become their ids. The text between two of them is tokenized alone. Words that
+        `hide` inserted become the spelling of their special token, tokenized as plain text.
         """
         ids, start = [], 0
         for found in self._pattern.finditer(text):
@@ -65,7 +68,7 @@ class SpecialTokens:
         return ids + self._text_ids(text[start:])
 
     def _text_ids(self, text: str) -> list[int]:
-        """Tokenize a text with its hidden words restored, special tokens read as text."""
+        """Tokenize a text after `restore`, with special tokens read as plain text."""
         if not text:
             return []
         ids: list[int] = self._tokenizer(

@@ -1,9 +1,9 @@
 """Convert the turns of a conversation to the text that a model family expects.
 
-A template is a row of patterns in TEMPLATES. `{text}` stands for the text of a turn, `{system}` for
+A template is a set of patterns in TEMPLATES. `{text}` stands for the text of a turn, `{system}` for
 the filled `system` pattern in families that put it inside the first user turn, `{eos}` for the
-tokenizer's end-of-sequence token. The patterns are those of the families' own chat templates, but
-for the words of `qwen_r1`, which are ours.
+tokenizer's end-of-sequence token. The patterns follow the families' own chat templates, except for
+the words of `qwen_r1`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Turn(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of a prompt: a special token of the template (or EOS), or ordinary text around it."""
+    """Part of a prompt: a special token of the template (or EOS), or the text between two."""
 
     text: str
     is_token: bool
@@ -68,7 +68,7 @@ class Template:
 
 
 def _chatml(default_system: str = "", user: str = "{text}") -> Template:
-    """Make a ChatML template. user: text around the user's"""
+    """Make a ChatML template. user: pattern of the user's text"""
     return Template(
         system="<|im_start|>system\n{text}<|im_end|>\n",
         user=f"<|im_start|>user\n{user}<|im_end|>\n",
@@ -152,25 +152,28 @@ Part = Piece | str | int
 
 
 Run = tuple[str | int, ...]
-"""Consecutive parts that are text."""
+"""Consecutive parts that are text or indices of turns, without special tokens."""
 
 
 def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
-    """Render a conversation as a prompt, which ends with the header of the response.
+    """Render a conversation as a prompt, which ends with the header of the next response.
 
-    Consecutive text is one piece, so that it is tokenized as in the whole prompt.
+    The text between two special tokens is one piece, so that it is tokenized as a whole.
     """
     return _insert_texts(_prompt_layout(template, tuple(turn.role for turn in turns)), turns)
 
 
 def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
-    """Render a conversation that ends with the assistant's turn, split at its responses."""
+    """Render a conversation that ends with the assistant's turn as segments.
+
+    Each response is a segment, and so is what stands before or between responses.
+    """
     layout = _segment_layout(template, tuple(turn.role for turn in turns))
     return [Segment(tuple(_insert_texts(parts, turns)), response) for response, parts in layout]
 
 
 def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
-    """Put the turns' texts into a layout; empty pieces are left out."""
+    """Insert the turns' texts into a layout; text pieces that remain empty are left out."""
     pieces = []
     for part in layout:
         if isinstance(part, Piece):
@@ -182,7 +185,7 @@ def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[
 
 @lru_cache(maxsize=1024)
 def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
-    """Return the layout of a prompt with these roles."""
+    """Return the layout of a prompt whose turns have these roles: tokens, and runs of text."""
     parts = [part for _, parts in _split_parts(template, roles) for part in parts]
     return _join_text([*parts, *_fill(template, template.header)])
 
@@ -191,34 +194,41 @@ def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | 
 def _segment_layout(
     template: Template, roles: tuple[str, ...]
 ) -> tuple[tuple[bool, tuple[Piece | Run, ...]], ...]:
-    """Return (whether it is a response, its layout) for each segment with these roles."""
+    """Return (whether it is a response, its layout) for each segment of turns with these roles.
+
+    Segments without parts are left out.
+    """
     return tuple(
         (is_r, _join_text(parts)) for is_r, parts in _split_parts(template, roles) if parts
     )
 
 
 def _split_parts(template: Template, roles: tuple[str, ...]) -> list[tuple[bool, list[Part]]]:
-    """Return (whether it is a response, its parts) for each segment; segments may be empty."""
+    """Return (whether it is a response, its parts) for each segment of turns with these roles.
+
+    The last segment is no response; segments may be empty. A missing system turn is replaced by the
+    template's default.
+    """
     system: str | int = 0 if roles[0] == "system" else template.default_system
     pending = [] if system == "" else _fill(template, template.system, text=[system])
     parts = _fill(template, template.start)
     if "{system}" not in template.user:
         parts, pending = [*parts, *pending], []
     segments = []
-    for place, role in enumerate(roles):
+    for i, role in enumerate(roles):
         if role == "user":
-            parts += _fill(template, template.user, text=[place], system=pending)
+            parts += _fill(template, template.user, text=[i], system=pending)
             pending = []
         elif role == "assistant":
             parts += _fill(template, template.header)
-            response = _fill(template, template.response, text=[place])
+            response = _fill(template, template.response, text=[i])
             segments += [(False, parts), (True, response)]
-            parts = _fill(template, template.separator) if place + 1 < len(roles) else []
+            parts = _fill(template, template.separator) if i + 1 < len(roles) else []
     return [*segments, (False, parts)]
 
 
 def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
-    """Join consecutive text to one run."""
+    """Join consecutive parts that are no special tokens into one run."""
     layout: list[Piece | Run] = []
     for is_token, group in groupby(parts, key=lambda part: isinstance(part, Piece)):
         if is_token:
@@ -229,7 +239,10 @@ def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
 
 
 def _fill(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
-    """Replace the fields of a pattern, and split it at its special tokens."""
+    """Split a pattern at its fields and special tokens, and return the parts.
+
+    `{text}` and `{system}` are replaced by `values["text"]` and `values["system"]`.
+    """
     fields = [re.escape(field) for field in ("{text}", "{system}", EOS)]
     splitter = "|".join([*fields, *map(re.escape, template.special_tokens)])
     parts: list[Part] = []

@@ -1,4 +1,4 @@
-"""Split a response into the texts of its tokens, which together are the response."""
+"""Split a response into the texts of its tokens, which joined give the response."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
 
 
 class TokenPieces:
-    """Splits responses; a token that ends inside a character has "" as its text.
+    """Splits responses into the texts of their tokens.
 
-    The next token then has the whole character. Knows byte-level tokens (GPT-2), tokens with a
-    lower block for a space and byte tokens (SentencePiece); others it decodes alone.
+    A token that ends inside a character has "" as its text, and the token that completes the
+    character has all of it. Handles byte-level tokens (GPT-2), and byte tokens and U+2581 for a
+    space (SentencePiece); other tokens are decoded one by one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -28,14 +29,14 @@ class TokenPieces:
         )
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """Return one text for each id."""
+        """Return the text of each token id; bytes that are not UTF-8 become U+FFFD."""
         pieces, left, waiting = [], b"", 0
-        for place, token_id in enumerate(ids, 1):
+        for count, token_id in enumerate(ids, 1):
             left, waiting = left + self._bytes_of(token_id), waiting + 1
             try:
                 pieces.append(left.decode("utf-8"))
             except UnicodeDecodeError:
-                if waiting < MAX_TOKENS and place < len(ids):
+                if waiting < MAX_TOKENS and count < len(ids):
                     pieces.append("")
                     continue
                 pieces.append(left.decode("utf-8", "replace"))
@@ -48,7 +49,7 @@ class TokenPieces:
         return self._known[token_id]
 
     def _find_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes that a token stands for."""
+        """Return the UTF-8 bytes of a token's text; "<id>" for an id outside the vocabulary."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):  # not in the vocabulary
             return f"<{token_id}>".encode()
@@ -62,11 +63,11 @@ class TokenPieces:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return letter -> byte of byte-level tokenizers: printable bytes stand for themselves.
+    """Return character -> byte of byte-level tokenizers, the inverse of GPT-2's `bytes_to_unicode`.
 
-    The others are the letters from U+0100 on, in their order (GPT-2's `bytes_to_unicode`).
+    Printable bytes are written as the character of that code, the others as U+0100, U+0101, ...
     """
     itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in itself]
     letters = {chr(byte): byte for byte in itself}
-    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Load the Hugging Face tokenizer of a run without network, and check that it fits the model."""
+"""Load a run's Hugging Face tokenizer from local files, and check that it fits the model."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ STALE = ("special_tokens_map_file", "added_tokens_file")
 def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local folder (or of a name in the local Hugging Face cache).
 
-    key: name of the path in errors
-    Neither the network nor code of the folder is used. Raises UserError when there is no tokenizer,
-    or only special tokens: for a model folder without tokenizer files, transformers makes such an
-    empty tokenizer and reports nothing.
+    key: config key or flag that gave the path, for errors
+    Uses no network and executes no code of the folder. Raises UserError when the tokenizer cannot
+    be loaded, its files fail `_check_files`, or it has special tokens only: transformers makes such
+    a tokenizer, without an error, for a model folder without tokenizer files.
     """
     try:
         tokenizer = _load(path)
     except BaseException as error:  # transformers raises many types, tokenizers bare ones
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
-        raise UserError(_missing(key, path, found)) from error
+        reason = _first_line(error) if Path(path).is_dir() else "there is no such folder"
+        raise UserError(_missing(key, path, reason)) from error
     if _is_empty(tokenizer):
         raise UserError(_missing(key, path, "its tokenizer files are missing"))
     return tokenizer
 
 
 def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerBase, str]:
-    """Load the tokenizer written in Python, with ""; or the fast one, with the reason for it.
+    """Return (tokenizer written in Python, ""), or (fast tokenizer, why there is no other).
 
     transformers up to version 4 has both; from 5 on it has one for each model, mostly the fast one.
-    Raises UserError as load_tokenizer does.
+    Raises UserError when the fast tokenizer cannot be loaded.
     """
     fast = load_tokenizer(path, key)
     try:
@@ -73,7 +73,10 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
 
 
 def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from local files, and try it once. Raises what transformers raises."""
+    """Check the tokenizer's files, load it from them, and encode and decode one text with it.
+
+    Raises ValueError, OSError and whatever transformers raises.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if (folder := _folder_of(path)) is not None:
@@ -88,32 +91,34 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Return the folder that transformers will read, perhaps in the local cache; None = no such."""
+    """Return the folder that transformers will read: `path`, or the one of that name in its cache.
+
+    None where there is neither.
+    """
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(path, CONFIG)
+        file = try_to_load_from_cache(path, CONFIG)
     except ValueError:  # not a valid name on the hub
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _check_files(folder: Path) -> None:
-    """Check the files that transformers reads, which it opens by name.
+    """Check the files that transformers reads from the folder of a tokenizer.
 
-    They must be plain files of the folder, of limited size, and name no files elsewhere. A file
-    that is replaced after this check is not noticed.
-    Errors: ValueError, OSError.
+    Raises ValueError unless they are regular files inside the folder, within LIMITS, and name no
+    files outside; OSError. A file that is replaced after this check is not noticed.
     """
     templates = folder / TEMPLATES
-    for place in (folder, templates) if templates.is_dir() else (folder,):
-        for file in sorted(place.iterdir()):
+    for directory in (folder, templates) if templates.is_dir() else (folder,):
+        for file in sorted(directory.iterdir()):
             is_read = not file.name.endswith(NOT_READ) and (file == templates or not file.is_dir())
             if is_read and file.is_symlink() and leads_outside(folder, file):
                 raise ValueError(outside_message(file))
-        if problem := folder_problem(place):
+        if problem := folder_problem(directory):
             raise ValueError(problem)
     for name, limit in LIMITS.items():
         if (folder / name).is_file() and (size := (folder / name).stat().st_size) > limit:
@@ -131,13 +136,16 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_model_config(file: Path) -> None:
-    """Refuse sizes of which transformers would make long lists. Errors: ValueError, OSError."""
+    """Check the sizes in a config.json, of which transformers would make long lists.
+
+    Raises ValueError for a field out of range or a file that is not valid JSON, and OSError.
+    """
     try:
         config = parse_json(read_text(file))
     except ValueError as error:
         raise ValueError(f"config.json is not valid JSON ({_first_line(error)})") from None
-    if isinstance(config, dict) and (found := next(find_bad_fields(config), None)):
-        raise ValueError(found)
+    if isinstance(config, dict) and (problem := next(find_bad_fields(config), None)):
+        raise ValueError(problem)
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -147,11 +155,12 @@ def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
 def eos_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None, stop_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """Collect the ids that end a response: EOS of tokenizer and generation config, stop tokens.
+    """Return the token ids that end a response, ascending, each once.
 
-    model_folder: Hugging Face folder of the actor, None when it starts from random weights.
-    Returns them ascending, each once; may be empty (logged: responses then never end early).
-    Raises UserError when generation_config.json is broken.
+    They are the EOS of the tokenizer and of generation_config.json, and `stop_token_ids`. If there
+    is none, logs a warning that every response runs to max_new_tokens.
+    model_folder: Hugging Face folder of the actor, None when it starts from random weights
+    Raises UserError when generation_config.json is not valid.
     """
     ids = {*stop_token_ids, *chain(*_own_stop_ids(tokenizer, model_folder).values())}
     if not ids:
@@ -168,7 +177,10 @@ def describe_stop_tokens(
     data_set_ids: Sequence[int],
     configured_ids: Sequence[int],
 ) -> str:
-    """Return one line with every id that ends a response, its token, and where it comes from."""
+    """Return a line for the log with every id that ends a response, its token and its sources.
+
+    Raises UserError when generation_config.json is not valid.
+    """
     sources: dict[str, Sequence[int]] = {
         **_own_stop_ids(tokenizer, model_folder),
         "template of the data set": data_set_ids,
@@ -188,17 +200,20 @@ def describe_stop_tokens(
 def _own_stop_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None
 ) -> dict[str, list[int]]:
-    """Map each source to its ids that end a response. Raises UserError for a broken file."""
+    """Return source -> ids that end a response: tokenizer, and generation_config.json if given.
+
+    Raises UserError when that file is not valid.
+    """
     eos = tokenizer.eos_token_id
-    found = {"tokenizer": [] if eos is None else [int(eos)]}
+    ids = {"tokenizer": [] if eos is None else [int(eos)]}
     if model_folder is not None:
         file = Path(model_folder) / "generation_config.json"
-        found[file.name] = _generation_config_eos(file)
-    return found
+        ids[file.name] = _generation_config_eos(file)
+    return ids
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Problem]:
-    """Report token ids of the tokenizer that a model of `vocab_size` embeddings lacks."""
+    """Return a problem if the tokenizer has an id >= vocab_size, which the model cannot embed."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < vocab_size:
         return []
@@ -209,17 +224,19 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> lis
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of all (id, token) pairs.
+    """Return the SHA-256, in hex, of all (id, token) pairs of the vocabulary.
 
-    Files are not hashed, because a tokenizer that is saved again or gets a new chat template still
-    has the same ids.
+    A tokenizer that is saved again or gets another chat template keeps its hash.
     """
     pairs = sorted((i, token) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
 
 
 def _generation_config_eos(file: Path) -> list[int]:
-    """Read `eos_token_id` of a generation_config.json: absent, null, an id or a list of ids."""
+    """Return the ids in `eos_token_id` of a generation_config.json; [] without file or field.
+
+    Raises UserError for a file that is not valid.
+    """
     if not file.exists():
         return []
     try:
@@ -232,12 +249,12 @@ def _generation_config_eos(file: Path) -> list[int]:
         raise UserError(Problem(f"{file}", rule, remedy=remedy, colon=True)) from error
 
 
-def _missing(key: str, path: str, found: str) -> Problem:
-    """Make the problem of a folder without a tokenizer. found: what is there instead"""
+def _missing(key: str, path: str, reason: str) -> Problem:
+    """Make the problem of a folder without a usable tokenizer. key: what gave the path"""
     files = "(tokenizer.json or tokenizer.model)"
     return Problem(
         key,
-        f"must be a folder with a Hugging Face tokenizer {files}: {found}",
+        f"must be a folder with a Hugging Face tokenizer {files}: {reason}",
         repr(path),
         "give the folder of the model's tokenizer",
     )

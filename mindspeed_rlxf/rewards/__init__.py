@@ -1,1 +1,1 @@
-"""Rule rewards: pure scoring functions and the manager that picks one by data source."""
+"""Scores of responses: rules, verifiers, functions of the user, servers and classifiers."""

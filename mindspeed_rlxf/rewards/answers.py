@@ -15,17 +15,21 @@ _WRAPPED = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
 
 
 def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) -> float:
-    """Score 1 when the response chooses the letter of the ground truth, else 0.
+    """Score 1 when the response chooses the letter of the ground truth, else 0; see `find_choice`.
 
-    Its choice is the letter in its last \\boxed{}, else after `####`, else after its last "answer
-    is", else the letter that is its last line or stands alone in parentheses at its end.
+    0 too where the ground truth has no letter of `choices`.
     """
     expected = _letter_alone(ground_truth, choices) or find_choice(ground_truth, choices)
     return float(expected is not None and find_choice(response, choices) == expected)
 
 
 def find_choice(text: str, choices: str) -> str | None:
-    """Return the letter that a text chooses, None without one."""
+    """Return the letter of `choices` that a text chooses, None without one.
+
+    It is the letter in the last \\boxed{}, else after the last `####`, else after the last "answer
+    is", else the letter that is the whole last line or ends it in parentheses. If a box or a `####`
+    has no single letter, the other forms are not tried.
+    """
     if (boxed := find_boxed(text)) is not None:
         return _letter_alone(_WRAPPED.sub(r"\1", boxed), choices)
     if ANSWER_MARK in text:
@@ -44,10 +48,10 @@ def _letter_alone(text: str, choices: str) -> str | None:
 
 
 def format_score(response: str, ground_truth: str = "", pattern: str = THINK) -> float:
-    """Score 1 when the whole response matches, else 0.
+    """Score 1 when the whole response matches the pattern, else 0; the ground truth is not read.
 
-    pattern: a regular expression in which `.` matches line ends; by default a <think> part, then an
-             <answer> part
+    pattern: a regular expression in which `.` matches line ends; by default a <think> element, then
+             an <answer> element
     """
     return float(re.fullmatch(pattern, response, re.DOTALL) is not None)
 
@@ -55,7 +59,11 @@ def format_score(response: str, ground_truth: str = "", pattern: str = THINK) ->
 def length_score(
     response: str, ground_truth: str = "", max_characters: int = 4000, min_characters: int = 0
 ) -> float:
-    """Score 1 within the lengths; above, the share of the response that was allowed; below, 0."""
+    """Score the number of characters of the response, without white space at its ends.
+
+    Returns 0 below min_characters, 1 up to max_characters, max_characters / length above. The
+    ground truth is not read.
+    """
     length = len(response.strip())
     if length < min_characters:
         return 0.0
@@ -63,19 +71,18 @@ def length_score(
 
 
 def math_score(response: str, ground_truth: str) -> float:
-    """Score 1 when the answer equals the ground truth as a mathematical expression, else 0.
+    """Score 1 when the response's answer equals the ground truth as an expression, else 0.
 
-    Expressions are read and compared by math-verify, without its own time-outs: they are signals,
-    which reach main threads only. So this runs in processes that a deadline ends.
-
-    ground_truth: LaTeX, or a solution whose last \\boxed{} is the answer
+    math-verify parses and compares the expressions; its errors are raised. It may take any time:
+    its own time-outs are off, because they are signals, which only work in main threads. So the
+    rule runs in processes with a deadline. ground_truth: LaTeX, or a solution whose last \\boxed{}
+    is the answer
     """
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # of the time-outs
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of time-outs that are off
     boxed = find_boxed(ground_truth)
     truth = (ground_truth if boxed is None else boxed).strip().strip("$")
-    given = math_verify.parse(f"\\boxed{{{truth}}}", parsing_timeout=None, raise_on_error=True)
-    found = math_verify.parse(response, parsing_timeout=None, raise_on_error=True)
-    right = math_verify.verify(given, found, timeout_seconds=None, raise_on_error=True)
-    return float(right)
+    expected = math_verify.parse(f"\\boxed{{{truth}}}", parsing_timeout=None, raise_on_error=True)
+    answer = math_verify.parse(response, parsing_timeout=None, raise_on_error=True)
+    return float(math_verify.verify(expected, answer, timeout_seconds=None, raise_on_error=True))

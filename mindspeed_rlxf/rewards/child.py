@@ -1,7 +1,7 @@
-"""Main function of a scoring process: one sample at a time, as lines of JSON over a socket.
+"""Main function of a scoring process: it scores one sample at a time.
 
-The plan comes on standard input. Runs the code of the user; `workers` starts it, gives it
-deadlines and ends it.
+Samples and replies are lines of JSON over a socket; the plan comes on standard input. It runs the
+code of the user; `workers` starts it, sets deadlines and kills it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int, memory: int) -> None:
-    """Serve until the parent closes the socket.
+    """Read a plan, then score the samples that the parent sends until it closes the socket.
 
-    parent: its process id, after whose end this process must not go on
-    memory: bytes of address space
+    Limits this process's address space and turns off core dumps. Returns early after a sample that
+    ran out of memory, or when no sample can be scored. An error of the plan is sent and raised.
+
+    descriptor: the socket
+    parent:     id of the parent process; this one is killed when the parent ends
+    memory:     bytes of address space
     """
     _die_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -51,15 +55,16 @@ def main(descriptor: int, parent: int, memory: int) -> None:
 
 
 def _read_plan() -> dict[str, Any]:
-    """Read the plan from standard input, which is empty afterwards for the user's code."""
+    """Read the plan, a JSON object, from standard input to its end."""
     plan: dict[str, Any] = json.load(sys.stdin.buffer)
     return plan
 
 
 def _open_sandbox(keys: dict[str, Any]) -> str:
-    """Register the rules of programs and choose their sandbox; return what it does not prevent.
+    """Choose this process's sandbox for programs; return a line on what it does not prevent.
 
-    The import is here because it takes half as long as the start of a process without it.
+    keys: those of reward.sandbox. Also registers the rules that run programs: importing them here
+    spares other processes half of their time to start.
     """
     from mindspeed_rlxf.config.sandbox import SandboxConfig
     from mindspeed_rlxf.rewards import programs

@@ -1,6 +1,6 @@
-"""Scores of a sequence classifier of Hugging Face, of any architecture that transformers has.
+"""Scores of a Hugging Face sequence classifier of any architecture that transformers has.
 
-Prompt and response go to it as one text, in its own tokens.
+Its input is prompt and response as one text, tokenized by its own tokenizer.
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from mindspeed_rlxf.data.tokenizer import load_tokenizer
 
 KEY = "reward.load"
 HEAD = "ForSequenceClassification"
-WANTED = "a folder of Hugging Face with a sequence classifier of one label"
+WANTED = "a Hugging Face folder with a sequence classifier of one label"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Classifier:
-    """The model on this rank's device. Each rank scores its own samples."""
+    """A classifier on this rank's device. Each rank scores its own samples."""
 
     def __init__(self, folder: str, tokenizer: Any, batch_size: int, bf16: bool) -> None:
-        """tokenizer: used where the folder has none"""
+        """Load the model of a local folder; raise ValueError where weights are missing.
+
+        tokenizer:  used where the folder has none; its `truncation_side` is set to "left"
+        batch_size: texts per forward pass
+        bf16:       compute in bfloat16 instead of float32
+        """
         from transformers import AutoModelForSequenceClassification
 
         own = any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
         self._tokenizer = load_tokenizer(folder, KEY) if own else tokenizer
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, info = AutoModelForSequenceClassification.from_pretrained(
             folder,
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,  # others are pickles, which may run code
         )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(info["missing_keys"]):
             raise ValueError(f"{KEY}={folder} lacks weights ({missing[0]}, ...); give {WANTED}")
         self._device = device.current_device()
         # Versions of transformers differ in the name of the argument for the precision.
@@ -51,7 +56,11 @@ class Classifier:
         self._tokenizer.truncation_side = "left"
 
     def _find_pad(self) -> int:
-        """Return the id that pads, which decoders also need to find the last token of a text."""
+        """Return the padding id, and set it in the model's config.
+
+        It is the config's, else the tokenizer's, else the EOS, else 0. Decoder models find the last
+        token of a text by it.
+        """
         config = self._model.config
         known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
         pad = next((i for i in known if i is not None), 0)
@@ -59,10 +68,10 @@ class Classifier:
         return int(pad)
 
     def _find_limit(self, own: bool) -> int | None:
-        """Return the longest text in tokens; None = any.
+        """Return the longest text in tokens, by the model's config and its tokenizer; None = any.
 
-        own: the tokenizer is the model's, and knows of positions that its model does not use (the
-             first two of RoBERTa)
+        own: the tokenizer is the model's, so that its limit counts too. It may be lower than the
+             model's number of positions, of which RoBERTa leaves the first two unused.
         """
         positions = getattr(self._model.config, "max_position_embeddings", None)
         limits = [positions, self._tokenizer.model_max_length if own else None]
@@ -70,9 +79,10 @@ class Classifier:
 
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> list[float]:
-        """Return the logit of each text. Texts over the model's length lose their beginning.
+        """Return the logit of each text, in the order of the texts.
 
-        The tokens that a tokenizer puts before a text stay, as BERT's score is that of the first.
+        Texts over the model's length lose their beginning, but keep the special tokens that the
+        tokenizer puts first, because BERT computes its score from the first token.
         """
         ids = [self._encode(text) for text in texts]
         scores = [0.0] * len(ids)
@@ -101,7 +111,10 @@ class Classifier:
 
 
 def check_classifier(folder: str | None) -> list[Problem]:
-    """Report why the folder cannot score; reads its config.json."""
+    """Return the reasons why the folder's model cannot score; empty if it can.
+
+    Reads config.json and looks for .safetensors files; no weights are read. None is a problem too.
+    """
     if folder is None:
         return [Problem(KEY, f"must name {WANTED}", remedy=f"set {KEY}=FOLDER")]
     try:

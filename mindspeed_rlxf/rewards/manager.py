@@ -24,11 +24,10 @@ _SLOW = [RULES[name] for name in SLOW_RULES]
 
 
 class RewardManager:
-    """Scores responses in this process by the built-in rules, extended or overridden by
-    `reward.rules`.
+    """Scores responses in this process, by the rule of their data source or by verifiers.
 
-    rules: data source -> name of a rule
-    verifiers: functions and weights; if given, they score all responses in place of rules
+    rules:     data source -> name of a rule; overrides the built-in table
+    verifiers: functions and weights; if given, they score all responses and rules are not used
     Raises UserError for a rule that does not exist.
     """
 
@@ -67,10 +66,10 @@ class RewardManager:
         return [self._rules[source](response, truth) for response, truth, source in rows]
 
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
-        """Report rows of a data set that cannot be scored.
+        """Return the problems of prompts that cannot be scored, one per data source.
 
-        These are data sources without a rule, and ground truths that are absent or that their own
-        rule does not accept as an answer (such rows would score 0 whatever the policy does).
+        These have a data source without a rule, no ground truth, or one that scores 0 as a response
+        to itself: such rows would score 0 whatever the policy does.
         """
         if self._verifiers:
             return self._without_truth(prompts)
@@ -98,7 +97,10 @@ class RewardManager:
         return problems
 
     def _without_truth(self, prompts: Iterable[Prompt]) -> list[Problem]:
-        """Report rows without a ground truth if a verifier compares answers with it."""
+        """Return a problem that counts the rows without ground truth; [] if there are none.
+
+        Also [] if no verifier reads the ground truth.
+        """
         names = [rule.value for rule, _ in self._verifiers if rule in NEED_TRUTH]
         empty = (prompt for prompt in prompts if names and not prompt.ground_truth.strip())
         first = next(empty, None)
@@ -126,7 +128,7 @@ class RewardManager:
         return bool(truth.strip()) and (rule in _SLOW or rule(truth, truth).score > 0)
 
     def _reason(self, prompt: Prompt) -> str:
-        """Say why the rule of a prompt does not accept its ground truth, where the rule does."""
+        """Return ": REASON" why the rule refuses the prompt's ground truth; "" if it gives none."""
         try:
             ACCEPTS.get(self._rules[prompt.data_source], bool)(prompt.ground_truth)
         except ValueError as error:
@@ -134,7 +136,7 @@ class RewardManager:
         return ""
 
     def _unknown_sources(self, counts: Mapping[str, int]) -> list[Problem]:
-        """List a problem for each data source that has no rule. counts: rows of each source"""
+        """Make a problem for each data source. counts: data source without a rule -> rows"""
         return [
             Problem(
                 f"data source {source!r} ({count} rows)",

@@ -1,11 +1,11 @@
-"""Find the number that a text answers with."""
+"""Find the number that a text gives as its answer."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-MAX_DIGITS = 4000  # of a number; longer ones are no answers
+MAX_DIGITS = 4000  # characters of a number; longer ones are ignored
 ANSWER_MARK = "####"
 
 # A sign (not the operator of "20-5"), a dollar sign; then a LaTeX fraction, or digits with or
@@ -19,24 +19,24 @@ _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|\\!,|\\ )(?=[0-9]{3}(?![0-9]))"
 
 
 def marked_number(text: str) -> Fraction | None:
-    """Return the number after the first `####` of a text, None without one."""
-    found = find_numbers(text.partition(ANSWER_MARK)[2])
-    return found[0] if found else None
+    """Return the first number after the first `####` of a text, None without one."""
+    numbers = find_numbers(text.partition(ANSWER_MARK)[2])
+    return numbers[0] if numbers else None
 
 
 def boxed_number(text: str) -> Fraction | None:
     """Return the last number in the last `\\boxed{...}`, None without one."""
-    found = find_numbers(find_boxed(text) or "")
-    return found[-1] if found else None
+    numbers = find_numbers(find_boxed(text) or "")
+    return numbers[-1] if numbers else None
 
 
 def last_number(text: str) -> Fraction | None:
-    found = find_numbers(text)
-    return found[-1] if found else None
+    numbers = find_numbers(text)
+    return numbers[-1] if numbers else None
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the number that a text answers with: marked, else boxed, else its last one."""
+    """Return the number after `####`, else that in the last box, else the last; None for none."""
     for find in (marked_number, boxed_number, last_number):
         if (number := find(text)) is not None:
             return number
@@ -44,7 +44,11 @@ def final_number(text: str) -> Fraction | None:
 
 
 def find_numbers(text: str) -> list[Fraction]:
-    """List all numbers written in a text, in order; LaTeX fractions and separators are read."""
+    """List all numbers in a text, in order, as exact fractions.
+
+    Reads signs, decimals, thousands separators (also LaTeX's) and \\frac{1}{2}. Leaves out numbers
+    longer than MAX_DIGITS and fractions over 0.
+    """
     text = _THOUSANDS.sub(",", text).replace("\\$", "$")
     values = []
     for match in _NUMBER.finditer(text):
@@ -54,21 +58,21 @@ def find_numbers(text: str) -> list[Fraction]:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the number without its sign; None for a fraction over 0."""
+    """Return the value of a match of _NUMBER without its sign; None for a fraction over 0."""
     if match["digits"]:
         return Fraction(match["digits"].replace(",", ""))
     return Fraction(int(match["top"]), int(match["bottom"])) if int(match["bottom"]) else None
 
 
 def find_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...}, with balanced braces; None without one."""
+    """Return the content of the last \\boxed{...}; None without one or if it is not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     start += len("\\boxed{")
     depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start:place]
+            return text[start:end]
     return None

@@ -1,4 +1,4 @@
-"""What scoring a sample gives: a result, or a failure with its cause."""
+"""The outcome of scoring a sample: a result, or a failure with its cause."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Cause(str, Enum):
     EXCEPTION = "exception"  # the function raised
     NOT_FINITE = "not_finite"  # it returned NaN or inf
     WRONG_RESULT = "wrong_result"  # it returned something that is no score
-    EXIT = "exit"  # it ended its process, or crashed it
+    EXIT = "exit"  # it called exit() or crashed its process
     MEMORY = "memory"  # it needs more than reward.worker_memory_gib
-    OUTPUT = "output"  # it printed, or returned, more than a sample may
+    OUTPUT = "output"  # it printed or returned more bytes than allowed for a sample
     REMOTE = "remote"  # the server of a url did not score it
 
 
@@ -32,12 +32,12 @@ class ScoreFailure(Exception):
 
 
 class ScoringBroken(RuntimeError):
-    """No sample can be scored, whatever it is."""
+    """Scoring itself does not work, so that no sample can be scored."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a sample is scored by. extra_info: the other columns of its row"""
+    """The inputs of a reward function. extra_info: other columns of the sample's row"""
 
     prompt: str
     response: str
@@ -56,9 +56,10 @@ class Outcome:
 
 
 def to_result(value: Any) -> RewardResult:
-    """Turn what a function returned into a result: a number, or a dict of numbers with `score`.
+    """Convert the return value of a reward function: a number, or a dict of numbers with `score`.
 
-    Raises ScoreFailure for anything else.
+    Other entries of the dict become the parts. Raises ScoreFailure for anything else, and for NaN
+    and inf.
     """
     if not isinstance(value, dict):
         return RewardResult(_number("the result", value))

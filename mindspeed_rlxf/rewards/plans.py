@@ -1,4 +1,4 @@
-"""What a configuration scores by: the plan of the scoring processes, and its mistakes."""
+"""Make the plan of the scoring processes from a configuration, and find its mistakes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from mindspeed_rlxf.rewards.scorer import Part, Plan
 
 
 def make_plan(reward: RewardConfig) -> Plan:
-    """Make the plan of the functions that run in processes, and of the rules of data sources."""
+    """Make the plan of a scoring process: functions, rules of data sources, plugins, sandbox.
+
+    Functions with a url are left out, because servers run them.
+    """
     rules = BUILTIN_SOURCES | dict(reward.rules)
     parts = tuple(_part(function) for function in reward.parts if function.url is None)
     used = {*rules.values(), *(part.function for part in parts if part.source is None)}
     plugins = loaded() if used - OWN_RULES - {BY_SOURCE} else ()
     sandbox = reward.sandbox.model_dump(mode="json") if reward.runs_programs else None
-    # A model without functions scores training by itself, and its rules those of validation.
+    # With a reward model and no functions, the rules score validation samples.
     by_default = reward.kind is RewardKind.RULE or not reward.parts
     return Plan(parts, rules, plugins, by_default, sandbox)
 
@@ -48,7 +51,10 @@ def _part(function: FunctionConfig) -> Part:
 
 
 def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool:
-    """Whether samples of these data sources are scored in processes of their own."""
+    """Whether samples of these data sources must be scored in separate processes.
+
+    True with reward functions, or if a rule of these data sources may take any time.
+    """
     if reward.parts:
         return True
     if reward.verifier:
@@ -58,9 +64,9 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
 
 
 def try_sandbox(reward: RewardConfig) -> str | None:
-    """Try the sandbox on this host where a rule runs programs.
+    """Try the sandbox on this host, and return a line on what it does not prevent.
 
-    Returns a line on what it does not prevent. Errors: UserError if no level works here.
+    None if no rule runs programs. Raises UserError if no level of isolation works here.
     """
     if not reward.runs_programs:
         return None
@@ -69,7 +75,10 @@ def try_sandbox(reward: RewardConfig) -> str | None:
 
 
 def rule_decides(reward: RewardConfig, data_source: str) -> bool:
-    """Whether the rule of the data source takes part in its samples' scores."""
+    """Whether the rule of the data source scores its samples, alone or with reward functions.
+
+    True too for a reward model without functions, whose validation samples the rule may score.
+    """
     applying = [part for part in reward.parts if part.applies_to(data_source)]
     if not applying:
         return reward.kind is RewardKind.RULE or not reward.parts
@@ -77,9 +86,9 @@ def rule_decides(reward: RewardConfig, data_source: str) -> bool:
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
-    """Report functions that are no known rule, and arguments that a rule does not take or use.
+    """Yield a problem for each reward function that is no known rule or refuses its arguments.
 
-    Functions in a file (`path/to/file.py:name`) are not checked here.
+    Functions in a file (`path/to/file.py:name`) and servers are not checked here.
     """
     for part in reward.parts:
         if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
@@ -99,9 +108,10 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def _try_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Call a built-in rule once with these arguments; of other rules check only the signature.
+    """Raise TypeError, ValueError or re.error if a rule does not accept these arguments.
 
-    Rules of plugins, and those that run programs or may take any time, are not called.
+    Checks the signature, and calls rules of this package once, except those that run programs or
+    may take any time.
     """
     inspect.signature(RULES[name]).bind("", "", **arguments)
     if name in OWN_RULES - SLOW_RULES:
@@ -109,7 +119,10 @@ def _try_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def find_idle_sources(reward: RewardConfig, data_sources: Collection[str]) -> Iterator[str]:
-    """Describe keys that name data sources which no row has. data_sources: those of the rows"""
+    """Yield a line for each config key that names data sources which no row has.
+
+    data_sources: all data sources of the rows
+    """
     named = {"reward.rules": [*reward.rules]}
     for part in reward.parts:
         named[f"data_sources of the reward function {part.name}"] = [*part.data_sources]

@@ -1,4 +1,4 @@
-"""One scoring process, as its parent sees it: start, messages, output, end."""
+"""Start one scoring process, exchange messages with it, read its output and end it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.rewards.sandbox.runner import START
 
 MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
-MAX_SHOWN = 1000  # of them, bytes that go to the log
-SEND_S = 10.0  # a process that takes no sample for so long is broken
-EXIT_S = 0.3
-WARDEN_S = 10.0  # a warden that still runs then is killed too
+MAX_SHOWN = 1000  # printed bytes that are logged
+SEND_S = 10.0  # longest wait until the process accepts a sample, and until it is dead
+EXIT_S = 0.3  # wait for a process that is about to end by itself
+WARDEN_S = 10.0  # wait for wardens of sandboxes to end by themselves
 READ = 2**16
 
 
@@ -30,10 +30,10 @@ class TooMuchOutput(Exception):
 
 
 class ScoringProcess:
-    """A process that runs `child`. It ends when the thread that made it ends.
+    """A process that runs `child`. On Linux it is killed when the thread that made it ends.
 
-    is_ready:     set by the caller, after the first message
-    output_ended: it has closed its output
+    is_ready:     set by the caller after the first message
+    output_ended: the process has closed its output
     """
 
     def __init__(self, plan: dict[str, Any], memory: int) -> None:
@@ -61,27 +61,27 @@ class ScoringProcess:
         self._printed = 0
 
     def give(self, sample: dict[str, Any]) -> None:
-        """Send a sample. Raises OSError where the process does not take it."""
+        """Send a sample to score. Raises OSError if the process does not read it within SEND_S."""
         self._printed = 0
         self.channel.settimeout(SEND_S)
         self.channel.sendall(json.dumps(sample, default=str).encode() + b"\n")
         self.channel.setblocking(False)
 
     def receive(self) -> Any:
-        """Return the next message, None while there is none.
+        """Return the next message, parsed from JSON; None if none is complete yet. Never waits.
 
-        Raises EOFError where the process ended, TooMuchOutput.
+        Raises EOFError where the process closed the socket or sent no JSON, and TooMuchOutput.
         """
         try:
-            found = self.channel.recv(READ)
+            received = self.channel.recv(READ)
         except BlockingIOError:
             return None
         except OSError as error:
             raise EOFError from error
-        if not found:
+        if not received:
             raise EOFError
-        self._received += found
-        if b"\n" not in found:
+        self._received += received
+        if b"\n" not in received:
             if len(self._received) > MAX_OUTPUT:
                 raise TooMuchOutput(f"its result has more than {MAX_OUTPUT} bytes")
             return None
@@ -93,25 +93,29 @@ class ScoringProcess:
             raise EOFError(f"it wrote {line[:60]!r} to the channel of the run") from error
 
     def read_output(self) -> None:
-        """Take what was printed; show its start in this process's log. Raises TooMuchOutput."""
+        """Read what the process has printed, without waiting; keep MAX_SHOWN bytes of it.
+
+        Sets `output_ended` at its end. Raises TooMuchOutput if a sample printed over MAX_OUTPUT.
+        """
         with contextlib.suppress(BlockingIOError):
-            while found := os.read(self.output.fileno(), READ):
-                self._printed += len(found)
-                self._shown += found[: MAX_SHOWN - len(self._shown)]
+            while chunk := os.read(self.output.fileno(), READ):
+                self._printed += len(chunk)
+                self._shown += chunk[: MAX_SHOWN - len(self._shown)]
                 if self._printed > MAX_OUTPUT:
                     raise TooMuchOutput(f"it printed more than {MAX_OUTPUT} bytes")
             self.output_ended = True
 
     def take_shown(self) -> str:
-        """Return the start of what was printed since the last call."""
+        """Return the start of what was printed since the last call, "" for nothing; clear it."""
         text = self._shown.decode("utf-8", "backslashreplace").rstrip()
         self._shown.clear()
         return text
 
     def end(self, ends_itself: bool = False) -> str:
-        """Kill the process with all its descendants; say how it had ended.
+        """Kill the process and all its descendants; return a text on how the process had ended.
 
-        ends_itself: it closed the socket, so its end is a moment away
+        Waits for them, and closes socket and output.
+        ends_itself: first wait EXIT_S, because the process closed the socket and is about to end
         """
         if ends_itself:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -133,16 +137,19 @@ class ScoringProcess:
         return f"its process ended with exit code {code}" if code >= 0 else _describe_signal(-code)
 
     def _stop_descendants(self) -> list[psutil.Process]:
-        """Stop the process; return its descendants, also those in sessions of their own."""
+        """Suspend the process, so that it starts no more children, and return its descendants.
+
+        Also those in other sessions; [] where the process has ended.
+        """
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
-            root.suspend()  # it starts no others meanwhile
+            root.suspend()
             return root.children(recursive=True)
         return []
 
 
 def _is_warden(process: psutil.Process) -> bool:
-    """Whether a process is that of a sandbox, which ends when its parent has ended."""
+    """Whether a process is the warden of a sandbox, which ends by itself after its parent."""
     with contextlib.suppress(psutil.Error):
         return START in process.cmdline()
     return False
@@ -155,6 +162,6 @@ def _describe_signal(number: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Let the process import what this one can, and compute with one thread."""
+    """Return the environment of a scoring process: this one's, its import path, one OMP thread."""
     path = os.pathsep.join(filter(None, sys.path))
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

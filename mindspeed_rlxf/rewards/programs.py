@@ -23,8 +23,11 @@ _ASSERTIONS = "\nimport sys as _sys\nexec(compile(_sys.stdin.read(), 'test', 'ex
 
 @dataclass(frozen=True)
 class Case:
-    """after: text that follows the program; stdin: its input
-    stdout: what it has to print, or with `ends` the last line of it
+    """One test case of a program.
+
+    after:  code that is appended to the program
+    stdin:  input of the program
+    stdout: text that the program must print; with `ends`, the last line that it must print
     """
 
     after: str
@@ -33,22 +36,25 @@ class Case:
     ends: bool = False
 
     def passes(self, printed: str) -> bool:
-        """Compare line by line, without white space at ends of lines and empty lines at the end."""
+        """Whether the printed text is the expected one (with `ends`, whether its last line is).
+
+        White space at the end of lines and empty lines at the end do not count.
+        """
         lines, expected = _lines(printed), _lines(self.stdout)
         return lines[-1:] == expected if self.ends else lines == expected
 
 
 class CodeRules:
-    """The sandbox that the rules of this process share; it is chosen before the first program."""
+    """The sandbox that the rules of this process share; it is opened for the first program."""
 
     def __init__(self) -> None:
         self.config = SandboxConfig()
         self._sandbox: Sandbox | None = None
 
     def use(self, config: SandboxConfig) -> str:
-        """Choose the sandbox by this configuration. Returns a line on what its level prevents.
+        """Open a sandbox by this configuration, unless one is open; close one of another.
 
-        Errors: UserError where no level of isolation works here.
+        Returns a line on what its level does not prevent. Raises UserError where no level works.
         """
         if self._sandbox is None or config != self.config:
             self.close()
@@ -61,7 +67,11 @@ class CodeRules:
         self._sandbox = None
 
     def count_passed(self, program: str, cases: list[Case]) -> int:
-        """Count test cases that pass before `reward.sandbox.response_s` is over."""
+        """Run the program on the cases in turn, and return how many pass.
+
+        Cases that do not start within `reward.sandbox.response_s` in all do not pass. Raises
+        UserError or SandboxError where the sandbox does not work.
+        """
         self.use(self.config)
         assert self._sandbox is not None, "chosen above"
         deadline = time.monotonic() + self.config.response_s
@@ -77,13 +87,13 @@ SHARED = CodeRules()
 
 
 def find_program(response: str) -> str | None:
-    """Return the content of the last fenced block that is closed; None without one."""
+    """Return the content of the last closed Markdown block (```) of a response; None without."""
     program: list[str] | None = None
     block: list[str] | None = None
     for line in response.split("\n"):
         mark = line.strip()
         if mark.startswith("```") and (block is None or mark != "```"):
-            block = []  # also where the one before was left open
+            block = []  # also where the block before was not closed
         elif mark == "```":
             program, block = block, None
         elif block is not None:
@@ -92,37 +102,41 @@ def find_program(response: str) -> str | None:
 
 
 def read_cases(ground_truth: str) -> list[Case]:
-    """Read test cases from a JSON object. Errors: ValueError for a text that is no such object."""
+    """Read test cases, at least one, from the JSON object of a ground truth.
+
+    Raises ValueError for anything else, also for cases that call a function by `fn_name`.
+    """
     try:
-        found = json.loads(ground_truth)
+        cases = json.loads(ground_truth)
     except json.JSONDecodeError as error:
         raise ValueError(f"test cases must be JSON: {error}") from error
     except RecursionError as error:
         raise ValueError("test cases must not nest deeply") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"test cases must be a JSON object, not {type(found).__name__}")
-    if found.get("fn_name"):
+    if not isinstance(cases, dict):
+        raise ValueError(f"test cases must be a JSON object, not {type(cases).__name__}")
+    if cases.get("fn_name"):
         raise ValueError("test cases that call fn_name must be written as assert_case")
-    if (assertions := found.get("assert_case")) is not None:
+    if (assertions := cases.get("assert_case")) is not None:
         return [_assertion(_text(statement)) for statement in _filled_list(assertions)]
-    inputs = _filled_list(found.get("inputs"))
-    outputs = _filled_list(found.get("outputs"))
+    inputs = _filled_list(cases.get("inputs"))
+    outputs = _filled_list(cases.get("outputs"))
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs must have as many outputs, not {len(outputs)}")
     return [Case("", _text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
 
 
 def accepts(ground_truth: str) -> bool:
-    """Whether a ground truth has test cases. Raises ValueError with the reason if it has none."""
+    """Return True if a ground truth has test cases. Raises ValueError with the reason if not."""
     return bool(read_cases(ground_truth))
 
 
 @register_rule("code", accepts)
 def code(response: str, ground_truth: str) -> RewardResult:
-    """Score the share of test cases that the response's last fenced block passes.
+    """Run the last Markdown block of a response in the sandbox; score the share of cases it passes.
 
-    parts: {"accuracy": 1.0 all pass, 0.0 else; "passed": share that pass}
-    Errors: ValueError for a ground truth without test cases; SandboxError where it stopped working.
+    parts: {"accuracy": 1.0 if all pass, else 0.0; "passed": share that passes}
+    A response without a block scores 0. Raises ValueError for a ground truth without test cases,
+    UserError or SandboxError where the sandbox does not work.
     """
     cases = read_cases(ground_truth)
     program = find_program(response)
@@ -133,13 +147,19 @@ def code(response: str, ground_truth: str) -> RewardResult:
 
 @register_rule("code_all", accepts)
 def code_all(response: str, ground_truth: str) -> RewardResult:
-    """As `code`, but score 1 when all test cases pass, else 0."""
+    """Run the last Markdown block of a response in the sandbox; score 1 if all cases pass, else 0.
+
+    Parts and errors are those of `code`.
+    """
     result = code(response, ground_truth)
     return RewardResult(result.parts["accuracy"], result.parts)
 
 
 def _assertion(statement: str) -> Case:
-    """Make the case of a statement; what it prints at its end cannot be known beforehand."""
+    """Make the case of an assert statement, which runs after the program.
+
+    It passes if a random word is printed last, after the statement; the program cannot guess it.
+    """
     word = secrets.token_hex(16)
     return Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)
 
@@ -151,7 +171,7 @@ def _filled_list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """A text, or lines of one."""
+    """Return a text; join a list of lines. Raises ValueError for anything else."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Scores of a server: requests of several samples over HTTP, tried again, under a deadline."""
+"""Get scores from a server: batches of samples over HTTP, with retries until a deadline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
 
 
 class RemoteRewards:
-    """Sends samples to a server and gets a score for each.
+    """Sends samples to a server in batches, in threads that start with the first sample.
 
     The request is {"samples": [{prompt, response, ground_truth, data_source, extra_info}, ...]}.
     The answer is {"scores": [...]}: for each sample, in order, a number, or an object of numbers
@@ -58,18 +58,21 @@ def _stop(queue: SimpleQueue[Task | None]) -> None:
 
 
 def _serve(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task | None]) -> None:
-    """Send batches until the queue ends."""
+    """Send batches of at most `size` tasks and set their futures, until None is in the queue."""
     while (first := queue.get()) is not None:
-        tasks, ends = _gather(first, size, queue)
+        tasks, has_ended = _gather(first, size, queue)
         outcomes = _ask_safely(url, [sample for sample, _ in tasks], timeout_s)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
-        if ends:
+        if has_ended:
             return
 
 
 def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[list[Task], bool]:
-    """Return a batch, and whether the queue has ended."""
+    """Return (batch that starts with `first`, whether None ended the queue).
+
+    Waits up to GATHER_S for more tasks.
+    """
     tasks, until = [first], time.monotonic() + GATHER_S
     while len(tasks) < size and (left := until - time.monotonic()) > 0:
         try:
@@ -83,7 +86,7 @@ def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[li
 
 
 def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """As `_ask`, but an exception (a bad address or sample) becomes a failure of each sample."""
+    """Call `_ask`; turn an exception (a bad address or sample) into a failure of each sample."""
     try:
         return _ask(url, samples, timeout_s)
     except Exception as error:
@@ -92,7 +95,11 @@ def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
 
 
 def _ask(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """Try until the server answers or the deadline passes; return an outcome for each sample."""
+    """Send samples to the server until it answers or timeout_s passes; return their outcomes.
+
+    Network errors and statuses 5xx and 429 are tried again after waits. Other failures, and no
+    answer in time, are the outcome of every sample; they are not raised.
+    """
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
     reason, tries = "", 0
@@ -113,7 +120,11 @@ def _ask(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]
 
 
 def _post(url: str, body: bytes, deadline: float) -> bytes:
-    """Send one request. Raises OSError and HTTPException to try again, ScoreFailure to give up."""
+    """Send one POST request and return the body of the answer.
+
+    Raises OSError or HTTPException if a retry may help, and ScoreFailure for a body over MAX_ANSWER
+    or a status other than 200, 429 and 5xx.
+    """
     parts = urlsplit(url)
     connection = _connect(parts.scheme, parts.netloc.rpartition("@")[2], deadline)
     try:
@@ -121,10 +132,10 @@ def _post(url: str, body: bytes, deadline: float) -> bytes:
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         _set_deadline(connection, deadline)
         answer = connection.getresponse()
-        found = bytearray()
+        content = bytearray()
         while chunk := answer.read1(READ):
-            found += chunk
-            if len(found) > MAX_ANSWER:
+            content += chunk
+            if len(content) > MAX_ANSWER:
                 raise ScoreFailure(Cause.OUTPUT, f"{url} answered more than {MAX_ANSWER} bytes")
             _set_deadline(connection, deadline)
         if answer.status >= 500 or answer.status == 429:
@@ -132,7 +143,7 @@ def _post(url: str, body: bytes, deadline: float) -> bytes:
         if answer.status != 200:
             text = f"{url} answered with status {answer.status} {answer.reason}"
             raise ScoreFailure(Cause.REMOTE, text)
-        return bytes(found)
+        return bytes(content)
     finally:
         connection.close()
 
@@ -146,7 +157,10 @@ def _connect(scheme: str, host: str, deadline: float) -> http.client.HTTPConnect
 
 
 def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> None:
-    """Let the next read end by the deadline. Raises TimeoutError after it."""
+    """Set the socket's time-out to the time left until the deadline.
+
+    Raises TimeoutError if none is left.
+    """
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -155,15 +169,18 @@ def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> No
 
 
 def _read(answer: bytes, count: int) -> list[Outcome]:
-    """Read an answer {"scores": [...]} with `count` scores. Raises ScoreFailure for another."""
+    """Parse an answer {"scores": [...]} to outcomes; an invalid score is a failed outcome.
+
+    Raises ScoreFailure for another answer, or one without exactly `count` scores.
+    """
     try:
         scores = parse_json(answer)["scores"]
-        found = len(scores)
+        num_scores = len(scores)
     except (ValueError, KeyError, TypeError):
         rule = f"the answer must be {{'scores': [...]}}, it is {answer[:60]!r}"
         raise ScoreFailure(Cause.WRONG_RESULT, rule) from None
-    if found != count or not isinstance(scores, list):
-        rule = f"the answer must have {count} scores, it has {found}"
+    if num_scores != count or not isinstance(scores, list):
+        rule = f"the answer must have {count} scores, it has {num_scores}"
         raise ScoreFailure(Cause.WRONG_RESULT, rule)
     return [_to_outcome(score) for score in scores]
 

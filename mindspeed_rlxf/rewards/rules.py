@@ -1,4 +1,4 @@
-"""Rules that score a response by the expected answer: pure functions of two texts."""
+"""Rules that score a response by the expected answer: functions of two texts."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ class RewardResult:
 Rule: TypeAlias = Callable[..., RewardResult]
 """(response, ground_truth, arguments of reward.functions) -> result.
 
-A ground truth given as the response must score above 0, but for rules of ACCEPTS.
+A ground truth given as the response must score above 0, except for rules in ACCEPTS.
 """
 
 
 def exact_match(response: str, ground_truth: str) -> RewardResult:
-    """Score 1 when the response equals the ground truth but for white space around both, else 0."""
+    """Score 1 when response and ground truth are equal without white space at the ends, else 0."""
     return _right_or_wrong(response.strip() == ground_truth.strip())
 
 
 def gsm8k(response: str, ground_truth: str) -> RewardResult:
-    """Score 1 when both texts answer with the same number, else 0 (arXiv:2110.14168).
+    """Score 1 when both texts give the same number as their answer, else 0 (arXiv:2110.14168).
 
-    The answer of a text is the number after its first `####`, else the one in its last \\boxed{},
-    else its last number; the ground truth may be the bare number or the data set's whole solution.
-    Numbers are compared by value: 1,000 = 1000.0 = $1000.
+    The answer of a text is the number after its first `####`, else that in its last \\boxed{}, else
+    its last number. The ground truth may be the bare number or the data set's whole solution.
+    Numbers are compared by value: 1,000 = 1000.0 = $1000. A response without a number scores 0.
     """
     return _same_number(final_number(response), ground_truth)
 
 
 def gsm8k_strict(response: str, ground_truth: str) -> RewardResult:
-    """As `gsm8k`; the response has to mark its answer by `####`."""
+    """Score as `gsm8k`, but take only a number after the response's first `####` as its answer."""
     return _same_number(marked_number(response), ground_truth)
 
 
 def gsm8k_flexible(response: str, ground_truth: str) -> RewardResult:
-    """As `gsm8k`; the answer of the response is its last number, whatever it marks."""
+    """Score as `gsm8k`, but take the response's last number as its answer, whatever is marked."""
     return _same_number(last_number(response), ground_truth)
 
 
-def _same_number(found: Fraction | None, ground_truth: str) -> RewardResult:
-    return _right_or_wrong(found is not None and found == final_number(ground_truth))
+def _same_number(answer: Fraction | None, ground_truth: str) -> RewardResult:
+    return _right_or_wrong(answer is not None and answer == final_number(ground_truth))
 
 
 def _as_rule(score: Callable[..., float]) -> Rule:
-    """Make a rule of a function that returns 1 for right and 0 for wrong."""
+    """Wrap a function that returns a score as a rule, with the score as its part `accuracy`."""
 
     @wraps(score)
     def rule(response: str, ground_truth: str, **arguments: Any) -> RewardResult:
@@ -85,9 +85,9 @@ RULES: dict[str, Rule] = {
 """Name in `reward.rules` and `reward.functions` -> rule."""
 
 OWN_RULES = frozenset(RULES) | RULES_OF_PROGRAMS
-"""Those of the package; the others are of plugins."""
+"""Names of the package's rules; the other rules come from plugins."""
 SLOW_RULES = frozenset({"math"}) | RULES_OF_PROGRAMS
-"""Rules that run in scoring processes alone, because they may take any time."""
+"""Rules that run only in scoring processes, because they may take any time."""
 RULES_WITHOUT_TRUTH = frozenset({"format", "length"})
 """Rules that do not read the ground truth."""
 
@@ -101,12 +101,12 @@ BUILTIN_SOURCES = {
     "hendrycks/competition_math": "math",
     "Rowan/hellaswag": "multiple_choice",
 }
-"""Data source -> name of the rule that needs no configuration."""
+"""Data source -> name of its rule, unless `reward.rules` names another."""
 BUILTIN_RULES: dict[str, Rule] = {source: RULES[name] for source, name in BUILTIN_SOURCES.items()}
 
 
 ACCEPTS: dict[Rule, Callable[[str], bool]] = {}
-"""Rule -> whether it can score responses by a ground truth, where that is not an answer itself.
+"""Rule whose ground truths are no answers (test cases) -> whether it accepts a ground truth.
 
 The function may raise ValueError in place of returning False: the text is shown as the reason.
 """
@@ -115,10 +115,10 @@ The function may raise ValueError in place of returning False: the text is shown
 def register_rule(
     name: str, accepts: Callable[[str], bool] | None = None
 ) -> Callable[[Rule], Rule]:
-    """Decorate a function to make it a choice of `reward.rules`.
+    """Return a decorator that adds a function to RULES, as a choice of `reward.rules`.
 
-    accepts: its entry in ACCEPTS
-    Raises ValueError for a name that is taken.
+    accepts: entry of the rule in ACCEPTS; None = its ground truths are answers
+    The decorator raises ValueError for a name that is taken.
     """
 
     def register(rule: Rule) -> Rule:

@@ -20,7 +20,11 @@ Score: TypeAlias = Callable[[Sample], RewardResult]
 
 @dataclass(frozen=True)
 class Part:
-    """One function. source: its file; None = `function` is the name of a rule"""
+    """One reward function.
+
+    source:       file of the function; None = `function` is the name of a rule
+    data_sources: those that it scores, empty = all
+    """
 
     name: str
     function: str
@@ -35,11 +39,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a process needs to score, in plain values.
+    """All that a scoring process needs, in plain values.
 
+    parts:    reward functions, whose weighted scores are added
     rules:    data source -> name of its rule
-    plugins:  files that register rules of `rules`, or of parts
-    defaults: a sample that no part applies to is scored by the rule of its data source
+    plugins:  files that register rules of plugins
+    defaults: whether the rule of its data source scores a sample that no part applies to
     sandbox:  keys of reward.sandbox; None where no rule runs programs
     """
 
@@ -51,7 +56,7 @@ class Plan:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Plan:
-        """Read what `dataclasses.asdict` made, after JSON."""
+        """Make a plan from the output of `dataclasses.asdict`, after a round trip through JSON."""
         parts = [
             Part(**{**part, "source": part["source"] and Source(**part["source"])})
             for part in plain["parts"]
@@ -61,7 +66,7 @@ class Plan:
 
 
 class SampleScorer:
-    """Runs the files of a plan. Exceptions of these files are not caught."""
+    """Scores samples by a plan; runs the plan's files, whose exceptions are not caught."""
 
     def __init__(self, plan: Plan) -> None:
         for source in plan.plugins:
@@ -81,10 +86,12 @@ class SampleScorer:
         return _apply(self._plan.rules[sample.data_source], {}, sample)
 
     def score(self, sample: Sample) -> RewardResult:
-        """Add up the weighted scores of the parts that apply.
+        """Add up the weighted scores of the functions that apply to the sample's data source.
 
-        The parts of the result are each function's score by its name, and the other numbers that it
-        returned by `name/key`. Raises ScoreFailure; a failure of one part is one of the sample.
+        The parts of the result are each function's score under its name, and the other numbers that
+        it returned under `name/key`. If no function applies, the rule of the data source scores the
+        sample (`Plan.defaults`), else the score is 0. Raises what a function raises, and
+        ScoreFailure for a return value that is no score.
         """
         wanted = [(p, score) for p, score in self._parts if p.applies_to(sample.data_source)]
         if not wanted and self._plan.defaults:
@@ -93,7 +100,11 @@ class SampleScorer:
 
 
 def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
-    """Add up results. results: name, weight and result of each"""
+    """Add up weighted scores. results: (name, weight, result) of each function
+
+    The parts are each score, unweighted, under its name, and its own parts under `name/key`. No
+    results give 0.
+    """
     parts: dict[str, float] = {}
     for name, _, result in results:
         parts[name] = result.score
@@ -112,24 +123,29 @@ def _call(
     arguments: dict[str, Any],
     sample: Sample,
 ) -> RewardResult:
-    """Call a function of the user; a coroutine is run to its end."""
-    given = {
+    """Call a function of the user and convert its return value; a coroutine is run to its end.
+
+    keywords: fields of the sample that the function takes. Raises what the function raises, and
+    ScoreFailure for a value that is no score.
+    """
+    fields = {
         "prompt": sample.prompt,
         "response": sample.response,
         "ground_truth": sample.ground_truth,
         "extra_info": sample.extra_info,
         DATA_SOURCE: sample.data_source,
     }
-    value = function(**{name: given[name] for name in keywords}, **arguments)
+    value = function(**{name: fields[name] for name in keywords}, **arguments)
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
     return to_result(value)
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
-    """Score a sample; return {score, parts}, or {cause, message} of a failure; never raise.
+    """Score a sample; return {score, parts}, or {cause, message} if it failed.
 
-    It returns {error} when no sample can be scored any more.
+    Returns {error} when scoring is broken for all samples. Catches every exception, SystemExit and
+    KeyboardInterrupt included.
     """
     try:
         result = scorer.score(sample)

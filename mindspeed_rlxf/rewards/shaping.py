@@ -9,21 +9,24 @@ from mindspeed_rlxf.config.schema import RunConfig
 
 
 class ScoreShaping:
+    """Shapes scores by the keys of `algorithm`: scale, clip and penalties."""
+
     def __init__(self, config: RunConfig) -> None:
         self.algorithm = config.algorithm
         self.max_new_tokens = config.actor_rollout.max_new_tokens
 
     def shape(self, scores: Tensor) -> Tensor:
-        """Scale and clip scores; NaN where a score is not finite.
+        """Return scores times `reward_scale`, clipped to +-`reward_clip`; NaN where not finite.
 
         [batch] fp32 -> [batch] fp32
         """
         return shape_scores(scores, self.algorithm.reward_scale, self.algorithm.reward_clip)
 
     def penalize(self, scores: Tensor, response_lengths: Tensor, has_eos: Tensor) -> Tensor:
-        """Shape scores and subtract the penalties for a missing EOS and for length.
+        """Return scores after `shape`, less the penalties for a missing EOS and for length.
 
-        scores: [batch] fp32; response_lengths: [batch] int64; has_eos: [batch] bool
+        scores: [batch] fp32, not shaped; response_lengths: [batch] int64; has_eos: [batch] bool
+        Returns [batch] fp32.
         """
         algorithm = self.algorithm
         score = self.shape(scores) - algorithm.missing_eos_penalty * (~has_eos)

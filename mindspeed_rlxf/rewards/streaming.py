@@ -17,17 +17,20 @@ from mindspeed_rlxf.rewards.workers import WorkerPool
 
 @dataclass(frozen=True)
 class Scoring:
-    """The scoring of one sample.
+    """The scoring of one sample, in progress.
 
-    own:    by the processes of this host, whose parts are named and weighted already; None = none
-    remote: name, weight and outcome of each server
+    own:    outcome of this host's processes, weighted already; None = they do not score the sample
+    remote: (name, weight, outcome) of each server
     """
 
     own: Future[Outcome] | None
     remote: list[tuple[str, float, Future[Outcome]]]
 
     def outcome(self) -> Outcome:
-        """Wait for all parts; the first failure is that of the sample. Raises ScoringBroken."""
+        """Wait for all outcomes, and return their weighted sum, or the first failure.
+
+        Raises ScoringBroken when no sample can be scored.
+        """
         own = self.own.result() if self.own else Outcome(RewardResult(0.0))
         others = [(name, weight, future.result()) for name, weight, future in self.remote]
         for outcome in (own, *(outcome for _, _, outcome in others)):
@@ -41,7 +44,7 @@ class Scoring:
 
 
 class StreamingRewards:
-    """The functions, rules and servers of a configuration."""
+    """Scores samples by the functions, rules and servers of a configuration, in the background."""
 
     def __init__(self, reward: RewardConfig) -> None:
         self._plan = make_plan(reward)
@@ -55,7 +58,10 @@ class StreamingRewards:
         ]
 
     def submit(self, sample: Sample) -> Scoring:
-        """Start to score a sample."""
+        """Start to score a sample, and return at once; wait with `Scoring.outcome`.
+
+        Raises ScoringBroken when the pool of scoring processes is closed or broken.
+        """
         source = sample.data_source
         remote = [(p, server) for p, server in self._remote if p.applies_to(source)]
         local = any(part.applies_to(source) for part in self._plan.parts)

@@ -1,6 +1,6 @@
 """Rule verifiers of the older toolkit (`algorithm.verifier_function`).
 
-Pure functions of two texts, as in `rules`. The score of a response is the weighted sum of several.
+Pure functions of two texts. The score of a response is the weighted sum of several verifiers.
 Answers are compared as numbers or as normalised LaTeX, without an algebra system: `x+1` and `1+x`
 are different answers.
 """
@@ -16,7 +16,7 @@ from mindspeed_rlxf.rewards.numbers import find_boxed
 from mindspeed_rlxf.rewards.rules import RewardResult
 
 Score = float
-STEPS_FOR_ALL = 3  # marks of steps that give the whole score
+STEPS_FOR_ALL = 3  # number of steps that give the full score
 MAX_DIGITS = 200  # longer "numbers" are compared as text
 
 _FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
@@ -31,7 +31,7 @@ _DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\
 
 
 def accuracy(response: str, ground_truth: str) -> Score:
-    """Score 1 when the last \\boxed{} has the ground truth, -0.5 another answer, -1 if none."""
+    """Score 1 if the last \\boxed{} is the ground truth, -0.5 if it is not, -1 without a box."""
     answer = find_boxed(response)
     if answer is None:
         return -1.0
@@ -39,19 +39,20 @@ def accuracy(response: str, ground_truth: str) -> Score:
 
 
 def base_accuracy(response: str, ground_truth: str) -> Score:
-    """Score 1 when the final answer is the ground truth, else 0; see `find_answer`."""
+    """Score 1 when the response's answer (`find_answer`) is the ground truth, else 0."""
     return 1.0 if is_same_answer(find_answer(response), ground_truth) else 0.0
 
 
 def think_format(response: str, ground_truth: str = "") -> Score:
-    """Score 1 when the response is a <think> part and then an <answer> part, else 0."""
+    """Score 1 when the response is a <think> element and then an <answer> element, else 0."""
     return 1.0 if _FORMAT.fullmatch(response) else 0.0
 
 
 def strict_format(response: str, ground_truth: str = "") -> Score:
-    """Score 1 when the response has each of _TAGS once, in order, and nothing around them, else -1.
+    """Score 1 when <think>...</think>...<answer>...\\boxed{...</answer> is the response, else -1.
 
-    The older toolkit counts the tags too, but its result depends on the order alone.
+    Each of these tags must occur once, in this order, with nothing before the first or after the
+    last. The older toolkit counts the tags too, but its result depends on the order alone.
     """
     text = response.strip()
     places = [text.find(tag) for tag in _TAGS]
@@ -61,7 +62,7 @@ def strict_format(response: str, ground_truth: str = "") -> Score:
 
 
 def steps(response: str, ground_truth: str = "") -> Score:
-    """Score a third for each mark of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
+    """Score 1/3 for each marker of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
     return min(1.0, len(_STEP.findall(response)) / STEPS_FOR_ALL)
 
 
@@ -78,13 +79,16 @@ NEED_TRUTH = (Verifier.ACC, Verifier.BASE_ACC)
 def verify(
     verifiers: Sequence[tuple[Verifier, float]], response: str, ground_truth: str
 ) -> RewardResult:
-    """Score a response by the weighted sum of verifiers; each one's own score is a part."""
+    """Score a response by the weighted sum of verifiers; the parts are their unweighted scores."""
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
     return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
 
 
 def find_answer(text: str) -> str:
-    """Return the boxed answer, else the one after the last "answer is", else the last number."""
+    """Return the last boxed answer, else that after the last "the answer is", else the last number.
+
+    "" without any.
+    """
     answer = find_boxed(text)
     if answer is not None:
         return answer
@@ -92,22 +96,26 @@ def find_answer(text: str) -> str:
 
 
 def is_same_answer(answer: str, ground_truth: str) -> bool:
-    """Compare as numbers (1/2 = 0.5 = \\frac{1}{2}, 1,000 = 1000), else as LaTeX without spacing.
+    """Whether two answers are equal: as numbers, else as LaTeX without spacing (`normalise`).
 
-    The ground truth may be boxed, or be the text after `####` of a solution.
+    1/2 = 0.5 = \\frac{1}{2}, 1,000 = 1000. The ground truth may be a solution, of which the last
+    box, else the text after the last `####` is compared. False where either is empty.
     """
     truth = find_boxed(ground_truth) or ground_truth.rpartition("####")[2]
-    mine, wanted = normalise(answer), normalise(truth)
-    if not mine or not wanted:
+    given, expected = normalise(answer), normalise(truth)
+    if not given or not expected:
         return False
-    numbers = to_number(mine), to_number(wanted)
+    numbers = to_number(given), to_number(expected)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    return mine == wanted
+    return given == expected
 
 
 def normalise(text: str) -> str:
-    """Remove spacing, dollar and percent signs, a unit at the end and variants of \\frac."""
+    """Return LaTeX without spacing, dollar, percent and degree signs, and a unit at the end.
+
+    Writes \\dfrac and \\frac12 as \\frac{}{}, removes \\text{} around words, makes lower case.
+    """
     text = _UNIT.sub("", text.strip().rstrip(".").strip())
     for word in _DROPPED:
         text = text.replace(word, "")
@@ -117,7 +125,10 @@ def normalise(text: str) -> str:
 
 
 def to_number(text: str) -> Fraction | None:
-    """Convert a normalised text to an exact number; None where it is not one."""
+    """Convert a text after `normalise` (decimal, a/b, \\frac{a}{b}) to an exact number.
+
+    None for another text, a fraction over 0, or one longer than MAX_DIGITS.
+    """
     if len(text) > MAX_DIGITS:
         return None
     plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)

@@ -1,6 +1,6 @@
-"""Find the answer in each response, by which responses to a prompt vote (maj@k).
+"""Find the answer in each response, for majority votes over the responses to a prompt (maj@k).
 
-Two responses have the same answer where these texts are equal.
+Two responses vote for the same answer where these texts are equal.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ from mindspeed_rlxf.rewards.numbers import final_number, find_boxed, last_number
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
 from mindspeed_rlxf.rewards.verifiers import find_answer, normalise, to_number
 
-LONGEST = 120  # characters of an answer; of a longer one a hash takes the place of the end
+LONGEST = 120  # characters of an answer; the end of a longer one is replaced by a hash
 Extract = Callable[[str], str | None]
 
 
 def _as_text(find: Callable[[str], Fraction | None], response: str) -> str | None:
-    """Return the number that a rule compares: 1,000 = 1000.0 = $1000."""
+    """Return the number that `find` finds in a response, as text; None without one."""
     number = find(response)
     return None if number is None else str(number)
 
 
 def whole_text(response: str) -> str:
-    """Return the text in lower case, with single spaces."""
+    """Return the whole response in lower case, with white space as single spaces."""
     return " ".join(response.split()).casefold()
 
 
 def boxed_answer(response: str) -> str | None:
-    """Return the answer that the verifier `acc` compares."""
+    """Return the last boxed answer, normalised, as the verifier `acc` reads it; None without."""
     answer = find_boxed(response)
     return None if answer is None else _normalised(answer)
 
 
 def final_answer(response: str) -> str | None:
-    """Return the answer that the verifier `base_acc` compares."""
+    """Return the boxed or stated answer, else the last number, normalised, as `base_acc` reads it.
+
+    "" without any.
+    """
     return _normalised(find_answer(response))
 
 
 def _normalised(answer: str) -> str:
-    """Numbers by value (1/2 = 0.5), other answers as LaTeX without spacing."""
+    """Return a number by its value (0.5 and 1/2 give "1/2"), other answers after `normalise`."""
     text = normalise(answer)
     number = to_number(text)
     return text if number is None else str(number)
@@ -57,7 +60,7 @@ OF_RULES: dict[str, Extract] = {
     "math": final_answer,
     "multiple_choice": partial(find_choice, choices=CHOICES),
 }
-"""Answers of rules by name; those of other rules are the whole text."""
+"""Name of a rule -> function that finds the answer it reads; `whole_text` for other rules."""
 OF_VERIFIERS: dict[Verifier, Extract] = {
     Verifier.ACC: boxed_answer,
     Verifier.BASE_ACC: final_answer,
@@ -70,14 +73,22 @@ class AnswerFinder:
     def __init__(
         self, rules: Mapping[str, str], verifiers: Sequence[tuple[Verifier, float]] = ()
     ) -> None:
-        """As of `RewardManager`: rules by data source; verifiers, which take their place."""
+        """Choose the function that finds answers, for each data source.
+
+        rules:     data source -> name of a rule, beside the built-in table
+        verifiers: (function, weight); if given, the first that compares answers is used for all
+                   data sources, or the whole text if none does
+        """
         table = BUILTIN_SOURCES | dict(rules)
         self._by_source = {source: OF_RULES.get(rule, whole_text) for source, rule in table.items()}
         comparing = [OF_VERIFIERS[rule] for rule, _ in verifiers if rule in OF_VERIFIERS]
         self._for_all = (comparing or [whole_text])[0] if verifiers else None
 
     def find(self, responses: Sequence[str], data_sources: Sequence[str]) -> list[str | None]:
-        """Return the answer of each response, at most LONGEST characters; None without one."""
+        """Return the answer of each response; None without one.
+
+        An answer over LONGEST characters is cut, and ends with a hash of the whole.
+        """
         rows = zip(responses, data_sources, strict=True)
         return [self._find_one(response, source) for response, source in rows]
 

@@ -1,7 +1,7 @@
 """A pool of scoring processes, which may be killed: samples go in, futures of outcomes come out.
 
-One thread starts the processes, hands out samples, keeps deadlines and ends what breaks. A process
-scores one sample at a time, so that a failure is the failure of one sample.
+One thread starts the processes, sends them samples, and kills those that exceed a deadline or fail.
+A process scores one sample at a time, so that a failure concerns one sample only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
 
 @dataclass
 class _Worker:
-    """deadline: of the sample, or of the start. task: None while it starts and while it is idle"""
+    """A process of the pool.
+
+    deadline: time.monotonic() until which it must have scored its sample, or be ready
+    task:     sample that it scores; None while it starts and while it is idle
+    """
 
     process: ScoringProcess
     deadline: float
@@ -45,7 +49,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Scores samples in processes of their own, which are started when they are needed.
+    """Scores samples in separate processes, which are started when they are needed.
 
     size:      processes at the same time
     timeout_s: longest time for one sample, without its wait for a process
@@ -57,16 +61,23 @@ class WorkerPool:
         self._end = weakref.finalize(self, self._loop.close)
 
     def submit(self, sample: Sample) -> Future[Outcome]:
-        """Score a sample; the future raises ScoringBroken where no process can."""
+        """Queue a sample to be scored, and return its future at once.
+
+        The future has a failed outcome if the sample failed, and raises ScoringBroken if the
+        processes do not work. Raises ScoringBroken if the pool is closed.
+        """
         return self._loop.submit(sample)
 
     def close(self) -> None:
-        """End all processes and their descendants."""
+        """Kill all processes and their descendants; wait for it up to END_S.
+
+        Futures that are not done raise ScoringBroken.
+        """
         self._end()
 
 
 class _Loop:
-    """The thread; it holds no reference to the pool, which it outlives by a moment."""
+    """The thread of a pool. It has no reference to the pool, so that an unused pool is closed."""
 
     def __init__(self, plan: Plan, size: int, timeout_s: float, memory: int) -> None:
         self._plan, self._size = dataclasses.asdict(plan), size
@@ -104,7 +115,7 @@ class _Loop:
             self._close_pipe()
 
     def _close_pipe(self) -> None:
-        """Close the pipe that wakes the thread, once the thread no longer reads it."""
+        """Close the pipe that wakes the thread, unless it is closed or the thread still runs."""
         if self._wake >= 0 and (self._thread is None or not self._thread.is_alive()):
             os.close(self._wakes)
             os.close(self._wake)
@@ -112,10 +123,10 @@ class _Loop:
             self._wake = -1
 
     def _notify(self) -> None:
-        """Wake the thread. Needs the lock, which keeps the pipe open."""
+        """Wake the thread by a byte in its pipe, unless that is closed. Call with the lock held."""
         if self._wake < 0:
             return
-        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread wakes anyway
             os.write(self._wake, b"x")
 
     def _run(self) -> None:
@@ -140,7 +151,10 @@ class _Loop:
         self._fail_waiting(reason)
 
     def _hand_out(self) -> None:
-        """Give waiting samples to idle processes; start processes for the others."""
+        """Send waiting samples to idle processes, and start processes for the rest, up to `size`.
+
+        After a process did not start or reported an error, all waiting samples fail.
+        """
         if self._broken:
             self._fail_waiting(self._broken)
         for worker in [worker for worker in self._workers if worker.is_idle]:
@@ -168,7 +182,10 @@ class _Loop:
             self._selector.register(file, selectors.EVENT_READ, worker)
 
     def _wait(self) -> None:
-        """Wait for messages, output, the next deadline, or a sample; handle what came."""
+        """Wait for messages, output, a new sample or the next deadline; handle messages and output.
+
+        Waits at most IDLE_S where no process works.
+        """
         due = [w.deadline for w in self._workers if not w.is_idle]
         delay = min(due, default=time.monotonic() + IDLE_S) - time.monotonic()
         for key, _ in self._selector.select(max(delay, 0.0)):
@@ -192,7 +209,7 @@ class _Loop:
             self._selector.unregister(worker.process.output)
 
     def _take(self, worker: _Worker, message: Any) -> None:
-        """Take a reply: that the process is ready, or the outcome of its sample."""
+        """Handle a message of a process: an error, "ready", or the outcome of its sample."""
         if isinstance(message, dict) and "error" in message:
             self._break(worker, str(message["error"]))
             return
@@ -201,12 +218,12 @@ class _Loop:
             self._show_once(message.get("sandbox", ""))
             return
         outcome = _to_outcome(message)
-        if outcome.cause is Cause.MEMORY:  # it ends: what filled its memory may still be there
+        if outcome.cause is Cause.MEMORY:  # the process ends, as its memory may still be full
             self._drop(worker)
         self._finish(worker, outcome)
 
     def _break(self, worker: _Worker, reason: str) -> None:
-        """Handle a process that reports that no sample can be scored."""
+        """Kill a process that reported that no sample can be scored; mark the pool as broken."""
         self._drop(worker)
         did = "cannot go on" if worker.process.is_ready else "did not start"
         self._broken = f"a scoring process {did}: {reason}"
@@ -215,13 +232,16 @@ class _Loop:
             worker.task = None
 
     def _show_once(self, line: str) -> None:
-        """Print what the sandbox of this host does not prevent."""
+        """Print a process's line on its sandbox, unless it is empty or was the last one printed."""
         if line and line != self._shown:
             print(line, flush=True)
             self._shown = line
 
     def _lost(self, worker: _Worker, message: str) -> None:
-        """Handle a process that ended by itself."""
+        """Fail the sample of a process that ended or sent no JSON (`message`, "" = it ended).
+
+        If the process was not ready yet, mark the pool as broken.
+        """
         end = self._drop(worker, ends_itself=not message)
         reason = message or end
         if worker.process.is_ready:
@@ -239,7 +259,7 @@ class _Loop:
             self._finish(worker, Outcome(None, Cause.TIMEOUT, text))
 
     def _drop(self, worker: _Worker, ends_itself: bool = False) -> str:
-        """End a process; say how it ended."""
+        """Remove a process from the pool and kill it; return a text on how it had ended."""
         self._workers.remove(worker)
         for file in (worker.process.channel, worker.process.output):
             if file.fileno() in self._selector.get_map():

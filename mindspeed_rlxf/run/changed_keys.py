@@ -27,7 +27,7 @@ VARIABLES = ("resource_pool", "env")
 
 @dataclass(frozen=True)
 class Change:
-    """A key that differs; `str` shows it. rule: what a resumed run may do about it"""
+    """A key whose value differs. rule: whether a resumed run accepts this, see `Resume`"""
 
     key: str
     before: Any
@@ -40,10 +40,11 @@ class Change:
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Find the keys that differ, in the order of the configuration.
+    """Return the keys that differ, in the order of the configuration; COMMAND_KEYS are left out.
 
-    before, now: trees of `dump.to_tree` in plain YAML types. A key that one of them lacks, because
-    an older version of the package wrote it, counts as its default.
+    before, now: nested dicts of `dump.to_tree` in plain YAML types. A key that one of them lacks,
+    because another version of the package wrote it, counts as its default. Values of environment
+    variables are masked. `reward.allow_changed_function` makes changed function texts "free".
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
     found = []
@@ -65,7 +66,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def is_function_text(change: Change) -> bool:
-    """Whether a difference is only in the text of reward functions."""
+    """Whether a change is only one of the hash of a reward function's file, that is of its text."""
     if change.key == "reward.function.sha256":
         return isinstance(change.before, str) and isinstance(change.now, str)
     both = change.before, change.now
@@ -79,7 +80,7 @@ def _without_hashes(entries: Any) -> Any:
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and value of each leaf of a tree."""
+    """Yield (path of keys, value) of each leaf of nested dicts; an empty dict is a leaf."""
     if isinstance(tree, dict) and tree:
         for name, item in tree.items():
             yield from _leaves(item, (*path, str(name)))
@@ -88,7 +89,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _find_rule(field: FieldInfo | None) -> Resume:
-    """Return the resume rule of a key; fixed where the schema does not know the key."""
+    """Return the resume rule of a key's field; "fixed" for None and for a field without a rule."""
     extra = field.json_schema_extra if field is not None else None
     rule = extra.get("resume") if isinstance(extra, dict) else None
     assert rule in (*get_args(Resume), None), f"unknown resume rule {rule}"
@@ -96,7 +97,7 @@ def _find_rule(field: FieldInfo | None) -> Resume:
 
 
 def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
-    """Find the field of the schema behind a key of the YAML."""
+    """Return the schema's field for a key of the YAML; None for an unknown key."""
     section, *rest = path
     if section == "model" and len(rest) == 2:
         return ArchitectureConfig.model_fields.get(rest[1])
@@ -112,7 +113,10 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Find the field at a path inside nested models; a table's field for its entries."""
+    """Return the field at a path inside nested models; for an entry of a dict, the dict's field.
+
+    None for an unknown name.
+    """
     field = model.model_fields.get(path[0])
     if field is None or len(path) == 1:
         return field
@@ -123,7 +127,7 @@ def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | N
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a default to plain YAML types."""
+    """Convert a default to plain YAML types: tuples to lists, enums to their values."""
     if isinstance(value, tuple):
         return [_to_plain(item) for item in value]
     return getattr(value, "value", value)

@@ -42,10 +42,10 @@ PROBE = ".seen_by_all"
 class RunCheckpoints:
     """Save and restore the state of all roles and of the driver.
 
-    Saving has two steps: roles write their files (`write`), then the folder gets its name
-    (`commit`). Between the two the iteration's line goes into metrics.jsonl, with the time that
-    writing took. With `async_save` the roles write during the next iteration, and `settle` names
-    the folder.
+    Saving has two steps: roles write to a hidden folder (`write`), then it is renamed (`commit`).
+    Between the two the caller writes the iteration's line of metrics.jsonl, with the
+    time that writing took. With `async_save` the roles write during the next iteration, and
+    `settle` waits for them and renames the folder.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunCheckpoints:
         writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """writes: False on all but the first rank of torchrun."""
+        """writes: False on all but the first rank of torchrun, which then write no driver files"""
         self.config, self.directory, self.writes = config, directory, writes
         self.store = RunStore(directory.checkpoints)
         self.prompts_digest = prompts_digest
@@ -74,7 +74,7 @@ class RunCheckpoints:
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
-        """Return whether to save after this iteration: by interval, by time, and always at the end.
+        """Return whether to save after this iteration: by interval, by time, always at the end.
 
         stops: the run ends early, after this iteration
         """
@@ -85,9 +85,10 @@ class RunCheckpoints:
         return is_last or is_multiple or 0 < seconds <= self._clock() - self._last_save
 
     def write(self, iteration: int, note: Note) -> float:
-        """Let all ranks write a checkpoint; with `async_save`, return when they have begun.
+        """Let all ranks write a checkpoint to a hidden folder; return the seconds that this took.
 
-        Names an earlier one first. Returns the seconds it took.
+        First finishes an earlier asynchronous save (`settle`). Waits until all files are written,
+        or with `async_save` until the ranks have copied their state.
         """
         self.settle(note)
         started = time.monotonic()
@@ -97,7 +98,9 @@ class RunCheckpoints:
         return time.monotonic() - started
 
     def _begin_write(self, iteration: int) -> None:
-        """Let all ranks begin to write; returns when their state is copied."""
+        """Make the hidden folder, let all ranks begin to write, and wait until they copied their
+        state.
+        """
         hidden = self.store.hidden(iteration)
         if self.writes:
             self.store.begin(iteration)
@@ -110,9 +113,11 @@ class RunCheckpoints:
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
     ) -> None:
-        """Add the driver's state and name the checkpoint: now, or when all ranks have written.
+        """Add the driver's state and publish the checkpoint; `async_save` leaves that to `settle`.
 
-        score: `validation.best_metric` of this iteration; the best checkpoint on the disk is kept
+        Syncs metric and sample files, whose lengths the checkpoint contains.
+        score: value of `validation.best_metric`, None = not validated
+        note:  prints a line for the user
         """
         self._last_save = self._clock()
         content = {
@@ -129,7 +134,7 @@ class RunCheckpoints:
             self._publish(content, note)
 
     def settle(self, note: Note) -> None:
-        """Wait for the checkpoint that is being written, if any, and name it."""
+        """Wait for an asynchronous save in progress and publish it; do nothing without one."""
         if self._waiting is not None:
             self._files = self._wait_for_files()
             content, self._waiting = self._waiting, None
@@ -149,9 +154,10 @@ class RunCheckpoints:
         ]
 
     def _publish(self, content: dict[str, Any], note: Note) -> None:
-        """Write the driver's files and the manifest, name the checkpoint, remove old ones, say so.
+        """Write the driver's files and the manifest, rename the folder, remove old checkpoints.
 
-        Raises RuntimeError where files are missing.
+        Prints a line. With `writes` False only `newest` is set. Raises RuntimeError where files of
+        ranks are missing.
         """
         iteration = self.newest = content["iteration"]
         if not self.writes:
@@ -183,10 +189,11 @@ class RunCheckpoints:
         note(f"checkpoint of iteration {iteration}: {final}")
 
     def restore(self, note: Note) -> dict[str, Any] | None:
-        """Load the newest whole checkpoint into the roles; return the driver's state, None = none.
+        """Load the newest undamaged checkpoint into the roles; return the driver's state.
 
-        Cuts metric and sample files to their length at the checkpoint. Raises UserError where the
-        prompts differ, and where there are checkpoints and none of them is whole.
+        None if there are no checkpoints. Cuts metric, sample and token files to their length at the
+        checkpoint (to 0 without one), renames later checkpoints, removes unfinished ones. Raises
+        UserError where the prompts differ, and where all checkpoints are damaged.
         """
         self._parts = self._look_at_hosts(note)
         if self.writes:
@@ -211,9 +218,10 @@ class RunCheckpoints:
         return None
 
     def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
-        """Check a checkpoint and load it into the roles; return what is wrong with it, if anything.
+        """Check all files of a checkpoint and load it into the roles.
 
-        Raises UserError where the prompts are others.
+        `problem` of the result says why it cannot be resumed from. Raises UserError where the run
+        has other prompts.
         """
         path = found.checkpoint.path
         if damage := self._find_damage(found.checkpoint, found.manifest):
@@ -232,10 +240,10 @@ class RunCheckpoints:
         return self._load_roles(path)
 
     def load_newest(self, note: Note) -> int:
-        """Give the roles the newest whole checkpoint; return its iteration, 0 = there is none.
+        """Load the newest undamaged checkpoint into the roles; return its iteration, 0 for none.
 
-        For a command that does not go on with the run: changes nothing in the run directory, which
-        every host must see. Raises UserError where there are checkpoints and none of them is whole.
+        For commands that do not continue the run: changes nothing in the run directory, which every
+        host must see. Raises UserError where there are checkpoints and all are damaged.
         """
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
         for found in whole:
@@ -261,11 +269,10 @@ class RunCheckpoints:
         return Loaded(same_layout=all(each.same_layout for each in loaded))
 
     def _look_at_hosts(self, note: Note) -> HostParts | None:
-        """Return the hosts that keep parts of their own; None where all share the run directory.
+        """Find the hosts that do not share the run directory; None where all share it.
 
-        A file that the driver writes shows which hosts share it.
-
-        Raises UserError where the configuration does not allow it.
+        Writes a file and asks each host whether it sees it. Prints a line with such hosts. Raises
+        UserError unless the configuration allows them.
         """
         # A copied folder holds the probe of another run, so the name is random; but the ranks of
         # torchrun all look for the same name, without a message from the first one.
@@ -287,7 +294,10 @@ class RunCheckpoints:
         return HostParts(self.store, roles, views, self._timeout_s)
 
     def _check_apart(self, blind: list[str]) -> None:
-        """Raise UserError unless hosts without the run directory are allowed, and supported."""
+        """Raise UserError unless `training.no_shared_storage` is set and the runtime is Ray.
+
+        blind: hosts that do not share the run directory
+        """
         if not self.config.training.no_shared_storage:
             raise UserError(
                 Problem(
@@ -310,7 +320,10 @@ class RunCheckpoints:
             )
 
     def _find_damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
-        """Describe the damage of the roles' files; empty = none."""
+        """Let the hosts hash all files of the roles; return what is damaged, "" for nothing.
+
+        First copies missing files to hosts with their own disks.
+        """
         folder, wait_s = checkpoint.path, self._timeout_s
         if self._parts:
             unsafe = self._parts.fetch_files(checkpoint, manifest)
@@ -331,9 +344,10 @@ class RunCheckpoints:
     def _resume_from(
         self, found: driver_state.WholeCheckpoint, same_layout: bool, note: Note
     ) -> None:
-        """Make the checkpoint that the roles have loaded the newest one.
+        """Continue the run from the checkpoint that the roles have loaded.
 
-        Later checkpoints are set aside; metric and sample files are cut to its lengths.
+        Renames later checkpoints, points to this one, cuts metric, sample and token files to their
+        length at the checkpoint, and prints notes.
         """
         checkpoint, positions = found.checkpoint, found.state["positions"]
         for path in driver_state.find_removed_samples(self.directory, positions):
@@ -357,7 +371,7 @@ class RunCheckpoints:
             )
 
     def _cut_token_files(self, iteration: int) -> None:
-        """Drop what the ranks logged of tokens after an iteration, on each host that keeps it."""
+        """Remove the lines of later iterations from the token logs, on each host that has some."""
         folder = self.directory.samples_tokens
         if self.writes:
             cut_token_files(folder, iteration)
@@ -367,7 +381,7 @@ class RunCheckpoints:
 
 
 def _describe_writer(config: RunConfig) -> dict[str, Any]:
-    """Return the versions and layouts that write the checkpoint, for its manifest."""
+    """Return package versions and parallel layouts of this run, for the manifest."""
     layouts = {name: config.layout(role) for role, name in SAVED_AS.items() if role in config.roles}
     return {
         "versions": {
@@ -383,7 +397,7 @@ def _describe_writer(config: RunConfig) -> dict[str, Any]:
 
 
 def _find_version(name: str) -> str | None:
-    """Return the version of an installed package; None for a checkout on the path."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(name)
     except ImportError:  # a checkout on the path, not a package that is installed

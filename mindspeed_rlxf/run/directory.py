@@ -35,7 +35,7 @@ class RunDirectory:
 
     changes:   keys that differ from the run that is resumed
     file_mode: mode of all files but weights, see `training.file_mode`
-    health:    illnesses of the run, their beginnings and ends
+    health:    file with the begin and end of each health finding
     consumed:  ledger of the prompts and sample ids of each iteration
     samples_tokens: folder with a file of each rank that makes experience
     timeline:  folder of the timelines of all ranks
@@ -67,10 +67,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Make or reuse the folder: lock it for this process, write logs/ and config.yaml.
+        """Make or reuse the run's folder: lock it for this process, make logs/, write config.yaml.
 
-        In a folder of the same run, keys that differ go to `changes`, and the configuration to
-        the next config.<n>.yaml. Raises UserError (see `check`).
+        If the folder has a run already, keys that differ are stored in `changes`, and the
+        configuration is written to the next config.<n>.yaml. Raises UserError (see `check`), also
+        for a folder that cannot be written.
         """
         if problems := cls.check(config):
             raise UserError(problems)
@@ -98,11 +99,11 @@ class RunDirectory:
         return directory
 
     def unlock(self) -> None:
-        """Release the lock of this process."""
+        """Release the lock of this process, if it has it."""
         lock.release(self.path)
 
     def release(self) -> None:
-        """Unlock the folder; where the run has not trained, also remove its files, except logs."""
+        """Unlock the folder; if metrics.jsonl is empty, first remove it and the config files."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in (self.config, *self._find_later_configs().values()):
@@ -111,9 +112,8 @@ class RunDirectory:
 
     @classmethod
     def check(cls, config: RunConfig) -> list[Problem]:
-        """Report why the folder cannot be used: another run, a live run, no right to write.
-
-        Writes nothing.
+        """Return the reason why the folder cannot be used: another run, a live run, no right to
+        write; [] if it can. Writes nothing.
         """
         directory = cls.choose(config)
         if directory.path.is_dir() and (found := folder_problem(directory.path)):
@@ -151,9 +151,9 @@ class RunDirectory:
         )
 
     def _compare_with(self, config: RunConfig) -> list[Change]:
-        """List the keys that differ from the last configuration in this folder.
+        """Return the keys that differ from the last configuration in this folder; [] without one.
 
-        Raises UserError.
+        Raises UserError where that file cannot be read.
         """
         if not self.config.exists():
             return []
@@ -181,10 +181,10 @@ class RunDirectory:
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:
-        """Choose the folder that the command writes to.
+        """Return the folder that the command writes to; nothing is made.
 
-        That of the run; with training.new_run the next free `<name>-2`, ...; with validation.only
-        the first free one of validation, validation-2, ... in the folder of the run.
+        It is the run's folder; with training.new_run the first of `<name>`, `<name>-2`, ... without
+        a run; with validation.only such one of validation, validation-2, ... in the run's folder.
         """
         path, new = cls.of_run(config).path, config.training.new_run
         if config.validation.only:
@@ -200,31 +200,34 @@ class RunDirectory:
 
 
 def _find_free(path: Path) -> Path:
-    """Find the first of path, path-2, path-3, ... that holds no run."""
+    """Return the first of path, path-2, path-3, ... that has no run."""
     candidates = chain([path], (path.with_name(f"{path.name}-{n}") for n in count(2)))
     return next(p for p in candidates if not RunDirectory(p).is_used)
 
 
 def find_write_obstacle(folder: Path) -> str:
-    """Say why files cannot be written below the folder, which may be absent; empty = they can."""
+    """Return why files cannot be written in a folder, which may not exist yet; "" if they can."""
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir():
         return f"{parent} is a file"
     return "" if os.access(parent, os.W_OK | os.X_OK) else f"no right to write in {parent}"
 
 
-def _not_writable(path: Path, found: str) -> Problem:
-    """Word the problem of a folder that cannot be written."""
+def _not_writable(path: Path, reason: str) -> Problem:
+    """Make the problem of a folder that cannot be written."""
     return Problem(
         KEY,
-        f"must be a folder that can be written: {found}",
+        f"must be a folder that can be written: {reason}",
         repr(str(path)),
         "set training.output_dir to another one",
     )
 
 
 def _make_folder(path: Path, file_mode: int) -> None:
-    """Make the run directory with mode 0711, so that others can open the weights in it by name."""
+    """Make a folder with mode 0711, so that others can open the weights in it by name.
+
+    Adds the rights of `file_mode`. An existing folder keeps its mode.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o711)

@@ -1,4 +1,4 @@
-"""Find the checkpoints that a run can resume from; read the driver's state; cut its files."""
+"""Find the checkpoints that a run can resume from, read the driver's state, cut its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in a
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that the driver found whole. state: see `state_schema.DriverState`"""
+    """A checkpoint whose files have the right sizes. state: see `state_schema.DriverState`"""
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -37,9 +37,9 @@ class WholeCheckpoint:
 def find_whole_checkpoints(
     config: RunConfig, store: RunStore
 ) -> tuple[list[WholeCheckpoint], list[str]]:
-    """Return checkpoints with files of the right sizes, newest first, and a line per damaged one.
+    """Return (checkpoints whose files have the right sizes, newest first; a line per damaged one).
 
-    Only the driver's files are hashed here; the hosts of the roles hash those of the roles.
+    Hashes only the driver's files; the hosts of the roles hash the roles' files later.
     """
     whole, problems = [], []
     parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
@@ -59,15 +59,15 @@ def find_whole_checkpoints(
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read the driver's state, see `DriverState`. Errors: OSError, ValueError"""
+    """Read and check the driver's state (`DriverState`). Raises OSError, ValueError."""
     return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
 
 
 def find_best_iterations(store: RunStore, metric: str) -> list[int]:
-    """Return the iteration of the highest validation score in a list, the earliest of equals.
+    """Return [iteration of the checkpoint with the highest validation score], or [] without scores.
 
-    metric: `validation.best_metric`; scores by another one are not compared
-    The list is empty where no checkpoint has a score.
+    Of equal scores the earliest counts. metric: `validation.best_metric`; checkpoints with another
+    one are ignored, as are damaged ones
     """
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():
@@ -84,7 +84,7 @@ def find_best_iterations(store: RunStore, metric: str) -> list[int]:
 
 
 def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeCheckpoint | None:
-    """Find the checkpoint that the command would resume from; None = a new run."""
+    """Return the checkpoint that the command would resume from; None if it would start anew."""
     if not directory.is_used or config.training.new_run:
         return None
     whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
@@ -92,7 +92,7 @@ def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeC
 
 
 def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Report a run that has checkpoints, none of them whole as far as the driver sees."""
+    """Return a problem if the run has checkpoints and all are damaged; [] otherwise."""
     if not directory.is_used or config.training.new_run:
         return []
     whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))
@@ -100,7 +100,7 @@ def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Proble
 
 
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
-    """Word the problem of a run without a whole checkpoint.
+    """Make the problem of a run whose checkpoints are all damaged.
 
     problems: a line for each checkpoint
     """
@@ -115,7 +115,7 @@ def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Pro
 
 
 def check_train_iters(config: RunConfig, newest: WholeCheckpoint | None) -> list[Problem]:
-    """Report a run that has done more iterations than `train_iters`.
+    """Return a problem if the run has done more iterations than `train_iters`; [] otherwise.
 
     newest: checkpoint that the command would resume from
     """
@@ -149,9 +149,9 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 def hash_prompts(
     prompts: Sequence[Prompt], eos_token_ids: Sequence[int], reads_extra_info: bool = False
 ) -> str:
-    """Hash the data of a run: token ids, stop tokens, ground truths and data sources.
+    """Return the SHA-256 (hex) of a run's prompts: token ids, ground truths, data sources, and EOS.
 
-    reads_extra_info: a reward function gets the other columns of a row, which then count too
+    reads_extra_info: also hash the other columns of the rows, which reward functions get
     """
     found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
     for prompt in prompts:
@@ -165,9 +165,10 @@ def hash_prompts(
 
 
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
-    """Cut each metric and sample file to its length at the checkpoint.
+    """Truncate each metric and sample file to its length at the checkpoint.
 
-    Raises ValueError where a file is shorter than that (see `find_shortened_file`).
+    positions: file name -> bytes; files that are not in it get 0. Missing files stay missing.
+    Raises ValueError where a file is shorter.
     """
     for file in _line_files(directory):
         if file.exists():  # removed samples stay away
@@ -175,9 +176,11 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
 
 
 def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
-    """Describe a metric or sample file that is shorter than at the checkpoint; empty = none.
+    """Return a text on a metric or sample file that is unreadable or was shortened since then.
 
-    Sample files may be removed altogether (`find_removed_samples`).
+    positions: file name -> bytes at the checkpoint
+
+    "" if there is none; sample files that were removed do not count.
     """
     cleared = find_removed_samples(directory, positions)
     for file in _line_files(directory):
@@ -192,13 +195,13 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
 
 
 def find_removed_samples(directory: RunDirectory, positions: dict[str, int]) -> list[Path]:
-    """Find sample files that a checkpoint counts and that were removed since."""
+    """Return the sample files that had lines at the checkpoint and do not exist any more."""
     samples = directory.samples, directory.val_samples
     return [path for path in samples if positions.get(path.name) and not LineFile(path).exists()]
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
-    """Sync each metric and sample file; return file name -> bytes, older parts included."""
+    """Fsync each metric and sample file; return file name -> bytes, with compressed older parts."""
     files = [file for file in _line_files(directory) if file.exists()]
     for file in files:
         file.sync()

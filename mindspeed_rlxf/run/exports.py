@@ -23,9 +23,9 @@ def export_weights(
     directory: RunDirectory,
     writes: bool = True,
 ) -> None:
-    """Write Hugging Face and Megatron folders of each role; replace those of an earlier export.
+    """Write Hugging Face and Megatron folders of each role's weights; wait until they are written.
 
-    writes: False on all but the first rank of torchrun
+    Removes existing folders first. writes: False on all but the first rank of torchrun
     """
     pending = []
     for role, group in trained.items():
@@ -47,7 +47,7 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
 
 
 def check_save_folders(config: RunConfig) -> list[Problem]:
-    """Report folders named by `save` that hold files already or cannot be written."""
+    """Return a problem for each `ROLE.save` folder that has weights already or is not writable."""
     problems = []
     for role in (role for role in config.roles if role in SAVED_AS):
         folder, key = config.save_folder(role), f"{role.value}.save"

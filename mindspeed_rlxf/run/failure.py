@@ -1,4 +1,4 @@
-"""Report a failed run: one message, failure.json, the place of the logs."""
+"""Report a failed run: a message with the folder of the logs, and failure.json."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback"
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
-    """Print the error, what is lost and where the logs are, and write failure.json.
+    """Print the error, the lost iterations and the folder of the logs; write failure.json.
 
-    directory: None on the later ranks of torchrun, which write no files
+    If that file cannot be written, print a warning.
+    directory: None on the later ranks of torchrun, which only print the error
+    stop:      knows the iterations in progress and saved
     """
     is_whole = isinstance(error, (WorkerError, RuntimeTimeout, HostError, StoppedByRule))
     text = str(error) if is_whole else f"driver: {type(error).__name__}: {error}"
@@ -54,7 +56,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
 
 
 def archive_failure(file: Path, history: Path, mode: int = PRIVATE) -> None:
-    """Move the failure of an earlier attempt into the history, one line each."""
+    """Append the failure in `file` as a line to `history`, and remove `file`, if it exists."""
     if not file.exists():
         return
     with open_file(file, "rb") as stream:

@@ -37,7 +37,7 @@ MARK = ".shared_by_"
 
 @dataclass(frozen=True)
 class HostView:
-    """A host, and whether it sees a file. machine: distinguishes hosts of the same name"""
+    """Whether a host sees a file. machine: id that distinguishes hosts of the same name"""
 
     host: str
     machine: str
@@ -45,7 +45,7 @@ class HostView:
 
 
 def look_for(file: Path) -> HostView:
-    """Report whether this host sees the file; wait, as a network file system may show it late."""
+    """Return whether this host sees the file; wait for it up to SEEN_WITHIN_S."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -53,62 +53,62 @@ def look_for(file: Path) -> HostView:
 
 
 def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
-    """Read and hash all files, several at a time; return their damage."""
+    """Read and hash all files; return a text for each that is not its entry's, [] for none."""
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(partial(content_problem, folder), entries)
         return [problem for problem in found if problem is not None]
 
 
 def write_mark(store: Path, name: str) -> None:
-    """Write a mark for the other hosts that share this folder."""
+    """Write an empty file, a mark `name`, for other hosts that share this folder (`read_marks`)."""
     write_text(store / f"{MARK}{name}", "")
 
 
 def read_marks(store: Path) -> list[str]:
-    """Return the names of the marks in this folder."""
+    """Return the names of the marks in this folder, sorted."""
     return sorted(path.name.removeprefix(MARK) for path in store.glob(f"{MARK}*"))
 
 
 def begin_part(store: Path, iteration: int) -> None:
-    """Make an empty hidden folder for this host's files; remove unfinished ones."""
+    """Make an empty hidden folder for this host's files; remove unfinished checkpoints."""
     RunStore(store).begin(iteration)
 
 
 def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRIVATE) -> None:
     """Write the driver's small files to the hidden folder, then rename it to its final name.
 
-    It is then the host's part of the checkpoint. A second call only writes the pointer again.
+    A second call only writes the pointer again.
 
     manifest: of the whole checkpoint, JSON
     texts:    path -> contents of a small file
-    mode:     of these files, which hold the configuration
+    mode:     permission bits of these files
     """
-    found = Manifest.from_json(manifest, "the driver's manifest")
-    hidden, final = RunStore(store).hidden(found.iteration), RunStore(store).path(found.iteration)
+    parsed = Manifest.from_json(manifest, "the driver's manifest")
+    hidden, final = RunStore(store).hidden(parsed.iteration), RunStore(store).path(parsed.iteration)
     if (
         not hidden.exists() and (final / MANIFEST).is_file()
     ):  # run again, and the part has its name already
-        RunStore(store).point_to(found.iteration)
+        RunStore(store).point_to(parsed.iteration)
         return
     for path, text in texts.items():
         write_text(hidden / path, text, mode)
-    RunStore(store).commit(found)
+    RunStore(store).commit(parsed)
 
 
 def keep_parts(store: Path, iterations: Sequence[int]) -> None:
-    """Remove all checkpoints but these, which the driver keeps."""
+    """Remove all checkpoints of this host except those of `iterations`."""
     RunStore(store).keep(iterations)
 
 
 def find_present(folder: Path, entries: Sequence[Entry]) -> list[int]:
-    """Return the indices of the entries whose files are here and have the right size."""
+    """Return the indices of the entries whose files exist on this host with the right size."""
     return [i for i, entry in enumerate(entries) if size_problem(folder, entry) is None]
 
 
 def find_unsafe_file(folder: Path) -> str:
-    """Describe a sharded checkpoint of an older version that holds more than data; empty = none.
+    """Return why a pickled file below the folder is damaged or has more than data; "" for none.
 
-    Checkpoints of this version hold no pickle.
+    Only sharded checkpoints of older versions of the package have pickled files.
     """
     try:
         for name in (METADATA, COMMON):
@@ -120,7 +120,10 @@ def find_unsafe_file(folder: Path) -> str:
 
 
 def _read_restricted(file: Path) -> None:
-    """Read a file of a sharded checkpoint without running it. Raises ValueError for a bad one."""
+    """Read a pickled file of a sharded checkpoint without running its code, only to check it.
+
+    Raises ValueError for a damaged file or objects other than data.
+    """
     from mindspeed_rlxf.weights.dist_metadata import open_torch_dist  # brings in torch
     from mindspeed_rlxf.weights.torch_file import read_torch_file
 
@@ -131,17 +134,17 @@ def _read_restricted(file: Path) -> None:
 
 
 def read_chunk(file: Path, offset: int) -> bytes:
-    """Read up to CHUNK_BYTES of the file from the offset."""
+    """Read and return up to CHUNK_BYTES of the file from the offset (bytes) on."""
     with open_file(file, "rb") as stream:
         stream.seek(offset)
         return bytes(stream.read(CHUNK_BYTES))
 
 
 def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> str:
-    """Write a chunk of a file; after the last one, check, sync and name the file.
+    """Write a chunk of a file to a partial file; after the last one, fsync, check and rename it.
 
     token: 16 random hex digits, the same for all chunks of the file
-    Returns the damage where the file differs from its manifest entry; empty = none or unfinished.
+    Returns a text if the complete file differs from its manifest entry, and removes it; else "".
     """
     file = folder / entry["path"]
     file.parent.mkdir(parents=True, exist_ok=True)

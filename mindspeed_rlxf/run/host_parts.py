@@ -21,7 +21,7 @@ from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import HOST, Entry
 
 DRIVER = ""  # the key of every host that sees the driver's folder
-Held = Mapping[str, set[int]]
+Held = Mapping[str, set[int]]  # which files each folder has
 """Key of a host -> indices of the manifest entries whose files it has."""
 
 
@@ -31,7 +31,7 @@ def _key_of(view: HostView) -> str:
 
 @dataclass
 class HostParts:
-    """Commit, prune and fetch the parts of all hosts.
+    """Makes, commits, removes and fetches the parts of checkpoints on all hosts, by their agents.
 
     store:     checkpoints of the run, at the same path on every host
     roles:     hosts of the roles that are trained, by their subfolder of a checkpoint
@@ -54,9 +54,9 @@ class HostParts:
         self._servers = {key: servers[key] for key in set(self._key.values())}
 
     def _map_shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
-        """Map each agent that does not see the driver's folder to the first that shares its folder.
+        """Map each host outside the driver's folder to the first host that shares its own folder.
 
-        Each agent writes a mark and lists those that it sees.
+        Hosts are given by their keys. Each host writes a mark file, and lists those that it sees.
         """
         apart = {key: server for key, server in servers.items() if key != DRIVER}
         names = {
@@ -73,7 +73,7 @@ class HostParts:
     def _on_each(
         self, servers: Mapping[str, HostAgent], function: Function, *args: Any
     ) -> dict[str, Any]:
-        """Call the function on each host; return the results by the key of the host."""
+        """Call the function on each host, wait, and return key of the host -> result."""
         found = call_each(list(servers.values()), function, *args, timeout_s=self.timeout_s)
         return dict(zip(servers, found, strict=True))
 
@@ -84,32 +84,32 @@ class HostParts:
 
     @property
     def _apart(self) -> dict[str, HostAgent]:
-        """Map each folder other than the driver's to the agent that serves it."""
+        """Key of a host -> its agent, one for each folder other than the driver's."""
         return {key: server for key, server in self._servers.items() if key != DRIVER}
 
     def begin(self, iteration: int) -> None:
-        """Make an empty hidden folder on each host that keeps its part."""
+        """Make an empty hidden folder on each host that does not share the driver's folder."""
         self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
 
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
-        """Name the part of each host; the driver names its own afterwards.
+        """Let each host add the driver's files to its hidden folder, and rename it (`commit_part`).
 
-        texts: path -> contents of the driver's files; mode: of these
+        The driver's own folder is not touched.
+        texts: path -> contents of the driver's files; mode: their permission bits
         """
         arguments = self.store.folder, manifest.to_json(), texts, mode
         self._on_each(self._apart, host_files.commit_part, *arguments)
 
     def prune(self) -> None:
-        """Remove checkpoints from the hosts that the driver has removed."""
+        """Remove from the hosts the checkpoints that the driver's folder has no longer."""
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 
     def fetch_files(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
-        """Copy the missing files of its roles to each host, and scan them for more than data.
+        """Copy to each host the files of its roles that it lacks, and check pickled files.
 
-        Returns the damage found, empty = none.
-
-        Raises UserError where a host that keeps files is not one of the run.
+        Returns a text on damaged or lost files, "" for none. Raises UserError where only a host
+        outside this run has a file.
         """
         found: list[str] = []
         for name, agents in self.roles.items():
@@ -130,13 +130,16 @@ class HostParts:
         return "; ".join(found)
 
     def _find_held(self, folder: Path, entries: list[Entry]) -> Held:
-        """Find the files that each folder has."""
+        """Return key of a host -> indices of the entries whose files it has."""
         found = self._on_each(self._apart, host_files.find_present, folder, entries)
         found[DRIVER] = host_files.find_present(folder, entries)
         return {key: set(places) for key, places in found.items()}
 
     def _report_lost(self, checkpoint: Checkpoint, name: str, lost: list[Entry]) -> str:
-        """Describe files that no host has. Raises UserError where their host is not in the run."""
+        """Return a text on files that no host has.
+
+        Raises UserError if the hosts that kept them are not in this run.
+        """
         present = {view.host for view in self.views.values()}
         away = sorted({entry[HOST] for entry in lost if HOST in entry} - present)
         files = f"{name}/{lost[0]['path']}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
@@ -153,9 +156,10 @@ class HostParts:
         )
 
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file to a host, in chunks, from a host that has it; return its damage, if any.
+        """Copy one file in chunks to the host `target` from a host that has it.
 
-        place: of `entry` in the manifest; held: places of the files that each host has
+        place: index of `entry` in the manifest; held: indices of the files that each host has
+        Returns a text if the copy is damaged, "" if not.
         """
         source = min(key for key, places in held.items() if place in places)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""Allow one live run per run directory: a file lock, which ends with its process."""
+"""Allow one live run per run directory, by a file lock that the kernel drops with its process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _held: dict[Path, IO[str]] = {}
 
 
 def take(folder: Path, mode: int = PRIVATE) -> None:
-    """Lock the folder for this process.
+    """Lock the folder for this process, and write host and pid to the lock file; no waiting.
 
-    Raises UserError that names the holder, and OSError where the lock file is a link. The lock is
-    one of byte ranges: NFS shares it with other hosts, and a forked child does not inherit it.
-    Without locks of the file system, the noted host and process decide.
+    Does nothing if this process has the lock. Raises UserError that names another holder, and
+    OSError where the lock file is a link. It is a byte-range lock: NFS shares it between hosts, and
+    forked children do not inherit it. On a file system without locks, the written host and pid
+    decide.
     """
     file = folder / LOCK
     if file in _held:
@@ -43,7 +44,7 @@ def take(folder: Path, mode: int = PRIVATE) -> None:
 
 
 def release(folder: Path) -> None:
-    """Release the lock, if this process holds it."""
+    """Release the lock and remove its file, if this process has it."""
     file = folder / LOCK
     stream = _held.pop(file, None)
     if stream is not None:
@@ -52,7 +53,10 @@ def release(folder: Path) -> None:
 
 
 def find_holder(folder: Path) -> Problem | None:
-    """Report why the lock cannot be taken now; None = it can. Does not take it."""
+    """Return why another process prevents taking the lock; None if it is free or ours.
+
+    Does not keep the lock.
+    """
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):
         return None
@@ -69,7 +73,7 @@ def find_holder(folder: Path) -> Problem | None:
 
 
 def _lock(folder: Path, stream: IO[str]) -> Problem | None:
-    """Lock the opened file, without waiting; return the problem when another process holds it."""
+    """Lock the opened file, without waiting; return a problem if another process has it."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -85,7 +89,7 @@ def _lock(folder: Path, stream: IO[str]) -> Problem | None:
 
 
 def _names(file: Path, stream: IO[str]) -> bool:
-    """Return whether the path still names the opened file."""
+    """Return whether the path still leads to the opened file, which may have been removed."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -103,5 +107,5 @@ def _read_holder(stream: IO[str]) -> tuple[str, int]:
 
 
 def _is_alive(host: str, pid: int) -> bool:
-    """Return whether the process may run; one of another host counts as alive."""
+    """Return whether the process may be alive; one of another host counts as alive, pid 0 not."""
     return pid > 0 and (host != socket.gethostname() or Path(f"/proc/{pid}").exists())

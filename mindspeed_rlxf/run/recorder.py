@@ -36,12 +36,15 @@ from mindspeed_rlxf.run.directory import RunDirectory
 
 
 class Recorder:
-    """Write the open files of the run directory and the progress on the console."""
+    """Writes metric, sample and health files, the timeline, trackers and the console of a run."""
 
     def __init__(
         self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
     ) -> None:
-        """writes: False on all but the first rank of torchrun, which run the same driver code."""
+        """Open the files, read the metrics of a resumed run, start trackers and the console.
+
+        writes: False on all but the first rank of torchrun, which then write nowhere
+        """
         self.tokenizer = tokenizer
         mode, nowhere = directory.file_mode, Path(os.devnull)
         limit = config.logging.samples, config.logging.samples_file_mb * 10**6, mode
@@ -64,9 +67,9 @@ class Recorder:
         self.console.begin(config.training.train_iters, names, done, title)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
-        """Write and print the metrics; warn of groups without signal.
+        """Write an iteration's metrics to file and trackers, and print them.
 
-        seconds: of the whole iteration
+        Warns once of prompt groups whose responses all score the same. seconds: of the iteration
         """
         self._metrics.write(iteration, metrics, seconds)
         self._trackers.log(iteration, metrics)
@@ -80,9 +83,10 @@ class Recorder:
             )
 
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
-        """Write down and print the illnesses that begin or end with an iteration.
+        """Apply the health rules; write findings that begin or end with an iteration to a file.
 
-        An illness is printed the first time. Returns the first of `logging.stop_on` that begins.
+        Prints a finding that begins, once per rule. Returns the first one that ends the run by
+        `logging.stop_on`, None without one.
         """
         found = self.health.check(iteration, metrics)
         for finding in found:
@@ -95,7 +99,10 @@ class Recorder:
         self.console.warn_once(text, text)
 
     def _replay(self, directory: RunDirectory) -> int:
-        """Take up the illnesses of the iterations before a resume; return the last iteration."""
+        """Apply the health rules to the iterations before a resume, without writing findings.
+
+        Prints a note if the run was ended by such a rule. Returns the last iteration, 0 for none.
+        """
         last = 0
         for last, metrics in read_metrics(directory.metrics):
             self.health.replay(last, metrics)
@@ -111,7 +118,10 @@ class Recorder:
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
     ) -> None:
-        """Warn of skipped optimizer steps, and of the samples whose scores were not finite."""
+        """Print warnings of skipped optimizer steps, and of samples whose scores were not finite.
+
+        scores: sample id -> score that was not finite
+        """
         for role in ("critic", "actor"):
             if count := int(metrics.get(f"{role}/skipped_steps", 0)):
                 self.note(
@@ -137,15 +147,15 @@ class Recorder:
         self.note(f"validation after iteration {iteration} | {shown}")
 
     def write_consumed(self, iteration: int, taken: ConsumedPrompts) -> None:
-        """Add the iteration's prompts to the ledger."""
+        """Append the iteration's prompts to consumed.jsonl."""
         self._ledger.write(
             iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
         )
 
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
-        """Write the calls that have ended since the last time to the timeline.
+        """Write the driver's phases, and calls to ranks since the last call, to the timeline.
 
-        driver: phase of the driver -> start (seconds of the epoch), seconds
+        driver: phase -> (start in seconds of the epoch, seconds)
         """
         if self._timeline is None:
             return
@@ -153,9 +163,9 @@ class Recorder:
         self._timeline.write(iteration, own + spans.take_all())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
-        """Return what the ranks log of each token of this iteration's samples; None = nothing.
+        """Return which samples of this iteration the ranks log token by token; None for none.
 
-        sample_ids: of all samples of the iteration, in order
+        sample_ids: of all samples of the iteration, in order; the first `logging.samples` count
         """
         chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])
         if not chosen or not self._logging.sample_tokens:
@@ -186,11 +196,11 @@ class Recorder:
         sources: Sequence[str],
         about: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Fetch and write the first samples; no others leave the workers.
+        """Fetch the texts of the first `logging.samples` samples, and append them to a sample file.
 
-        sources: data source of each
-        about: further fields of the samples of a validation, which have a file of their own; None =
-               samples of training
+        sources: data source of each sample
+        about:   more fields of each sample of a validation, written to val_samples.jsonl; None =
+                 samples of training
         """
         writer = self._samples if about is None else self._val_samples
         count = writer.num_kept(rollouts.num_rows if about is None else len(about))
@@ -224,7 +234,7 @@ class Recorder:
 
 
 def _kl_limit(config: RunConfig) -> float:
-    """Return the KL per token that is a runaway of this run."""
+    """Return the KL per token above which the health rules report a runaway."""
     control = config.algorithm.kl_ctrl
     return runaway_limit(control.type is KlControl.ADAPTIVE, control.target_kl)
 
@@ -236,7 +246,10 @@ def _make_trackers(
     warn: Callable[[str], None],
     writes: bool,
 ) -> Trackers:
-    """Start the trackers of `logging.trackers`; none on ranks that write nothing."""
+    """Start the trackers of `logging.trackers`; none with `writes` False.
+
+    resumed: last iteration before a resume, 0 = new run; warn: called with a tracker's problems
+    """
     logging = config.logging
     names = [name for name in logging.trackers if name != JSONL] if writes else []
     run = TrackedRun(
@@ -252,7 +265,7 @@ def _make_trackers(
 
 
 def _find_run_id(directory: RunDirectory) -> str:
-    """Return the id that trackers know the run by: made at its first start, then kept."""
+    """Return the run's id for trackers; the first call writes a random one to trackers/run_id."""
     file = directory.trackers / "run_id"
     if not file.exists():
         make_private_folder(directory.trackers, directory.file_mode)

@@ -30,10 +30,11 @@ def write_report(
     tokenizer: Any = None,
     mode: int | None = PRIVATE,
 ) -> int:
-    """Write the report of run directories; return its size in bytes.
+    """Write one HTML report of several runs to `file`; return its size in bytes.
 
     tokenizer: of all runs; None = each run's own, where it can be loaded
-    Raises UserError for a folder that is no run, OSError.
+    mode:      permission bits of the file, None = by umask
+    Raises UserError for a folder that is no run, and OSError.
     """
     split = None if tokenizer is None else TokenPieces(tokenizer)
     folders = open_runs(runs, split)
@@ -43,9 +44,9 @@ def write_report(
 
 
 def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[RunFolder]:
-    """Return the run folders with their states and the splitters of their responses into tokens.
+    """Return each run's folder, name, state, and function that splits responses into tokens.
 
-    split: used for all runs; None = that of each run's own tokenizer, where it can be loaded
+    split: that function for all runs; None = of each run's own tokenizer, where it can be loaded
     Raises UserError that lists the folders without an iteration.
     """
     if problems := [found for run in runs if (found := find_problem(run))]:
@@ -57,7 +58,7 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
 
 
 def find_problem(run: Path) -> Problem | None:
-    """Return why a folder has no report; None = it has an iteration."""
+    """Return why no report can be made of a folder; None if it has an iteration."""
     if not run.is_dir():
         found = "is a file" if run.exists() else "does not exist"
         return Problem("RUN", f"must be a run directory, it {found}", repr(str(run)),
@@ -72,7 +73,7 @@ def find_problem(run: Path) -> Problem | None:
 
 
 def find_state(run: Path) -> str:
-    """Return finished, running, failed or stopped."""
+    """Return the state of a run: "running", "failed", "finished" or "stopped"."""
     directory = RunDirectory(run.absolute())
     if lock.find_holder(directory.path):
         return "running"
@@ -84,9 +85,9 @@ def find_state(run: Path) -> str:
 
 
 def load_split(run: Path) -> TokenSplitter | None:
-    """Return the splitter of the run's tokenizer, which loads at its first use.
+    """Load the run's tokenizer; return a function that splits responses into its tokens.
 
-    None where the run names none, or where it is not there any more.
+    None where the run has no samples_tokens, names no tokenizer, or it cannot be loaded.
     """
     configs = read_configs(run)
     path = configs[-1][1].get(TOKENIZER) if configs else None
@@ -104,12 +105,15 @@ def _load(path: str) -> Any:
 
 
 def report_mode(run: Path, file: Path) -> int | None:
-    """Return the mode of a report: that of the run's own files inside of it, else the umask's."""
+    """Return the permission bits of a report: those of the run's files in the run's folder.
+
+    None elsewhere: by umask.
+    """
     return mode_within(run / "logs") if file.parent.absolute() == run.absolute() else None
 
 
 def _is_exported(directory: RunDirectory) -> bool:
-    """Whether the weights of the last iteration were exported."""
+    """Whether the weights of the run's last iteration were exported."""
     try:
         exported = int(read_pointer(directory.checkpoints / EXPORTED))
     except (OSError, ValueError):

@@ -73,10 +73,11 @@ class TrainerState(Section):
 
 
 class DriverState(Section):
-    """positions: file name -> bytes of each file of lines
+    """The driver's state in a checkpoint.
 
-    score: of the validation of this iteration, which may be no number
-    score_metric: the metric that it is
+    positions: file name -> bytes of each metric and sample file
+    score: validation score of this iteration, None = not validated; may be NaN
+    score_metric: metric that the score is of
     """
 
     iteration: AtLeastOne
@@ -88,11 +89,10 @@ class DriverState(Section):
 
 
 def read_driver_state(file: Path, iteration: int) -> dict[str, Any]:
-    """Read and check the driver's state.
+    """Read and check the driver's state; return it as plain JSON values.
 
-    iteration: that its folder is named by
-
-    Errors: OSError; ValueError where it is not what the driver wrote.
+    iteration: iteration in the name of the checkpoint's folder, which the state must have
+    Raises OSError, and ValueError where the file is not what the driver wrote.
     """
     tree = read_json(file)
     try:

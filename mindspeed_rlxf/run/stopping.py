@@ -36,10 +36,10 @@ class StoppedByRule(Exception):
 
 
 class StopRequest:
-    """Decide whether a run ends after the current iteration; as a context manager, watch signals.
+    """Decides whether a run ends after this iteration; as a context manager, handles signals.
 
     Times are in seconds. Before the first iteration has ended there is no prediction, and a signal
-    stops at once.
+    raises KeyboardInterrupt at once.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class StopRequest:
         clock: Callable[[], float] = time.time,
         history: int = HISTORY,
     ) -> None:
-        """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`
-        started: when the command was given, by the clock; None = now
-        history: iterations to remember, so that one with a validation is among them
+        """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`, None = no limit
+        started: time at which the command was given, by `clock`; None = now
+        history: number of past iterations to predict from; should include one with a validation
         """
         self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
         self._started = clock() if started is None else started
@@ -68,14 +68,14 @@ class StopRequest:
         self.agree: Callable[[Any], Any] = lambda mine: mine
 
     def record_resume(self, iteration: int) -> None:
-        """Note that the checkpoint of this iteration was loaded."""
+        """Set the last ended and saved iteration, because its checkpoint was loaded."""
         self.iteration = self.saved = iteration
 
     def begin_iteration(self) -> None:
         self._since = self._clock()
 
     def end_iteration(self, iteration: int) -> None:
-        """Note the end of the iteration; its save may follow."""
+        """Record the end of the iteration and its duration; `begin_iteration` must come first."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None
@@ -85,11 +85,17 @@ class StopRequest:
         self.saved = iteration
 
     def request(self, rule: str, text: str) -> None:
-        """Save and end the run after this iteration because of a rule of `logging.stop_on`."""
+        """Ask that the run is saved and ended after this iteration, by a rule of `logging.stop_on`.
+
+        Only sets what `is_due` returns. text: reason, for the message
+        """
         self._rule = rule, text
 
     def is_due(self) -> bool:
-        """Return whether to save and end now; call it at the end of an iteration, on every rank."""
+        """Return whether to save and end now: by a signal, a rule or `max_wall_time`.
+
+        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer.
+        """
         asked = self._asked is not None or self._rule is not None
         rule = self._rule if self._asked is None else None
         due: bool
@@ -97,7 +103,10 @@ class StopRequest:
         return due
 
     def ended(self) -> Stopped | StoppedByRule:
-        """Return what to raise after the save: a signal comes before a rule."""
+        """Return the exception to raise after the save: StoppedByRule if a rule ended the run.
+
+        Stopped otherwise, also after both a signal and a rule.
+        """
         return Stopped() if self._ends_by is None else StoppedByRule(*self._ends_by)
 
     @property
@@ -107,7 +116,7 @@ class StopRequest:
 
     @property
     def save_s(self) -> float:
-        """Predicted seconds of a save; half an iteration before the first one."""
+        """Predicted seconds of a save: the longest so far, else half an iteration, else 0."""
         if self._saves:
             return max(self._saves)
         return statistics.median(self._iterations) / 2 if self._iterations else 0.0
@@ -123,7 +132,7 @@ class StopRequest:
 
     @property
     def work_lost(self) -> str:
-        """Describe the iterations that a stop at this moment loses."""
+        """Text on the iterations after the last checkpoint, which a stop now would lose."""
         first, last = self.saved + 1, self.under_way
         if last < first:
             return "nothing is lost"
@@ -132,9 +141,8 @@ class StopRequest:
         return f"{iterations} will run again, from {start}"
 
     def _no_time_for_another(self) -> bool:
-        """Whether `max_wall_time` leaves no time for another iteration and its save.
-
-        Sets `reason`.
+        """Whether `max_wall_time` leaves no time for another iteration and its save; if so, set
+        `reason`. False without a limit or a past iteration.
         """
         if self.wall_s is None or not self._iterations:
             return False
@@ -148,9 +156,10 @@ class StopRequest:
         return True
 
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
-        """Stop after this iteration if the grace time allows it, else raise KeyboardInterrupt.
+        """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        A second signal raises it too.
+        Otherwise raises KeyboardInterrupt, as a second signal (after ONE_SIGNAL_S) and the end of
+        the grace time (SIGALRM) do. Starts that timer and sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

@@ -1,7 +1,7 @@
-"""The folder `checkpoints` of a run: find, check, name and remove checkpoints.
+"""The folder `checkpoints` of a run: find, check, publish and remove checkpoints.
 
-A checkpoint is written to a hidden folder, which gets its name when everything is on the disk; the
-pointer names it after that. A manifest lists every file with size and hash.
+A checkpoint is written to a hidden folder, which is renamed once everything is on the disk; then
+the pointer file gets its iteration. A manifest lists every file with size and hash.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with the name of a checkpoint; `read` checks whether it is whole."""
+    """A folder with the name of a checkpoint; `read` checks whether it is complete."""
 
     path: Path
     iteration: int
 
     def read(self) -> Manifest:
-        """Read the manifest and compare sizes. Raises ValueError where a file is missing or cut.
+        """Read the manifest and compare the sizes of its files; return it.
 
-        Contents are not read (`state_files.content_problem`), files of other hosts not looked for.
+        Contents are not read, and files of other hosts are ignored. Raises ValueError where the
+        manifest is damaged or of another iteration, or a file is missing or of another size.
         """
         manifest = self._read_manifest()
         if manifest.iteration != self.iteration:
@@ -75,7 +76,7 @@ class Manifest:
     """Versions and layouts that wrote the checkpoint; for people."""
 
     def part(self, name: str) -> list[Entry]:
-        """Return the entries of one subfolder, with paths inside it."""
+        """Return the entries of one subfolder, with paths relative to it; [] for none."""
         head = f"{name}/"
         return [
             {**entry, "path": entry["path"].removeprefix(head)}
@@ -84,7 +85,10 @@ class Manifest:
         ]
 
     def find_missing(self, folder: Path) -> str:
-        """Describe files that are missing or have another size, except those of other hosts."""
+        """Return a text on files that are missing or of another size, "" for none.
+
+        Files of other hosts are ignored.
+        """
         here = [entry for entry in self.files if HOST not in entry]
         problems = [size_problem(folder, entry) for entry in here]
         found = [problem for problem in problems if problem is not None]
@@ -92,7 +96,7 @@ class Manifest:
         return "; ".join(found[:3]) + more
 
     def to_json(self) -> str:
-        """Write the manifest as JSON, with a hash of its own content."""
+        """Return the manifest as JSON text, with a hash of its own content."""
         content = {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -103,7 +107,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, name: str) -> Manifest:
-        """Parse the text of `to_json`. Raises ValueError with `name` where the text was changed."""
+        """Parse the text of `to_json`. name: of the file, for errors
+
+        Raises ValueError where the text was changed or is of another format version.
+        """
         try:
             tree = parse_json(text)
             stated, version = tree.pop("sha256"), tree["format_version"]
@@ -126,13 +133,13 @@ class Manifest:
 
 
 class RunStore:
-    """The checkpoints of one run, and the marks beside them."""
+    """The folder of one run's checkpoints, with files that name the latest, best and exported."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def newest_first(self) -> list[Checkpoint]:
-        """List the checkpoints that have their name, newest first."""
+        """Return the published checkpoints, newest first, unchecked; [] without the folder."""
         if not self.folder.is_dir():
             return []
         found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -140,15 +147,15 @@ class RunStore:
         return sorted(named, key=lambda each: -each.iteration)
 
     def hidden(self, iteration: int) -> Path:
-        """Return the folder in which a checkpoint is written before it is named."""
+        """Return the path of the hidden folder in which a checkpoint is written."""
         return self.folder / f".iter_{iteration:07d}"
 
     def path(self, iteration: int) -> Path:
-        """Return the folder of a checkpoint that has its name."""
+        """Return the path of a published checkpoint."""
         return self.folder / f"iter_{iteration:07d}"
 
     def begin(self, iteration: int) -> Path:
-        """Make the hidden folder of a checkpoint; remove unfinished ones."""
+        """Make the hidden folder of a checkpoint, and return it; remove unfinished ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear_unfinished()
         hidden = self.hidden(iteration)
@@ -156,14 +163,14 @@ class RunStore:
         return hidden
 
     def clear_unfinished(self) -> None:
-        """Remove unfinished checkpoints, which also frees their disk space."""
+        """Remove all hidden files and folders: unfinished and half-removed checkpoints."""
         for leftover in self.folder.glob(".*"):
             _discard(leftover)
 
     def commit(self, manifest: Manifest) -> Path:
-        """Write the manifest, name the folder, update the pointer; return the path.
+        """Publish a checkpoint: write the manifest, rename the hidden folder, update the pointer.
 
-        A checkpoint of that name is set aside.
+        Returns the final path. An older checkpoint of that name is renamed (`move_aside`).
         """
         hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
         write_text(hidden / MANIFEST, manifest.to_json())
@@ -180,14 +187,17 @@ class RunStore:
         write_text(self.folder / POINTER, f"{iteration}\n")
 
     def point_to_best(self, best: Sequence[int]) -> None:
-        """Name the best checkpoint in a file beside the pointer. best: its iteration, or none"""
+        """Write the best checkpoint's iteration to a file; remove the file for none.
+
+        best: [iteration] or []
+        """
         if best:
             write_text(self.folder / BEST, f"{best[0]}\n")
         else:
             (self.folder / BEST).unlink(missing_ok=True)
 
     def move_aside(self, checkpoint: Checkpoint) -> Path:
-        """Rename a checkpoint that the run does not resume from; return its new path."""
+        """Rename a checkpoint to NAME.unused, replacing an older one; return the new path."""
         aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
             _discard(aside)
@@ -204,7 +214,10 @@ class RunStore:
         self.keep({*found[:keep_last], *multiples, *best})
 
     def keep(self, iterations: Collection[int]) -> None:
-        """Remove all other checkpoints, and those set aside that are older than the two newest."""
+        """Remove all checkpoints of other iterations.
+
+        Also removes NAME.unused folders that are older than the two newest checkpoints.
+        """
         for checkpoint in self.newest_first():
             if checkpoint.iteration not in iterations:
                 # Renamed first, so that a half-removed folder never has a checkpoint's name.
@@ -218,7 +231,7 @@ class RunStore:
                 _discard(folder)
 
     def exported(self) -> int | None:
-        """Read the iteration whose weights were exported; None = none yet."""
+        """Return the iteration whose weights were exported; None where the file is unreadable."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):

@@ -19,20 +19,26 @@ CHILD_OF = "RLXF_SUPERVISOR"  # pid of the supervisor, file for facts, when the 
 
 
 def report_facts(**facts: Any) -> None:
-    """Add facts that the supervisor needs to its file; without a supervisor do nothing."""
+    """Merge facts into the supervisor's JSON file; do nothing without a supervisor."""
     if given := read_supervision():
         file = Path(given[1])
         write_facts(file, {**read_facts(file), **facts})
 
 
 def find_command_start() -> float | None:
-    """Return when the user gave the command, seconds of the epoch; None without a supervisor."""
+    """Return the time at which the user gave the command (epoch seconds), from the supervisor.
+
+    None without a supervisor.
+    """
     given = read_supervision()
     return float(given[2]) if given else None
 
 
 def read_supervision() -> tuple[int, str, str] | None:
-    """Return (pid of the supervisor, file for facts, start of the command); None without one."""
+    """Read the environment variable CHILD_OF: (supervisor's pid, file for facts, command's start).
+
+    None where it is not set, or that process is not this one's parent.
+    """
     pid, _, rest = os.environ.get(CHILD_OF, "").partition(":")
     started, _, file = rest.partition(":")
     if not pid.isdigit() or int(pid) != os.getppid():  # inherited from a process further above
@@ -41,7 +47,7 @@ def read_supervision() -> tuple[int, str, str] | None:
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """Read the facts of a file; return an empty dict where it cannot be read."""
+    """Return the facts in a JSON file; {} where it cannot be read or is no object."""
     try:
         found = read_json(file)
     except (OSError, ValueError):
@@ -50,5 +56,5 @@ def read_facts(file: Path) -> dict[str, Any]:
 
 
 def write_facts(file: Path, facts: Mapping[str, Any]) -> None:
-    """Replace the facts of a file."""
+    """Replace a file by these facts as JSON, readable for the user only."""
     replace_file(file, json.dumps(facts, indent=2, ensure_ascii=False) + "\n", PRIVATE)

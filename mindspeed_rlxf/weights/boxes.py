@@ -1,7 +1,7 @@
-"""Boxes of tensors: the parts that a rank holds, that a file stores, that are read.
+"""Boxes: hyperrectangles of a tensor's elements, which ranks have in memory and files store.
 
-A `Box` says which numbers of a tensor are meant, a `StoredBox` how to read those of a file, a
-`BoxedTensor` is the tensor that stored boxes make up, and `BoxedWeights` are such tensors by name.
+A `Box` is a range of indices of each axis, a `StoredBox` can read a box from a file, a
+`BoxedTensor` is a tensor made of stored boxes, and `BoxedWeights` are such tensors by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Consecutive indices of each axis of a tensor. starts: the first; shape: how many"""
+    """A range of indices of each axis of a tensor. starts: first index; shape: number of indices"""
 
     starts: Shape
     shape: Shape
@@ -41,7 +41,7 @@ class Box:
         return tuple(map(slice, self.starts, self.stops))
 
     def overlap(self, other: Box) -> Box | None:
-        """Return the box that both have in common; None where they share no number."""
+        """Return the intersection of two boxes of one tensor; None where it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         shape = tuple(map(sub, map(min, self.stops, other.stops), starts))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
@@ -54,7 +54,7 @@ class Box:
         return Box(tuple(map(sub, self.starts, outer.starts)), self.shape)
 
     def split(self, numel: int) -> Iterator[Box]:
-        """Split into boxes of whole rows, of at most `numel` numbers or one row each."""
+        """Split along the first axis into boxes of at most `numel` elements, or of one row."""
         first, rows, rest = self.starts[0], self.shape[0], self.shape[1:]
         step = max(1, numel // max(1, prod(rest)))
         for row in range(0, rows, step):
@@ -67,16 +67,20 @@ def whole(shape: Shape) -> Box:
 
 
 def box_of(dim: int, start: int, size: int, shape: Shape) -> Box:
-    """Return the box that has `size` places from `start` of axis `dim`, and all of other axes."""
+    """Return the box with indices start .. start + size of axis `dim`, and all of other axes.
+
+    shape: shape of the whole tensor
+    """
     starts, sizes = [0] * len(shape), list(shape)
     starts[dim], sizes[dim] = start, size
     return Box(tuple(starts), tuple(sizes))
 
 
 def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
-    """Cover a flat range of a row-major tensor (one or two axes) by boxes, in order.
+    """Yield boxes that together are a range of flat indices of a row-major tensor, in order.
 
-    There are at most three: the end of a row, whole rows, the start of a row.
+    shape: of the tensor, one or two axes (AssertionError for others). There are at most three
+    boxes: the end of a row, whole rows, the start of a row.
     """
     assert 1 <= len(shape) <= 2, f"a parameter has one axis or two, not {shape}"
     start, stop, width = flat.start, flat.stop, shape[-1]
@@ -90,9 +94,10 @@ def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
 
 
 def view(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
-    """Return a box of a row-major tensor of that shape as a view.
+    """Return a box of a row-major tensor as a view of `numbers`, without a copy.
 
-    numbers: contiguous, those of the tensor from number `start` on
+    numbers: contiguous elements of the tensor, of which the first has the flat index `start`
+    shape:   of the tensor
     """
     stride = (*shape[1:], 1)
     offset = numbers.storage_offset() - start + sum(map(mul, box.starts, stride))
@@ -101,7 +106,10 @@ def view(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of a Hugging Face tensor, and the box of a rank's parameter with the same numbers."""
+    """A box of a Hugging Face tensor, and the box of a rank's parameter with the same elements.
+
+    source: name of the Hugging Face tensor; box: in that tensor; place: box in the parameter
+    """
 
     source: str
     box: Box
@@ -125,7 +133,7 @@ def shard_boxes(
 ) -> Iterator[ShardBox]:
     """Yield the boxes of Hugging Face tensors that make up a tensor-parallel rank's shard.
 
-    Rows that pad the vocabulary belong to none. Arguments as of `shard_slices`.
+    Rows that pad the vocabulary are in no box. Arguments as of `shard_slices`.
     """
     offset, shapes = 0, {name: hf_shape(name, architecture) for name in parameter.sources}
     for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
@@ -138,10 +146,10 @@ def shard_boxes(
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A box of a Hugging Face tensor and its numbers in memory.
+    """A box of a Hugging Face tensor, with its elements in memory.
 
-    slot:   `weight`, or the name of what the optimizer holds of the tensor
-    tensor: of the shape of the box
+    slot:   "weight", or the name of an optimizer state of the tensor (such as "exp_avg")
+    tensor: elements, of the shape of the box
     """
 
     slot: str
@@ -152,7 +160,7 @@ class HeldBox:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor in a file. read: returns a copy of a box inside it"""
+    """A box of a tensor in a file. read: function that returns a copy of a box inside this one"""
 
     box: Box
     read: Callable[[Box], Tensor]
@@ -163,8 +171,8 @@ class BoxedTensor:
     """A tensor that is stored as boxes.
 
     name:  for messages
-    size:  of the stored tensor
-    index: leading indices; the tensor is then the part of the stored one that has them
+    size:  shape of the stored tensor
+    index: leading indices, if this is the sub-tensor stored[index] only
     """
 
     name: str
@@ -198,7 +206,7 @@ class BoxedTensor:
 
 
 class BoxedWeights:
-    """Tensors by their Hugging Face names, of which boxes are read."""
+    """Tensors by their Hugging Face names, from which boxes are read when they are needed."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, BoxedTensor] = {}

@@ -50,18 +50,20 @@ SPARE_BYTES = 1 << 20  # for everything beside the tensors
 DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are written, and of how many."""
+"""Called with (bytes written so far, bytes in all)."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert, checked. `ops.conversion.plan_conversion` makes it.
+    """A conversion whose arguments are checked; `ops.conversion.plan_conversion` makes it.
 
-    config:     the folder of config.json and the tokenizer
-    target:     the folder that appears
-    layout:     of a Megatron target
-    dtype:      None = each tensor keeps its own
-    shard_size: bytes of one file of a Hugging Face target, at most, unless one tensor is larger
+    config:     folder of config.json and the tokenizer
+    target:     folder to write
+    layout:     of a Megatron target, None for Hugging Face
+    dtype:      of the target, None = each tensor keeps its own
+    shard_size: largest number of tensor bytes in one file of a Hugging Face target, unless a single
+                tensor is larger
+    replace:    replace an existing target
     """
 
     source: Path
@@ -78,15 +80,16 @@ class Conversion:
 
     @property
     def shares_groups(self) -> bool:
-        """Whether tensor-parallel ranks of the target share query groups."""
+        """Whether a legacy target has more tensor-parallel ranks than query groups (KV heads)."""
         ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
         return ranks > self.architecture.kv_heads
 
 
 def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]:
-    """Read the architecture from a folder's config.json; return it with the config.
+    """Read a folder's config.json; return (architecture, content of the file).
 
-    Errors: UserError when it is missing, wrong, or describes what no model here is.
+    Raises UserError when it is missing or invalid, describes an unsupported model, or a side file
+    is a link out of the folder.
     """
     file = f"{folder}/config.json"
     try:
@@ -111,7 +114,7 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
 
 
 def choose_head(config: dict[str, Any], orm: bool) -> Head:
-    """Choose a score head where --orm or config.json asks for one, else a language-model head."""
+    """Return a score head if `orm` (--orm) or config.json says so, else a language-model head."""
     return Head.SCORE if orm or is_scorer(config) else Head.LANGUAGE_MODEL
 
 
@@ -135,10 +138,11 @@ def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> B
 
 
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the target folder, or finish it; return the bytes that an earlier run had written.
+    """Write the target folder; reuse files that an interrupted run of the same conversion finished.
 
-    Errors: UserError when the target is there, the disk is too small, or bytes of the source were
-    changed; DiskFull.
+    Returns the number of bytes in reused files. The target appears under its name once complete.
+    Raises UserError when the target exists, the disk is too small or bytes of the source are
+    damaged, and DiskFull when the disk fills up.
     """
     c = conversion
     files = _files(c)
@@ -201,7 +205,10 @@ def _shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTen
 
 
 def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
-    """Return the dtype of the tensors that Megatron joins into a parameter. Raises UserError."""
+    """Return the dtype of the tensors that Megatron joins into a parameter.
+
+    Raises UserError where they differ.
+    """
     dtypes = {source: c.weights.dtype(source) for source in parameter.sources}
     if len(set(dtypes.values())) > 1:
         named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -258,7 +265,7 @@ def _whole(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
 def _write_beside(
     c: Conversion, staged: StagedFolder, files: list[PlannedFile], folder: Path
 ) -> None:
-    """Write the small files of the target: configuration, tokenizer, index or metadata."""
+    """Write the small files of the target to `folder`: config, tokenizer, index or metadata."""
     if c.to is Format.HF:
         groups = _hf_groups(c)
         write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})
@@ -274,7 +281,7 @@ def _write_beside(
 
 
 def _check_space(c: Conversion, needed: int) -> None:
-    """Raise UserError unless the target's disk has room for `needed` bytes and a reserve."""
+    """Raise UserError unless the target's disk has `needed` and another SPARE_BYTES bytes free."""
     place = next(path for path in (c.target, *c.target.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if needed + SPARE_BYTES > free:
@@ -288,7 +295,7 @@ def _check_space(c: Conversion, needed: int) -> None:
 
 
 def _fingerprint(c: Conversion) -> dict[str, Any]:
-    """Describe what decides the bytes of the target: the files of the source and every option."""
+    """Return what determines the target's bytes: every option; name, size, time of source files."""
     _, place = find_weights(c.source)
     files = sorted(
         path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp)$", path.name)

@@ -1,7 +1,7 @@
-"""`.metadata` of a sharded checkpoint: its tensors, and the windows of files with their boxes.
+"""`.metadata` of a sharded checkpoint: its tensors, and the byte ranges of files with their boxes.
 
-All of it is checked against the files before a tensor is read: names stay in the folder, windows in
-their file, and all windows of a file together are not longer than the file.
+Before a tensor is read, all of it is checked against the files: files are inside the folder, byte
+ranges (`Window`) inside their file, and the ranges of a file do not add up to more than the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMALL = 4096  # bytes of an object; most are the same, byte for byte
 class Metadata:
     """The tensors of a sharded checkpoint by name.
 
-    objects: windows of what is no tensor; each is an archive of its own
+    objects: byte ranges of entries that are no tensors, each a file of torch.save
     """
 
     def __init__(self, folder: Path, content: Any) -> None:
@@ -57,12 +57,15 @@ class Metadata:
                 yield name
 
     def tensor(self, name: str) -> BoxedTensor:
-        """Return a tensor by name. Raises ValueError where its boxes do not cover it."""
+        """Return a tensor by name; none of its data is read.
+
+        Raises ValueError where the name is unknown or the boxes do not cover the tensor.
+        """
         with _named_errors(self.folder):
             return self._tensor(name, self._entries[name])
 
     def _tensor(self, name: str, entry: Inert) -> BoxedTensor:
-        """Build a tensor of its boxes. Raises TypeError or ValueError for a damaged entry."""
+        """Make a tensor from its entry. Raises TypeError or ValueError for a damaged entry."""
         properties, size = entry.field("properties").state, entry.field("size")
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if type(dtype) is not torch.dtype or not _are_sizes(size):
@@ -82,7 +85,10 @@ class Metadata:
         return tensor
 
     def _boxes(self, name: str, chunks: Any, size: Shape) -> Iterator[tuple[Box, Window]]:
-        """Yield each box of a tensor with the window of its file that holds it."""
+        """Yield (box, byte range of its file) for each chunk of a tensor.
+
+        Raises TypeError, KeyError or ValueError for a damaged or unknown chunk.
+        """
         if type(chunks) is not list:
             raise TypeError("chunks of another kind")
         for chunk in chunks:
@@ -97,9 +103,10 @@ class Metadata:
 
 
 def open_torch_dist(folder: Path) -> Metadata:
-    """Read the metadata of a folder and refuse it when it holds more than data.
+    """Read and check the metadata of a folder, and all objects in it that are no tensors.
 
-    Errors: ValueError where it is missing, damaged, or does not fit the files.
+    Raises ValueError where a file is missing, damaged, does not fit the metadata, or has pickled
+    objects other than data.
     """
     with _named_errors(folder):
         with open_plain(locate_inside(folder, METADATA, METADATA)) as file:
@@ -131,7 +138,10 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _check_objects(metadata: Metadata) -> None:
-    """Read all objects that are no tensors. Errors: ValueError where one is more than data."""
+    """Read all entries that are no tensors, and `common.pt`, only to check them.
+
+    Raises ValueError where one is damaged or has pickled objects other than data.
+    """
     seen: set[bytes] = set()
     for window in metadata.objects:
         data = window.read(0, window.length) if window.length <= SMALL else b""
@@ -144,7 +154,10 @@ def _check_objects(metadata: Metadata) -> None:
 
 
 def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Window], list[Window]]:
-    """Find the file windows of all boxes, by name and offsets, and of all objects."""
+    """Return (tensor name and offsets -> byte range of the box, byte ranges of other objects).
+
+    Raises ValueError or TypeError for ranges that are invalid or overlap.
+    """
     files: dict[str, MappedFile] = {}
     used: dict[str, int] = {}
     boxes: dict[str, Window] = {}
@@ -183,7 +196,10 @@ def _place(info: Any) -> tuple[str, int, int]:
 
 
 def _key(name: Any, offsets: Any) -> str:
-    """A key as text, because a file cannot choose the hash of a text."""
+    """Return name and offsets of a box as a text, whose hash a file cannot choose (no slow dict).
+
+    Raises TypeError for other types.
+    """
     if type(name) is not str or not _are_sizes(offsets):
         raise TypeError("an index of another kind")
     return f"{name}@{offsets}"
@@ -196,9 +212,9 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _read_box(window: Window, box: Box, dtype: torch.dtype, wanted: Box) -> Tensor:
-    """Read the box `wanted` from the window that holds `box`.
+    """Read the box `wanted` from the byte range in which `box` is stored.
 
-    Raises ValueError when the window holds another tensor than `box` of this dtype.
+    Raises ValueError when a tensor of another shape or dtype is stored there.
     """
     stored = read_window(window)
     if type(stored) is not StoredTensor or (stored.shape, stored.dtype) != (box.shape, dtype):

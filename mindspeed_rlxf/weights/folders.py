@@ -39,8 +39,8 @@ SIDE_FILES = (
 def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     """Return the folder whose config.json and generation_config.json describe the weights.
 
-    Megatron's folders of other tools have neither; those of the tokenizer count then.
-    Errors: ValueError when neither folder has a config.json.
+    It is the folder of the weights, or that of the tokenizer if Megatron weights come without a
+    config.json. Raises ValueError when neither folder has one.
     """
     weights, tokenizer = Path(weights), Path(tokenizer)
     if (weights / CONFIG).exists() or find_weights(weights)[0] is Format.HF:
@@ -55,10 +55,10 @@ def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
 
 @no_collections()
 def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> BoxedWeights:
-    """Open the weights of a folder of any format.
+    """Open the weights of a folder of any format; tensors are read later, box by box.
 
-    Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it
-    holds another model or more than data.
+    Raises ValueError when something is missing or damaged; for a Megatron folder also when it has
+    another model, or pickled objects other than data.
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
@@ -77,9 +77,9 @@ def is_scorer(config: dict[str, Any]) -> bool:
 
 
 def check_side_files(folder: Path) -> None:
-    """Check that the side files are plain files, and no links out of the folder.
+    """Check config.json and those of SIDE_FILES that exist; they must be regular files.
 
-    Errors: ValueError.
+    Raises ValueError for one that cannot be opened or is a link out of the folder.
     """
     for name in (CONFIG, *SIDE_FILES):
         if os.path.lexists(folder / name):
@@ -93,9 +93,10 @@ def check_side_files(folder: Path) -> None:
 def copy_side_files(
     source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
 ) -> list[Path]:
-    """Copy config.json, which gets the head and the dtype if given, and the tokenizer's files.
+    """Copy config.json and SIDE_FILES to `target`; return the paths of the copies.
 
-    Returns the files. Errors: ValueError where one is a link out of `source`.
+    The copied config.json names a classifier of one label for a score head, and `dtype` if given.
+    Raises ValueError or OSError where a file is a link out of `source`.
     """
     config = parse_json(read_inside(source, CONFIG))
     if head is Head.SCORE:

@@ -29,10 +29,11 @@ class Format(str, Enum):
 
 
 def find_weights(folder: Path) -> tuple[Format, Path]:
-    """Return the format of a folder, and the folder inside it that holds the weights.
+    """Return the format of a folder, and the folder with the weights: itself or one inside it.
 
-    A folder of no known format counts as Hugging Face, whose reader reports what is missing.
-    Errors: ValueError when a Megatron folder is ambiguous.
+    A folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
+    reports what is missing. Raises ValueError for a Megatron folder with several iterations and no
+    tracker file, or whose tracker names a folder that does not exist.
     """
     if (folder / INDEX).exists() or (folder / SINGLE).exists() or not folder.is_dir():
         return Format.HF, folder
@@ -47,7 +48,10 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
 
 
 def _iteration(folder: Path) -> Path | None:
-    """Return the folder of the iteration that the tracker names, else the only one or None."""
+    """Return the folder of the iteration that the tracker file names; without one, the only one.
+
+    None where there is no iteration. Raises ValueError as `find_weights` does.
+    """
     tracker = folder / TRACKER
     if tracker.exists():
         with open_inside(folder, TRACKER) as stream:

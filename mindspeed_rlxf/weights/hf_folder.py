@@ -37,7 +37,10 @@ class HfFolder(BoxedWeights):
         return list(self._files)
 
     def tensor(self, name: str) -> BoxedTensor:
-        """Return a tensor by name. Raises ValueError when its file does not hold it."""
+        """Return a tensor by name; its data is not read yet.
+
+        Raises ValueError when its file does not have it.
+        """
         file, dtype, shape, first_byte = self._entry(name)
         return BoxedTensor(name, dtype, shape, [file.stored_box(first_byte, dtype, whole(shape))])
 
@@ -45,7 +48,7 @@ class HfFolder(BoxedWeights):
         return self._entry(name)[2]
 
     def _entry(self, name: str) -> _Entry:
-        """Find a tensor in the header of its file. Raises ValueError when it is not there."""
+        """Return a tensor's entry in the header of its file. Raises ValueError without one."""
         path = self._files[name]
         found = self._open(path).get(name)
         if found is None:
@@ -53,7 +56,10 @@ class HfFolder(BoxedWeights):
         return found
 
     def _open(self, path: Path) -> dict[str, _Entry]:
-        """Return the tensors of a file by name; each file is opened once."""
+        """Open a file, once, and return the entries of its tensors by name.
+
+        Raises ValueError when it cannot be read or is damaged.
+        """
         if path in self._opened:
             return self._opened[path]
         try:
@@ -72,7 +78,10 @@ class HfFolder(BoxedWeights):
         return entries
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
-        """Map each tensor's name to its file. Raises ValueError when a file is missing."""
+        """Map each tensor's name to its file, by the index or the single file's header.
+
+        Raises ValueError when the folder, its index or a file is missing or damaged.
+        """
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
         index = self.folder / INDEX
@@ -94,7 +103,7 @@ class HfFolder(BoxedWeights):
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: map the name of each tensor to the name of its file."""
+    """Read the index: return tensor name -> file name. Raises ValueError where it is damaged."""
     index = folder / INDEX
     try:
         text = read_inside(folder, INDEX, MAX_JSON)
@@ -108,7 +117,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """List tensors that are missing or have another shape, a line for each; reads headers only."""
+    """Return a line for each expected tensor that is missing or has another shape; [] for none.
+
+    Reads headers only. expected: name -> shape
+    """
     problems = []
     for name, shape in expected.items():
         if name not in folder:
@@ -119,14 +131,14 @@ def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -
 
 
 def hf_file_name(number: int, count: int) -> str:
-    """Name a file of weights. number: from 0; count: of all files"""
+    """Return the name of a file of weights. number: from 0; count: number of files"""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of the files; a single file needs none.
+    """Write the index of the files; nothing for a single file, which needs none.
 
-    files: name -> bytes of its tensors
+    files: file name -> {tensor name: bytes}
     """
     if len(files) > 1:
         weight_map = {name: file for file, sizes in files.items() for name in sizes}

@@ -53,7 +53,7 @@ _PLAIN = frozenset((str, int, float, bool, bytes, NoneType, torch.dtype, Named, 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile: it would walk all values many times, and find no cycle."""
+    """Turn the garbage collector off inside the block, which makes many values without cycles."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -64,12 +64,15 @@ def no_collections() -> Iterator[None]:
 
 
 def read_pickle(data: bytes) -> Any:
-    """The data of a pickle. Errors: ValueError when it is damaged, Refused where it is more."""
+    """Return the data of a pickle, without running code; objects become `Inert`.
+
+    Raises Refused for a pickle with anything but listed data, ValueError for a damaged one.
+    """
     return InertUnpickler(data).load()
 
 
 class InertUnpickler:
-    """One pickle, from the first byte of `data` to the last."""
+    """Reads one pickle, which must be all of `data`."""
 
     TABLE: ClassVar[list[Operation]]  # by opcode
 
@@ -82,9 +85,9 @@ class InertUnpickler:
         self.depth: dict[int, int] = {id(()): -1}
 
     def load(self) -> Any:
-        """Run the pickle and return its value.
+        """Interpret the pickle and return its value; no code of the file is run.
 
-        Raises Refused where it is more than data, other ValueErrors where it is damaged.
+        Raises Refused for anything but listed data, and other ValueErrors for a damaged pickle.
         """
         try:
             with no_collections():
@@ -97,7 +100,10 @@ class InertUnpickler:
             raise ValueError(f"damaged pickle: {shorten(error)}") from None
 
     def _run(self) -> Any:
-        """Run one operation after the other until STOP. Raises Refused beyond the limits."""
+        """Interpret one operation after the other until STOP, and return the value.
+
+        Raises Refused beyond MAX_STEPS or MAX_CONTAINERS.
+        """
         data, table = self.data, self.TABLE
         for _ in range(MAX_STEPS // BETWEEN_CHECKS):
             for _ in range(BETWEEN_CHECKS):
@@ -123,17 +129,23 @@ class InertUnpickler:
         return self.stack[0]
 
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> Any:
-        """The result of a function of `TENSORS`. arguments: accepted by its test"""
+        """Return the tensor that a function in `TENSORS` would make; here raise Refused.
+
+        A subclass overrides this. arguments: those that the function's test accepted
+        """
         raise Refused(f"{function} outside a file of tensors")
 
     def storage(self, dtype: str, key: str, elements: int) -> Storage:
-        """The data of a tensor. dtype: name of the storage's class"""
+        """Return the storage of a tensor; here raise Refused. A subclass overrides this.
+
+        dtype: name of the storage's class; key: name of its record; elements: their number
+        """
         raise Refused("a tensor's data outside a file of tensors")
 
     # Of bytes ------------------------------------------------------------------------------------
 
     def _line(self) -> str:
-        """Read text up to the end of its line. Raises ValueError for a long one."""
+        """Read text up to the end of its line. Raises ValueError beyond MAX_NAME characters."""
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
         if end < 0:
             raise ValueError("a name without an end")
@@ -148,9 +160,9 @@ class InertUnpickler:
         self.stack.append(value)
 
     def _hold(self, values: Iterable[Any]) -> int:
-        """Mark values as held by a container, after which they must not change.
+        """Mark values as elements of a container, so that they must not change any more.
 
-        Return the depth of the container.
+        Returns the nesting depth of the container. Raises Refused beyond MAX_DEPTH.
         """
         deepest, depths = 0, self.depth
         for value in values:
@@ -166,9 +178,10 @@ class InertUnpickler:
         return deepest + 1
 
     def _allow_change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """Check that `target` may get these values, and update its depth. The caller adds them.
+        """Check that `values` may be added to the container `target`, and update its depth.
 
-        Raises Refused when it is not of this kind, or is held by another container.
+        The caller adds them. Raises Refused when `target` is not of type `kind`, or is already an
+        element of another container.
         """
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")
@@ -190,7 +203,7 @@ class InertUnpickler:
         self.stack = []
 
     def _last(self, count: int) -> list[Any]:
-        """Take the last `count` values off the stack."""
+        """Pop and return the last `count` values of the stack. Raises IndexError for fewer."""
         items = self.stack[-count:]
         if len(items) < count:
             raise IndexError
@@ -205,7 +218,10 @@ class InertUnpickler:
         self.stack[-1].extend(items)
 
     def _set(self, items: list[Any]) -> None:
-        """Put keys and values, alternating in `items`, into the dict on the stack (SETITEMS)."""
+        """Add keys and values, alternating in `items`, to the dict on top of the stack (SETITEMS).
+
+        Raises Refused for a repeated or unusual key, ValueError for a key without a value.
+        """
         target = self.stack[-1]
         self._allow_change(target, dict, items)
         if len(items) % 2:
@@ -225,9 +241,9 @@ class InertUnpickler:
         self.stack.append(named_value(module, name))
 
     def _stack_global(self) -> None:
-        """Replace module and name on the stack by an inert stand-in (STACK_GLOBAL).
+        """Replace module and name on the stack by a `Named` or a torch dtype (STACK_GLOBAL).
 
-        Raises Refused.
+        Raises Refused for a name that is not listed.
         """
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
@@ -235,7 +251,10 @@ class InertUnpickler:
         self.stack.append(named_value(module, name))
 
     def _make(self) -> None:
-        """Replace a name and its arguments on the stack by what they make (REDUCE, NEWOBJ)."""
+        """Replace a class or function and its arguments on the stack by a value (REDUCE, NEWOBJ).
+
+        Nothing is called; see `_made`. Raises Refused.
+        """
         arguments, named = self.stack.pop(), self.stack.pop()
         if type(named) is not Named:
             raise Refused(f"a call of {kind_of(named)}")
@@ -252,7 +271,7 @@ class InertUnpickler:
             self.stack.append(made)
 
     def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
-        """Return a value in place of a call of `text`: plain data, a tensor, or an Inert.
+        """Return the value that stands for a call of the name `text`: data, a tensor or an Inert.
 
         Raises Refused unless the name is listed and accepts these arguments.
         """
@@ -272,7 +291,11 @@ class InertUnpickler:
         return Inert(text, arguments)
 
     def _build(self) -> None:
-        """Give the object on the stack its state (BUILD). Raises Refused for other states."""
+        """Pop a state and store it in the object below it on the stack (BUILD).
+
+        The state of an OrderedDict is only checked. Raises Refused for states that no checkpoint
+        has.
+        """
         state = self.stack.pop()
         target = self.stack[-1]
         if type(target) is Named:
@@ -287,9 +310,10 @@ class InertUnpickler:
         target.state = state if target.named in STATES else attributes_of(state)
 
     def _persistent(self) -> None:
-        """Replace a reference to a tensor's data by its storage (BINPERSID).
+        """Replace a reference to a tensor's data on the stack by its storage (BINPERSID).
 
-        As `torch.save` writes it: ("storage", type, key, device, elements[, view]).
+        It is ("storage", type, key, device, elements[, view]), as `torch.save` writes it. Raises
+        Refused for others.
         """
         pid = self.stack.pop()
         good = type(pid) is tuple and len(pid) in (5, 6) and pid[0] == "storage"
@@ -307,7 +331,10 @@ STOP = ord(".")
 
 
 def _table() -> list[Operation]:
-    """List the operations by opcode: those that picklers of protocols 2 to 5 write for data."""
+    """Return the list of operations by opcode (0 to 255); unknown opcodes raise ValueError.
+
+    Known are those that picklers of protocols 2 to 5 write for data.
+    """
     machine = InertUnpickler
     known: dict[str, Operation] = {
         **SCALARS,

@@ -29,8 +29,9 @@ ITERATION = 1  # of weights that come from Hugging Face
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Ranks of a checkpoint.
+    """Parallel layout of a checkpoint.
 
+    tp, ep:         tensor- and expert-parallel sizes
     stages:         [pp][chunks], the layers of each chunk of each pipeline rank
     vocab_multiple: rows of the embedding of each rank are a multiple of this
     """
@@ -49,20 +50,20 @@ class MegatronLayout:
         return len(self.stages[0])
 
     def vocab_rows(self, architecture: ArchitectureConfig) -> int:
-        """Rows of the embedding on each tensor-parallel rank."""
+        """Return the number of embedding rows on each tensor-parallel rank, padding included."""
         return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield every (tp, pp, ep) rank."""
+        """Yield every (tp rank, pp rank, ep rank); the tp rank changes fastest."""
         for pp_rank in range(self.pp):
             for ep_rank in range(self.ep):
                 for tp_rank in range(self.tp):
                     yield tp_rank, pp_rank, ep_rank
 
     def rank_folder(self, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
-        """Name the folder of a rank as Megatron does.
+        """Return the name of a rank's folder, mp_rank_TT[_PPP][_EEE], as Megatron has it.
 
-        It has parts for the pipeline and expert rank only where there are several of them.
+        The pipeline and expert ranks are in it only where there are several.
         """
         pipeline = f"_{pp_rank:03d}" if self.pp > 1 else ""
         expert = f"_{ep_rank:03d}" if self.ep > 1 else ""
@@ -84,7 +85,7 @@ class MegatronLayout:
     def parameters_of_any_head(
         self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
     ) -> list[StageParameter]:
-        """As `parameters`, with those of every head: a checkpoint has one of them."""
+        """Return the parameters of one chunk of one rank with those of every kind of head."""
         place = pp_rank, chunk, ep_rank
         found = [p for head in Head for p in self.parameters(architecture, head, *place)]
         return list({parameter.name: parameter for parameter in found}.values())
@@ -99,7 +100,12 @@ def make_layout(
     layer_list: list[int] | None = None,
     vocab_multiple: int = 1,
 ) -> MegatronLayout:
-    """Make a layout of these sizes. Raises UserError with every size that does not divide."""
+    """Make a layout of these parallel sizes.
+
+    layers_per_chunk: layers of each virtual stage, None = one stage per pipeline rank
+    layer_list:       layers of each pipeline rank, None = equal numbers
+    Raises UserError with a problem for each size that does not fit the model.
+    """
     problems = [
         *_sizes(architecture, tp, ep, vocab_multiple),
         *_layers(architecture.num_layers, pp, layers_per_chunk, layer_list),
@@ -114,7 +120,7 @@ def make_layout(
 def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
     """Make a layout from the number of layers of each pipeline stage.
 
-    counts: in the order of the model: chunk 0 of every rank comes first
+    counts: in the order of the model; with several chunks per rank, chunk 0 of every rank first
     """
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     layers = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
@@ -124,7 +130,7 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
 
 
 def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iterator[Problem]:
-    """Yield a problem for each size of the model that the parallel sizes do not divide."""
+    """Yield a problem for each parallel size that is below 1 or does not divide the model."""
     sizes = {
         "attention heads": a.num_attention_heads,
         "rows of query, key and value": qkv_rows(a),
@@ -154,7 +160,7 @@ def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iter
 def _layers(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
 ) -> Iterator[Problem]:
-    """Yield a problem where the layers cannot be distributed over the pipeline as asked for."""
+    """Yield a problem if the layers cannot be distributed over the pipeline as the flags say."""
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:

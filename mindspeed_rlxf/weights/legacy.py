@@ -41,9 +41,10 @@ Grid = dict[tuple[int, int, int], list[Tensors]]
 
 
 def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeights:
-    """Read the weights below `folder`, which holds the folders of the ranks.
+    """Open the weights of `folder`, which contains the folders of the ranks.
 
-    Errors: ValueError when ranks are missing or damaged, or hold another model.
+    The layout is found from the files. Raises ValueError when ranks are missing or damaged, or have
+    another model.
     """
     grid = _grid(folder, architecture)
     layout = _layout(grid, folder, architecture)
@@ -66,9 +67,9 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
 
 
 def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
-    """Open the files of all ranks: (tp, pp, ep) -> chunks.
+    """Open the files of all ranks; return (tp, pp, ep) rank -> tensors of its chunks.
 
-    Raises ValueError when a rank is missing.
+    Raises ValueError when a rank is missing, or the folder has ranks of several layouts.
     """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
@@ -95,16 +96,19 @@ def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
 
 
 def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> bool:
-    """Whether the only number after the tensor-parallel rank is the expert rank.
+    """Whether the second number of folder names mp_rank_TT_NNN is the expert rank.
 
-    The second rank then holds the embedding too.
+    If so, rank 1 has the embedding too; a pipeline rank 1 does not. files: numbers -> chunks
     """
     second = next((chunks for parts, chunks in files.items() if int(parts[1]) == 1), None)
     return a.num_experts is not None and second is not None and EMBEDDING.name in second[0]
 
 
 def _chunks(file: Path) -> list[Tensors]:
-    """Return the tensors of each chunk in a rank's file, by name."""
+    """Read a rank's file; return the tensors of each chunk by name.
+
+    Raises ValueError where the file has no model.
+    """
     content = read_torch_file(file)
     names = content if type(content) is dict else {}
     keys = [k for k in names if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
@@ -122,7 +126,10 @@ def _chunks(file: Path) -> list[Tensors]:
 
 
 def _layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
-    """Find the layout of the ranks; the layers' names give the pipeline stages."""
+    """Return the layout of the ranks, with the number of layers in each pipeline stage.
+
+    Raises ValueError where ranks differ in their chunks, or the model has other layers.
+    """
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
     if any(len(found) != chunks for found in grid.values()):
@@ -145,7 +152,7 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Plan the file of each rank."""
+    """Yield the planned file of each rank below `folder`; nothing is written yet."""
     for rank in layout.ranks():
         tp_rank, pp_rank, ep_rank = rank
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}
@@ -167,14 +174,14 @@ def legacy_files(
 
 
 def zero_bias(dtype: torch.dtype) -> PlannedTensor:
-    """Plan the bias of Megatron's reward head as zero; the Hugging Face head has none."""
+    """Return a planned zero bias for Megatron's reward head; the Hugging Face head has no bias."""
     return PlannedTensor((1,), dtype, lambda: torch.zeros(1, dtype=dtype))
 
 
 def checkpoint_arguments(
     a: ArchitectureConfig, layout: MegatronLayout, dtype: torch.dtype
 ) -> Namespace:
-    """Return the arguments that Megatron compares with its own or takes over from a checkpoint."""
+    """Return the `args` of a checkpoint, which Megatron compares with its own or takes over."""
     return Namespace(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,

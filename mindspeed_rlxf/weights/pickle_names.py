@@ -1,4 +1,4 @@
-"""The names that pickles of a checkpoint may have, and the arguments that each of them takes.
+"""The classes and functions that pickles of a checkpoint may name, and their allowed arguments.
 
 Tensors, the metadata of `torch.distributed.checkpoint`, Megatron's arguments, numbers and random
 states of numpy. A function or a class that is not listed is refused. A listed one is refused with
@@ -26,11 +26,11 @@ ORDERED_DICT, SIZE = "collections.OrderedDict", "torch.Size"
 
 
 class Refused(ValueError):
-    """A pickle that wants more than data, or more of it than is read."""
+    """A pickle has something other than listed data, or exceeds a limit."""
 
 
 class Named:
-    """A class or a function, as text."""
+    """The name of a class or function, in place of the class or function itself."""
 
     __slots__ = ("text",)
 
@@ -39,9 +39,9 @@ class Named:
 
 
 class Inert:
-    """An object of a listed class: its name and arguments, nothing computed.
+    """Stands for an object of a listed class: the class's name and arguments; nothing is called.
 
-    state: attributes by name, or the state that the class has in place of them; None = not given
+    state: attributes by name, or the state that the class has instead; None = the pickle has none
     """
 
     __slots__ = ("arguments", "named", "state")
@@ -51,7 +51,7 @@ class Inert:
         self.state: Any = None
 
     def field(self, name: str) -> Any:
-        """The attribute of that name. Errors: KeyError, TypeError"""
+        """Return the attribute of that name. Raises KeyError or TypeError where there is none."""
         return self.state[name]
 
 
@@ -60,12 +60,12 @@ class Storage:
 
 
 def _never(_arguments: tuple[Any, ...]) -> bool:
-    """A class that stands only as an argument of a function, and is never made."""
+    """Accept no arguments: for classes that are only named, never instantiated."""
     return False
 
 
 def _of(*types: type) -> Test:
-    """Just as many arguments, of these types."""
+    """Return a test that accepts exactly these types of arguments, in order."""
     return lambda arguments: tuple(map(type, arguments)) == types
 
 
@@ -77,7 +77,7 @@ def _one_of(*types: type) -> Test:
 
 
 def _all_of(*types: type) -> Test:
-    """Any number of arguments of these types."""
+    """Return a test that accepts any number of arguments, each of one of these types."""
     return lambda arguments: all(type(argument) in types for argument in arguments)
 
 
@@ -86,7 +86,7 @@ def _one(pattern: str) -> Test:
 
 
 def is_fields(state: Any) -> bool:
-    """Whether a state is a dict of attributes by name, none of them a name that Python reserves."""
+    """Whether a state is a dict of attributes by name, none of which begins with "__"."""
     if type(state) is not dict or not set(map(type, state)) <= {str}:
         return False
     return "__" not in {name[:2] for name in state}
@@ -101,7 +101,7 @@ def is_attributes(state: Any) -> bool:
 
 
 def _is(value: Any, *names: str) -> bool:
-    """Whether it is the class or the function of that name."""
+    """Whether a value is the `Named` of one of these names."""
     return type(value) is Named and value.text in names
 
 
@@ -139,7 +139,10 @@ def _is_parameter(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_typed(arguments: tuple[Any, ...]) -> bool:
-    """Whether these make a tensor with attributes: function, type, its arguments, attributes."""
+    """Whether these are the arguments of a tensor with attributes.
+
+    They are function, class, arguments of the function, attributes.
+    """
     if len(arguments) != 4 or not _is(arguments[1], "torch.Tensor", *PARAMETER_CLASSES):
         return False
     function, _, inner, state = arguments
@@ -312,19 +315,22 @@ _KEYS = frozenset((str, bool, bytes, NoneType, torch.dtype, Named, Inert))
 
 
 def shorten(text: object) -> str:
-    """Text from a file for a message: short, without control characters."""
+    """Return text of a file for a message: at most SHOWN characters, control ones escaped."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text)[:SHOWN])
 
 
 def kind_of(value: Any) -> str:
-    """A short name of a value, whose content may be large."""
+    """Describe a value for a message by its type; short texts and numbers by themselves."""
     if type(value) is Inert:
         return f"what {value.named} returns"
     return shorten(value) if type(value) in (str, int) else f"a {type(value).__name__}"
 
 
 def named_value(module: str, name: str) -> Any:
-    """Return the Named of a listed name, or the torch dtype of that name. Raises Refused."""
+    """Return the Named of a listed name, or the torch dtype of that name.
+
+    Raises Refused for names that are not listed.
+    """
     text = f"{module}.{name}"
     known = _NAMES.get(text)
     if known is None:
@@ -340,7 +346,10 @@ _NAMES: dict[str, Named] = {}  # as many as the list has
 
 
 def attributes_of(state: Any) -> dict[str, Any]:
-    """Return an object's attributes by name, with those of its slots. Raises Refused."""
+    """Return an object's attributes by name, with those of its slots, from its pickled state.
+
+    Raises Refused for two of one name.
+    """
     if type(state) is dict:
         return state
     pair = state if type(state) is tuple else (state, None)
@@ -351,7 +360,7 @@ def attributes_of(state: Any) -> dict[str, Any]:
 
 
 def check_key(key: Any) -> None:
-    """Refuse keys of a dict that could be slow to hash and to compare."""
+    """Raise Refused for a key of a dict that could be slow to hash or compare."""
     for part in key if type(key) is tuple and len(key) <= MAX_KEY_PARTS else (key,):
         small = type(part) is int and abs(part) < MAX_KEY_NUMBER
         if not small and type(part) not in _KEYS and type(part) is not str:

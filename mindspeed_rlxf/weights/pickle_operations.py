@@ -1,7 +1,7 @@
 """Operations of a pickle on numbers, text, bytes and the memo.
 
-Where a pickle ends early, an operation takes the bytes that are left, and the next one fails. So no
-memory is allocated for a length that a file only claims.
+At the end of the data an operation gets fewer bytes than it asks for, and the next one fails. So no
+memory is allocated for a length that a file claims and does not have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_NUMBER_BYTES = 64  # of an integer; random streams of numpy have 16
 
 
 class Machine(Protocol):
-    """at: of the next byte of `data`"""
+    """State of the reader of a pickle. at: index of the next byte of `data`"""
 
     data: bytes
     at: int
@@ -42,7 +42,7 @@ def number(machine: Machine, size: int) -> int:
 
 
 def _bytes_of(machine: Machine, size: int) -> bytes:
-    """Bytes whose length is a number of `size` bytes before them."""
+    """Read a length of `size` bytes, then return that many bytes (fewer at the end of the data)."""
     return take(machine, number(machine, size))
 
 

@@ -1,4 +1,4 @@
-"""Tensors and files that are planned first and made when their turn comes."""
+"""Tensors and files that are planned first, and made when they are written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlannedTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> PlannedTensor:
-        """A tensor that is there already."""
+        """Wrap a tensor that exists already."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def parts(self) -> Iterator[memoryview]:
@@ -50,9 +50,9 @@ class PlannedTensor:
 class PlannedFile:
     """A file of a converted folder.
 
-    path:      within the folder
-    num_bytes: of its tensors
-    write:     called as write(path, wrote=...), writes the file; returns a note for JSON
+    path:      relative to the folder
+    num_bytes: bytes of its tensors
+    write:     called as write(path, wrote=...); writes the file and returns a value for the journal
     """
 
     path: str

@@ -54,7 +54,7 @@ class _StoredShard:
     stored: StoredTensor | BoxedTensor
 
     def boxes(self, source: str, architecture: ArchitectureConfig) -> Iterator[StoredBox]:
-        """The boxes of a Hugging Face tensor that the shard has."""
+        """Yield the boxes of a Hugging Face tensor that the shard contains."""
         places = shard_boxes(self.parameter, architecture, self.tp_rank, self.tp, self.vocab_rows)
         for place in places:
             if place.source == source:
@@ -65,7 +65,7 @@ class _StoredShard:
 
 
 class MegatronWeights(BoxedWeights):
-    """The weights of a Megatron checkpoint. Boxes of a tensor are listed when it is asked for."""
+    """The weights of a Megatron checkpoint, by Hugging Face names; fill it with `add_shard`."""
 
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
         super().__init__()
@@ -95,10 +95,11 @@ class MegatronWeights(BoxedWeights):
         tp: int,
         ep_rank: int = 0,
     ) -> list[str]:
-        """Check a rank's shard of a parameter, and add its boxes unless another rank has the same.
+        """Check a rank's shard of a parameter; add it unless it is a copy of another rank's.
 
-        found: its name in the checkpoint, and the tensor
-        Returns what is wrong with it.
+        found: its (name in the checkpoint, tensor), None = the rank has none
+        Returns lines on what is wrong, and then adds nothing; [] if it is right. A missing output
+        layer or reward head is no problem.
         """
         if found is None:
             # A checkpoint has one of the heads or none; what needs a head reports its absence.
@@ -120,18 +121,16 @@ class MegatronWeights(BoxedWeights):
         return []
 
     def note_bias(self, stored: StoredTensor | BoxedTensor | None) -> None:
-        """Keep the bias of a reward head, for a message."""
+        """Store the bias of a reward head in `dropped_bias`, if it is one number."""
         if stored is not None and stored.shape == (1,):
             self.dropped_bias = float(stored.read(whole((1,))))
 
 
 def spellings(name: str) -> list[str]:
-    """List the names under which checkpoints store a parameter.
+    """List the names under which checkpoints may store a parameter, its own first.
 
-    Layers may be local or fused, and our own checkpoints name the score head their own way.
-
-    Megatron stores the norm before a linear layer under that layer's name where both are one
-    module (Transformer Engine), and always so in sharded checkpoints.
+    A score head has another name in checkpoints of this package. The norm before a linear layer has
+    that layer's name where they are one module (Transformer Engine), and in sharded checkpoints.
     """
     fused = {
         "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -146,18 +145,21 @@ def spellings(name: str) -> list[str]:
 
 
 def find(parameter: StageParameter, tensors: Mapping[str, Stored]) -> tuple[str, Stored] | None:
-    """The spelling under which a parameter is stored, and its tensor."""
+    """Return (name under which a parameter is stored, its tensor); None where it is not stored."""
     return next(((n, tensors[n]) for n in spellings(parameter.name) if n in tensors), None)
 
 
 def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
-    """Return names in a checkpoint that belong to no parameter of the model."""
+    """Return the names that are neither in `used` nor expected beside the weights, sorted.
+
+    Expected are the output layer, the bias of a reward head, and IGNORED names.
+    """
     known = used | {RM_HEAD_BIAS, OUTPUT_LAYER.name}
     return sorted(name for name in names if name not in known and not IGNORED.search(name))
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
-    """Raise a ValueError that lists how the folder differs from the model, if it does."""
+    """Raise a ValueError that lists the problems of a folder of weights, unless there are none."""
     if not problems:
         return
     more = len(problems) - MAX_PROBLEMS

@@ -17,7 +17,7 @@ MODEL_ALONE = (
 
 
 def refusal(path: Path, error: Refused) -> ValueError:
-    """Make the error for a file that holds more than data."""
+    """Make the error for a file with pickled objects other than data. error: which ones"""
     return ValueError(
         f"{path} must hold nothing but the data of a checkpoint, it has {error}; do not open a "
         f"file of others. Where you made it, {_again(path)}"
@@ -25,7 +25,7 @@ def refusal(path: Path, error: Refused) -> ValueError:
 
 
 def _again(path: Path) -> str:
-    """Say how the maker of a file saves it without its objects, whose classes it needs."""
+    """Return a text that tells the maker of a file how to save it without these objects."""
     there = "in the environment that wrote it"
     if path.name == RANK_FILE:
         command = f'python -c "{MODEL_ALONE}" {shlex.quote(str(path))}'
@@ -39,7 +39,7 @@ def _again(path: Path) -> str:
 
 
 def unreadable(path: Path, error: ValueError) -> ValueError:
-    """Make the error for a damaged file."""
+    """Make the error for a damaged file. error: the damage, or a whole sentence with the path"""
     text = str(error)
     if text.startswith(str(path)):  # a whole sentence
         return ValueError(text)

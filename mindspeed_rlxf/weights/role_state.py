@@ -42,7 +42,10 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
-    """Write a rank's boxes to a safetensors file and fsync it."""
+    """Write a rank's boxes to a safetensors file and fsync it; an older file is replaced.
+
+    Raises AssertionError for a box that is given twice.
+    """
     planned: dict[str, PlannedTensor] = {}
     for held in boxes:
         key = f"{held.slot}/{held.name}@{','.join(map(str, held.box.starts))}"
@@ -52,9 +55,9 @@ def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
 
 
 class RunState:
-    """The tensors in a folder, of which byte ranges are read.
+    """The tensors in a role's folder, from which boxes are read; headers are read at once.
 
-    Errors: ValueError where a file is damaged, OSError where it cannot be read.
+    Raises ValueError where a file is damaged, OSError where it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +75,10 @@ class RunState:
                 file.close()
 
     def _add_boxes(self, file: SafetensorsFile) -> None:
-        """Add the boxes of a rank's file to the tensors of their slots. Raises ValueError."""
+        """Add the boxes of a rank's file to the tensors of their slots.
+
+        Raises ValueError for names that are no boxes, or boxes of one tensor that do not fit.
+        """
         for key, dtype, shape, first_byte in file.tensors():
             slot, _, place = key.partition("/")
             name, _, corner = place.rpartition("@")
@@ -102,15 +108,15 @@ class ShardedRunState:
     """The tensors in a sharded checkpoint that megatron-core wrote; no pickle is run."""
 
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
-        """Errors: ValueError when a file holds more than data."""
+        """Read and check the metadata. Raises ValueError for damage or objects other than data."""
         self.folder, self._architecture = folder, architecture
         self._metadata = open_torch_dist(folder)
         self._slots: dict[str, MegatronWeights] = {}
 
     def slot(self, name: str) -> MegatronWeights:
-        """Return the tensors of one slot: the weights, or one of the optimizer's moments.
+        """Return the tensors of one slot: "weight", or one of the optimizer's states.
 
-        Raises ValueError when the folder has no such slot, or holds another model.
+        Raises ValueError when the folder has no such slot, or has another model.
         """
         if name not in self._slots:
             prefix = "" if name == WEIGHT else f"optimizer.state.{name}."
@@ -126,9 +132,9 @@ StateReader = RunState | ShardedRunState
 
 
 def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
-    """Open the tensors in a role's folder of a checkpoint, of this version or an older one.
+    """Open a role's folder of a checkpoint, of this version of the package or an older one.
 
-    Errors: ValueError when a file is damaged, or holds another model.
+    Raises ValueError when a file is damaged, or the weights are not those of the model.
     """
     if (folder / METADATA).exists():
         return ShardedRunState(folder, architecture)

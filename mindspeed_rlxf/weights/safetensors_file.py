@@ -46,7 +46,10 @@ HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote) -> None:
-    """Write a safetensors file and fsync it; a file of that name is replaced."""
+    """Write a safetensors file and fsync it; a file of that name is replaced.
+
+    Tensors are made and written one at a time; `wrote` is called after each with its bytes.
+    """
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for name, planned in tensors.items():
@@ -68,12 +71,12 @@ def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrot
 
 
 def sort_by_width(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
-    """Sort tensors by the width of their dtypes, widest first, so that all are aligned."""
+    """Sort tensors by bytes per element, widest dtype first, so that all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 class SafetensorsFile:
-    """A file that is open while boxes of its tensors are read."""
+    """A safetensors file, opened at the first read, from which boxes of tensors are read."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], IO[bytes]] = open_plain) -> None:
         self.path, self._open_file = path, open_file
@@ -83,9 +86,9 @@ class SafetensorsFile:
         return self._open_file(self.path)
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, Shape, int]]:
-        """Yield name, dtype, shape and number of the first byte of each tensor.
+        """Read the header; yield (name, dtype, shape, offset of the first byte) of each tensor.
 
-        Errors: HEADER_ERRORS
+        Raises HEADER_ERRORS where the header is damaged or does not fit the file.
         """
         length = int.from_bytes(self._read_bytes(0, 8), "little")
         if length > MAX_HEADER_BYTES:
@@ -104,13 +107,13 @@ class SafetensorsFile:
             yield name, dtype, shape, data + first
 
     def stored_box(self, first_byte: int, dtype: torch.dtype, box: Box) -> StoredBox:
-        """Describe a tensor of the file as a box of a larger one."""
+        """Return a StoredBox that reads the tensor at `first_byte` as `box` of a larger tensor."""
         return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
 
     def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
-        """Read a box inside a stored one, at once where whole rows are wanted, else row by row.
+        """Read and return the box `wanted`, which is inside the box `stored`.
 
-        first_byte: of the stored box in the file
+        first_byte: offset of the stored box in the file. Raises ValueError for a truncated file.
         """
         assert 1 <= len(stored.shape) <= 2, f"a parameter has one axis or two, not {stored.shape}"
         result = torch.empty(wanted.shape, dtype=dtype)
@@ -141,6 +144,6 @@ class SafetensorsFile:
             done += count
 
     def close(self) -> None:
-        """Close the file until it is read again."""
+        """Close the file; a later read opens it again."""
         if stream := vars(self).pop("stream", None):
             stream.close()

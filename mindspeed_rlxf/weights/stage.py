@@ -30,7 +30,7 @@ Files = list[tuple[str, dict[str, int]]]
 
 
 class StageWeights:
-    """The parameters of one pipeline rank, as a table from the map to the module's tensors."""
+    """The parameters of one pipeline rank's module, with their Hugging Face names and slices."""
 
     def __init__(
         self,
@@ -42,7 +42,10 @@ class StageWeights:
         ep_group: dist.ProcessGroup,
         chunks: int = 1,
     ) -> None:
-        """module: the stage, or the list of its chunks where there are several."""
+        """module: the stage, or a ModuleList of its chunks where there are several
+
+        Raises AssertionError where the module has other parameters than the architecture.
+        """
         self.architecture, self.head = architecture, head
         self.tp_group, self.pp_group, self.ep_group = tp_group, pp_group, ep_group
         self.tensors = dict(module.named_parameters())
@@ -52,10 +55,10 @@ class StageWeights:
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
     def load(self, folder: BoxedWeights) -> list[str]:
-        """Fill every parameter from the folder, reading this rank's slices only.
+        """Overwrite every parameter with the folder's weights; read this rank's slices only.
 
-        A score head that the folder lacks (a language model was given) is left as it is; its name
-        is in the returned list.
+        A score head that the folder lacks, because it has a language model, is left as it is.
+        Returns the names of such parameters.
         """
         absent = []
         for parameter in self.table:
@@ -77,9 +80,9 @@ class StageWeights:
         target[rows:].zero_()  # padding of the vocabulary
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
-        """Gather a parameter's Hugging Face tensors on the CPU; a collective over the tp group.
+        """Gather a parameter from all tp ranks; return its Hugging Face tensors on the CPU.
 
-        keep: False on ranks that take part and get nothing
+        A collective over the tp group. keep: False = only take part, and return {}
         """
         shard = self.tensors[parameter.name].detach()
         shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
@@ -98,18 +101,15 @@ class StageWeights:
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
     ) -> None:
-        """Write the weights as the folder `target`: each pipeline stage its own file.
+        """Write the weights as the Hugging Face folder `target`, one file per pipeline stage.
 
-        The first one also writes index, config.json and tokenizer.
+        The first stage also writes index, config.json and tokenizer. With expert parallelism each
+        expert rank writes a file with its experts; the first one adds the stage's other tensors.
+        A collective over the tensor-, pipeline- and expert-parallel groups.
 
-        With experts on several ranks each of these writes a file: the first one of a stage its own
-        experts and all else, the others their experts.
-
-        source: the folder the weights came from; gives the dtype per tensor.
-        described: the folder of config.json and the tokenizer; None = `source`
-        writes: True on the ranks that write (tp rank 0 of the first `ep` replicas).
-        A collective over the tensor-, pipeline- and expert-parallel groups; only ranks that write
-        hold their tensors on the host.
+        source:    folder that the weights came from; each tensor is converted to its dtype there
+        writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas)
+        described: folder of config.json and the tokenizer; None = `source`
         """
         pp, ep = self.pp_group, self.ep_group
         name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())
@@ -135,7 +135,7 @@ class StageWeights:
 
 
 def _gather(files: Files, group: dist.ProcessGroup) -> Files:
-    """Return the lists of all ranks of the group, joined, on every rank."""
+    """Gather the lists of all ranks of the group, and return their concatenation on every rank."""
     gathered: list[Files] = [[]] * group.size()
     dist.all_gather_object(gathered, files, group=group)
     return [file for part in gathered for file in part]

@@ -40,12 +40,15 @@ READ_BYTES = 1 << 22
 
 
 class StagedFolder:
-    """The folder `target` while it is being written. End with `publish` or `close`."""
+    """The folder `target` while it is being written; call `publish` when complete, else `close`."""
 
     def __init__(self, target: Path, plan: dict[str, Any], replace: bool) -> None:
-        """plan: what decides the content; parts of another plan are removed.
+        """Open and lock the partial folder; keep finished parts of an interrupted run.
 
-        Errors: UserError when `target` is there (unless `replace`) or is being written by another.
+        plan:    JSON value that determines the content; parts of another plan are removed
+        replace: replace an existing target
+        Raises UserError when `target` exists without `replace`, another process writes it, or the
+        partial folder has files of others.
         """
         self.target, self.replace = target, replace
         self.kept: dict[str, dict[str, Any]] = {}
@@ -57,9 +60,9 @@ class StagedFolder:
             self._open_partial(plan)
 
     def _open_published(self, plan: dict[str, Any]) -> bool:
-        """Whether the target was published with this plan, but not cleaned up.
+        """Whether a run with this plan was killed after it had renamed the folder to the target.
 
-        An interrupted publish of another plan is finished.
+        If so, locks the target and reads its journal. If the plan was another, cleans up after it.
         """
         self.folder = self.target
         if not _has_plan(self.target / JOURNAL):
@@ -71,7 +74,11 @@ class StagedFolder:
         return same
 
     def _open_partial(self, plan: dict[str, Any]) -> None:
-        """Make, lock and read the partial folder; parts of another plan are removed."""
+        """Make and lock the partial folder, and read its journal; remove parts of another plan.
+
+        Moves an older target back if a run was killed between the two renames of `publish`. Raises
+        UserError.
+        """
         self.folder = self.target.with_name(self.target.name + ".partial")
         self._check_target()
         self._make()
@@ -103,9 +110,10 @@ class StagedFolder:
             )
 
     def _read_journal(self, plan: dict[str, Any]) -> bool:
-        """Read the journal; return whether it is of this plan, whose finished parts are kept.
+        """Read the journal into `kept` (parts) and `_begun` (paths); return if its plan is `plan`.
 
-        A last line that was cut off is removed, as no line after it would be read.
+        Parts of another plan are not listed in `kept`. Truncates an incomplete last line, and
+        removes scratch folders of earlier runs.
         """
         lines, length = _lines(self.folder / JOURNAL)
         self._journal.truncate(length)
@@ -120,7 +128,10 @@ class StagedFolder:
         return same
 
     def _read_replaced(self, line: dict[str, Any]) -> Path | None:
-        """Return where the journal says the older folder was moved to; None for other names."""
+        """Return the path that an older target was moved to, by a line of the journal.
+
+        None for a name that this module does not make.
+        """
         name, self._node_before = line[REPLACES], line.get("node", [])
         ours = re.escape(self.target.name) + r"\.replaced(-[0-9a-f]{16})?"
         if not isinstance(name, str) or not re.fullmatch(ours, name):
@@ -128,7 +139,7 @@ class StagedFolder:
         return self.target.with_name(name)
 
     def _is_replaced(self) -> bool:
-        """Whether the older folder is still where it was moved to."""
+        """Whether the older target that was moved away still exists there, by device and inode."""
         path = self._before
         return path is not None and os.path.lexists(path) and _node(path) == self._node_before
 
@@ -144,7 +155,10 @@ class StagedFolder:
                         (self.folder / parent).rmdir()
 
     def _refuse_others(self, ours: set[str]) -> None:
-        """Raise UserError where the folder holds files of others: they would be published."""
+        """Raise UserError if the folder has files that are not in `ours`; they would be published.
+
+        Closes the journal first.
+        """
         strange = sorted({path.name for path in self.folder.iterdir()} - ours - {JOURNAL})
         if strange:
             self._journal.close()
@@ -157,7 +171,10 @@ class StagedFolder:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _make(self) -> None:
-        """Make the partial folder. Raises UserError where something else has its name."""
+        """Make the partial folder, or reuse one with a journal or without files.
+
+        Raises UserError where something else has its name, or it cannot be made.
+        """
         foreign = self.folder.exists() and not (self.folder / JOURNAL).exists()
         if self.folder.is_symlink() or (
             foreign and (not self.folder.is_dir() or any(self.folder.iterdir()))
@@ -171,7 +188,10 @@ class StagedFolder:
             raise UserError(Problem(f"{self.folder}", rule, remedy="give another folder")) from None
 
     def _lock(self) -> IO[str]:
-        """Open and lock the journal. Raises UserError when another process writes the target."""
+        """Open the journal and lock it without waiting; return it.
+
+        Raises UserError when another process has the lock or the journal cannot be written.
+        """
         path = self.folder / JOURNAL
         rule = "is being written by another process"
         busy = UserError(Problem(f"{self.target}", rule, remedy="wait for it"))
@@ -197,20 +217,21 @@ class StagedFolder:
         os.fsync(self._journal.fileno())
 
     def finished(self, part: str) -> bool:
-        """Whether an earlier run wrote the part and its file is unchanged."""
+        """Whether a part is written and its file is unchanged, by size and CRC-32."""
         line, path = self.kept.get(part), self.folder / part
         if line is None or path.is_symlink() or not path.is_file():
             return False
         return path.stat().st_size == line["size"] and checksum(path) == line["crc32"]
 
     def note(self, part: str) -> Any:
-        """Return what the function that wrote the part returned."""
+        """Return the value that the `write` function of a finished part returned."""
         return self.kept[part]["note"]
 
     def write(self, part: str, write: Callable[[Path], Any]) -> None:
-        """Write one part: call `write` with a scratch folder, move the part to its place, note it.
+        """Write one part: call `write` with a scratch folder in which it must make the file `part`.
 
-        Only a whole part gets its name.
+        The complete file is moved to the partial folder and listed in the journal with size,
+        CRC-32 and the value that `write` returned (JSON).
         """
         scratch, place = self._make_scratch(), self.folder / part
         (scratch / part).parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +243,10 @@ class StagedFolder:
         self._append(line)
 
     def write_beside(self, write: Callable[[Path], Any]) -> None:
-        """Write small files, anew in every run: call `write` with a folder, move its files."""
+        """Write small files: call `write` with a scratch folder, then move all files out of it.
+
+        They are not listed as finished parts, so every run writes them again.
+        """
         scratch = self._make_scratch()
         write(scratch)
         for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
@@ -230,14 +254,14 @@ class StagedFolder:
         shutil.rmtree(scratch)
 
     def _make_scratch(self) -> Path:
-        """Make a folder of random name to write a part in, and note it in the journal."""
+        """Make a folder of random name to write in, after listing its name in the journal."""
         scratch = self.folder / f".scratch-{secrets.token_hex(8)}"
         self._begin(scratch.name)
         scratch.mkdir()
         return scratch
 
     def _move(self, scratch: Path, name: str) -> None:
-        """Move a whole file to its place, after the journal has named it."""
+        """Move a complete file from `scratch` to the folder, after listing it in the journal."""
         self._begin(name)
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(scratch / name, self.folder / name)
@@ -261,14 +285,14 @@ class StagedFolder:
         self._finish()
 
     def _move_away(self) -> None:
-        """Write a new name for the older folder to the journal, then rename the folder."""
+        """Choose a new name for the older target, write it to the journal, rename the target."""
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
         self._before, self._node_before = self.target.with_name(name), _node(self.target)
         self._append({REPLACES: name, "node": self._node_before})
         os.replace(self.target, self._before)
 
     def _finish(self) -> None:
-        """Remove the older folder and the journal, once the folder has its name."""
+        """Remove the older target that was moved away, remove the journal and close it."""
         if self._before and self._is_replaced():
             _remove(self._before)
         (self.target / JOURNAL).unlink()
@@ -276,7 +300,7 @@ class StagedFolder:
         self._journal.close()
 
     def close(self) -> None:
-        """Stop; finished parts stay for the next run."""
+        """Close the journal, which unlocks the folder; finished parts stay for the next run."""
         self._journal.close()
 
 
@@ -290,7 +314,10 @@ def checksum(path: Path) -> int:
 
 
 def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the journal's whole lines, and their length in bytes; a cut last line is left out."""
+    """Return the journal's complete lines, parsed, and their length in bytes.
+
+    Stops at the first line that is incomplete or no JSON object.
+    """
     lines: list[dict[str, Any]] = []
     length = 0
     with open_file(journal, "rb") as file:
@@ -308,13 +335,13 @@ def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _has_plan(journal: Path) -> bool:
-    """Whether a file is our journal, and not another file of that name."""
+    """Whether a file exists and is a journal of this module (its first line has a plan)."""
     is_file = journal.is_file() and not journal.is_symlink()
     return is_file and any(PLAN in line for line in _lines(journal)[0][:1])
 
 
 def _occupied(path: Path) -> bool:
-    """Whether something other than an empty folder is there."""
+    """Whether the path exists and is not an empty folder; a link counts as existing."""
     if path.is_symlink() or not path.is_dir():
         return os.path.lexists(path)
     return any(path.iterdir())
@@ -329,6 +356,6 @@ def _remove(path: Path) -> None:
 
 
 def _node(path: Path) -> list[int]:
-    """Device and inode, which tell a folder or a link from another one of that name."""
+    """Return device and inode of a path, which identify it after a rename; links not followed."""
     found = path.lstat()
     return [found.st_dev, found.st_ino]

@@ -22,7 +22,7 @@ host keeps the file."""
 
 @dataclass(frozen=True)
 class Written:
-    """Files of a role. seconds: that the slowest rank took to write"""
+    """Files that a role wrote. seconds: time that its slowest rank needed"""
 
     files: list[Entry]
     seconds: float
@@ -30,10 +30,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Loaded:
-    """How a rank took its role's part over.
+    """Result of loading a role's state from a checkpoint.
 
-    problem:     of any rank of the role, why it could not; empty = all did
-    same_layout: the same layout wrote it
+    problem:     why a rank of the role could not load it; "" = all ranks could
+    same_layout: whether the same parallel layout wrote it
     """
 
     problem: str = ""
@@ -45,7 +45,7 @@ READ_BYTES = 1 << 22
 
 
 def entry_of(folder: Path, file: Path) -> Entry:
-    """Fsync the file and return its manifest entry."""
+    """Fsync and hash a file; return its manifest entry, with the path relative to `folder`."""
     digest = hashlib.sha256()
     with open_file(file, "rb") as stream:
         os.fsync(stream.fileno())
@@ -62,12 +62,15 @@ def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
 
 
 def without_host(entry: Entry) -> Entry:
-    """The entry without the host that keeps the file."""
+    """Return a copy of the entry without the host that keeps the file."""
     return {key: value for key, value in entry.items() if key != HOST}
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """Describe a file that is missing, a link, or of another size; reads no content."""
+    """Return why a file is not its entry's: missing, a link or of another size; None if it fits.
+
+    Reads no content.
+    """
     file = folder / entry["path"]
     if file.is_symlink():
         return f"{entry['path']} is a link"
@@ -80,7 +83,10 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Describe a file that is missing, a link, or of other content than its entry."""
+    """Return why a file is not its entry's: missing, a link, unreadable, of another size or hash.
+
+    None if it fits. Reads the whole file.
+    """
     try:
         problem = size_problem(folder, entry)
         if problem is None and entry_of(folder, folder / entry["path"]) != without_host(entry):
@@ -91,9 +97,9 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def write_text(file: Path, text: str, mode: int | None = None) -> None:
-    """Replace a file atomically by this text, and sync it to the disk.
+    """Replace a file atomically by this text, and fsync it; make its folder if needed.
 
-    mode: of the file, for which its folder is then made private too; None = as the umask says
+    mode: permission bits of the file, with which a new folder is made private too; None = by umask
     """
     if mode is None:
         file.parent.mkdir(parents=True, exist_ok=True)

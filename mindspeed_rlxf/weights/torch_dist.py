@@ -55,10 +55,10 @@ SMALL = 1 << 20  # bytes of a tensor that is written at once
 def read_torch_dist(
     metadata: Metadata, architecture: ArchitectureConfig, prefix: str = ""
 ) -> MegatronWeights:
-    """Find the weights in a checkpoint, or one optimizer tensor for each of them.
+    """Return the weights in a checkpoint, or one optimizer state of each weight.
 
-    prefix: first part of the names of these optimizer tensors; "" = read the weights
-    Errors: ValueError when it is damaged or holds another model.
+    prefix: prefix of the names of the optimizer state; "" = the weights
+    Raises ValueError when the checkpoint is damaged or has another model.
     """
     tensors = {
         name.removeprefix(prefix): metadata.tensor(name)
@@ -85,7 +85,10 @@ def read_torch_dist(
 def _find(
     parameter: StageParameter, tensors: dict[str, BoxedTensor]
 ) -> tuple[str, BoxedTensor] | None:
-    """Find the tensor of a parameter: stored alone, or as a slice of the tensor of all layers."""
+    """Return (stored name, tensor) of a parameter, which may be a slice of that of all layers.
+
+    None where it is not stored.
+    """
     alone = find(parameter, tensors)
     if alone is not None:
         return alone
@@ -99,7 +102,7 @@ def _find(
 
 
 def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> Iterator[str]:
-    """Yield a line for each tensor of all layers that has more or fewer than the model."""
+    """Yield a line for each tensor of all layers whose number of layers is not the model's."""
     stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
     for name in unknown_names(stacked, set()):
         layers = tensors[name].size[:1]
@@ -110,7 +113,8 @@ def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> I
 def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
     """Return the name of the tensor of all layers (and experts), and a parameter's index in it.
 
-    name: with the global index of its layer
+    name: name of the parameter, with the global number of its layer; a parameter outside layers has
+          its own name and the index ()
     """
     layer = LAYER.match(name)
     if layer is None:
@@ -130,7 +134,10 @@ def dist_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Plan the `.distcp` files of all ranks that write something; writing returns the entries."""
+    """Yield the planned `.distcp` file of each rank that writes; nothing is written yet.
+
+    `PlannedFile.write` returns the file's entries for `write_metadata`.
+    """
     for number, rank in enumerate(layout.ranks()):
         if rank[2] == 0 or architecture.num_experts is not None:
             boxes = list(_boxes_of_rank(layout, architecture, head, rank, shard))
@@ -146,7 +153,7 @@ def _boxes_of_rank(
     rank: tuple[int, int, int],
     shard: MakeShard,
 ) -> Iterator[PlannedBox]:
-    """Yield the boxes that this rank writes: those that no rank before it holds too."""
+    """Yield the boxes that this rank writes: those that no earlier rank has too."""
     tp_rank, pp_rank, ep_rank = rank
     for chunk in range(layout.chunks):
         layers = layout.stages[pp_rank][chunk]
@@ -166,7 +173,10 @@ def _boxes_of_shard(
     tp_rank: int,
     tp: int,
 ) -> Iterator[PlannedBox]:
-    """Yield the boxes of a rank's shard: global name, size and box, and the planned numbers."""
+    """Yield the boxes of a rank's shard of a parameter: two for gate and up of an MLP, else one.
+
+    layers: those of the rank's chunk; planned: the shard
+    """
     name = LAYER.sub(lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", parameter.name)
     key, index = global_name(name, parameter.expert)
     key = spellings(key)[-1] if index else key
@@ -189,7 +199,7 @@ def _boxes_of_shard(
 
 
 def _part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
-    """Plan a box of a planned tensor, in another shape."""
+    """Return a planned tensor that is a box of another one, reshaped. place: the box"""
 
     def make() -> Tensor:
         return planned.make()[place.slices].reshape(shape).clone()
@@ -198,7 +208,7 @@ def _part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
 
 
 def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict[str, Any]]:
-    """Write a file of boxes; return its entries for `.metadata`."""
+    """Write boxes to a file, one after the other, and fsync it; return entries for `.metadata`."""
     entries = []
     with path.open("wb") as file:
         for name, size, box, planned in boxes:
@@ -235,9 +245,9 @@ def write_metadata(
     head: Head,
     dtype: torch.dtype,
 ) -> None:
-    """Write the metadata that makes the files a checkpoint.
+    """Write `.metadata`, `common.pt`, `metadata.json` and the empty extra states to `folder`.
 
-    files: name -> the entries that writing it returned
+    files: file name -> the entries that writing it returned
     """
     described: dict[str, Any] = {}
     places: dict[Any, Any] = {}
@@ -281,7 +291,10 @@ def _add_extra_states(
     described: dict[str, Any],
     places: dict[Any, Any],
 ) -> None:
-    """Write the empty `_extra_state` of Megatron's linear layers, and add it to the metadata."""
+    """Write a file with the empty `_extra_state` of Megatron's linear layers.
+
+    Adds its entries to `described` and `places`.
+    """
     empty = io.BytesIO()
     torch.save([None], empty)
     (folder / EXTRA_STATES).write_bytes(empty.getvalue())

@@ -45,7 +45,7 @@ LOCAL_HEADER = 30  # bytes before the name of a record
 
 
 class ChangedBytes(ValueError):
-    """The bytes of a tensor are not those that were written, which is found when it is read."""
+    """The bytes of a record differ from its CRC-32."""
 
 
 class MappedFile:
@@ -66,7 +66,7 @@ class MappedFile:
         self._checked: set[int] = set()  # records whose sum was right, by their start
 
     def window(self, offset: int, length: int) -> Window:
-        """Return a part of the file. Raises ValueError where it reaches beyond the end."""
+        """Return a byte range of the file. Raises ValueError where it exceeds the file."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(
                 f"{self.path} ends at byte {self.size}, a tensor reaches to {offset + length}: "
@@ -90,7 +90,7 @@ class MappedFile:
         return self.read(record.start, record.length)
 
     def check(self, record: Record) -> None:
-        """Compare the CRC-32 of a record, once. Errors: ChangedBytes."""
+        """Compare the CRC-32 of a record, only at the first call. Raises ChangedBytes."""
         if record.start in self._checked:
             return
         with memoryview(self._map)[record.start : record.start + record.length] as data:
@@ -105,14 +105,14 @@ class MappedFile:
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a mapped file. start, length: bytes"""
+    """A byte range of a mapped file. start, length: bytes"""
 
     file: MappedFile
     start: int
     length: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """Read bytes of the window, fewer at its end."""
+        """Return bytes from `offset` in the range on, fewer at its end."""
         return self.file.read(self.start + offset, max(0, min(length, self.length - offset)))
 
 
@@ -144,7 +144,7 @@ class StoredTensor:
 
 
 def _used_elements(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Count the elements from a strided tensor's first to its last."""
+    """Return the number of stored elements from a strided tensor's first to last; 0 if empty."""
     if not all(shape):
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -173,16 +173,17 @@ STORAGE_OF = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return the saved object, every tensor in it a `StoredTensor`, other objects `Inert`.
+    """Read a file of torch.save without running its code.
 
-    Errors: ValueError when the file is missing or damaged, or holds more than data.
+    Returns the saved object, with a `StoredTensor` for each tensor and `Inert` for other objects.
+    Raises ValueError when the file is missing or damaged, or has objects other than data.
     """
     file = MappedFile(path)
     return read_window(file.window(0, file.size))
 
 
 def read_window(window: Window) -> Any:
-    """Read the torch file inside a window, as `read_torch_file` does."""
+    """Read the file of torch.save in a byte range; result and errors as of `read_torch_file`."""
     path = window.file.path
     try:
         return _Reader.of(window).load()
@@ -206,7 +207,7 @@ class _Reader(InertUnpickler):
 
     @classmethod
     def of(cls, window: Window) -> _Reader:
-        """Find the records of the zip archive in `window`. Raises ValueError for other files."""
+        """Make a reader of the zip archive in `window`. Raises ValueError for other files."""
         path = window.file.path
         records = records_of(window.read, window.length)
         if window.start:
@@ -219,9 +220,10 @@ class _Reader(InertUnpickler):
         return cls(window, records)
 
     def storage(self, dtype: str, key: str, elements: int) -> _Storage:
-        """Return the data of a tensor.
+        """Return the storage of a tensor: dtype, record of the archive, number of elements.
 
-        Raises Refused for an unknown type, ValueError where the record is too short.
+        dtype: name of the storage's class. Raises Refused for an unknown class, ValueError where
+        the record is missing or too short.
         """
         record, kind = self._records.get(f"data/{key}"), STORAGES.get(dtype)
         if kind is None:
@@ -231,7 +233,10 @@ class _Reader(InertUnpickler):
         return _Storage(kind, record, elements)
 
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> StoredTensor:
-        """Return the tensor of a plain tensor, a parameter, or a tensor with attributes."""
+        """Return the StoredTensor that a function in `TENSORS` would make; attributes are dropped.
+
+        Raises Refused or ValueError for a tensor that does not fit its storage.
+        """
         if function == TYPED:
             function, arguments = arguments[0].text, arguments[2]
         if function not in OF_STORAGE:
@@ -256,7 +261,7 @@ class _PlannedStorage:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes planned tensors as torch writes tensors, and lists them in that order."""
+    """Pickles planned tensors as torch does tensors, and lists them in `planned`, in order."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=2)
@@ -280,7 +285,11 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
-    """Write `tree` as `torch.save` would, with PlannedTensors for tensors, and fsync it."""
+    """Write `tree` to a file as `torch.save` would, and fsync it.
+
+    Its PlannedTensors become tensors, made one at a time; `wrote` is called after each with its
+    bytes.
+    """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(tree)

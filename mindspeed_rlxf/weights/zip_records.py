@@ -55,10 +55,11 @@ class _Entry:
 
 
 def records_of(read: Read, size: int) -> dict[str, Record]:
-    """List the records of an archive by name, without the folder that all names begin with.
+    """Return name -> record of an archive; names are without the folder that all begin with.
 
     size: of the archive, bytes
-    Errors: Refused when it could be read in two ways or holds a program; ValueError when damaged.
+    Raises Refused when the archive is ambiguous, has a program or anything that torch does not
+    write, ValueError when it is damaged.
     """
     try:
         start, length, count = _place_of_directory(read, size)
@@ -103,7 +104,10 @@ def _place_of_directory(read: Read, size: int) -> tuple[int, int, int]:
 
 
 def _directory(data: bytes) -> Iterator[_Entry]:
-    """Yield the entries of the directory. Raises Refused for what torch does not write."""
+    """Yield the entries of an archive's directory. data: its bytes
+
+    Raises Refused for entries that torch does not write, ValueError or struct.error when damaged.
+    """
     at = 0
     while at < len(data):
         magic, _, _, flags, method, _, _, crc, packed, size, *lengths, disk, _, _, offset = (
@@ -137,7 +141,10 @@ def _extra_fields(extra: bytes) -> dict[int, bytes]:
 
 
 def _widened(extra: bytes, numbers: list[int]) -> list[int]:
-    """Replace the marked numbers by those of 64 bits in the extra field. Raises Refused."""
+    """Replace numbers that are WIDE by the 64-bit numbers of the zip64 extra field, in place.
+
+    Raises Refused unless the field has exactly these. Returns `numbers`.
+    """
     wide = _extra_fields(extra).get(ZIP64_FIELD, b"")
     marked = [at for at, number in enumerate(numbers) if number == WIDE]
     if len(wide) != 8 * len(marked):
@@ -163,9 +170,10 @@ def _refuse_names(names: list[str]) -> None:
 
 
 def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
-    """Yield each record by name. Raises Refused unless they fill the archive without a gap.
+    """Yield (name without folder, record) for each entry.
 
-    Each record's own header must agree with its entry in the directory.
+    Raises Refused unless the records fill the archive up to `end` without gap or overlap, and each
+    record's own header agrees with its entry in the directory.
     """
     at = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):
@@ -194,7 +202,10 @@ def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, R
 
 
 def _sums_length(read: Read, entry: _Entry, at: int) -> int:
-    """Return the length of the sums after a record's data. Raises Refused where they differ."""
+    """Return the length in bytes of the data descriptor (CRC-32 and sizes) after a record's data.
+
+    at: its offset. Raises Refused where it differs from the entry.
+    """
     for form in SUMS:
         data = read(at, form.size)
         expected = (b"PK\x07\x08", entry.crc, entry.size, entry.size)

@@ -1,1 +1,1 @@
-"""Make indexed prompt data sets from files of rows."""
+"""Make indexed data sets of prompts, conversations or pairs from files of rows."""

@@ -1,7 +1,7 @@
 """Convert a row into what its handler encodes: the turns of the prompt, and the responses to it.
 
-Alpaca rows have a column for each part. Sharegpt rows have one column with the list of messages,
-whose keys and roles `Tags` names.
+Alpaca rows have separate columns for instruction, input, output and so on. Sharegpt rows have one
+column with a list of messages, whose keys and roles are named in `Tags`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHAT_TAGS = Tags("role", "content", "user", "assistant", observation_tag="", fun
 
 
 class UnusableRow(ValueError):
-    """No example can be made of a row. reason: its name in the counts of dropped rows"""
+    """No example can be made of a row. reason: short name under which such rows are counted"""
 
     def __init__(self, reason: str, rule: str, remedy: str) -> None:
         self.reason, self.problem = reason, Problem("", rule, remedy=remedy)
@@ -29,8 +29,10 @@ class UnusableRow(ValueError):
 
 
 class Example(NamedTuple):
-    """turns:     of the prompt, the last one the user's
-    responses: none, one, or the better and the worse
+    """A prompt and its responses.
+
+    turns:     turns of the prompt, the last one the user's
+    responses: none, one, or two (the better and the worse)
     """
 
     turns: list[Turn]
@@ -38,7 +40,11 @@ class Example(NamedTuple):
 
 
 def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
-    """Read the parts of a row that the handler writes. Raises UnusableRow."""
+    """Make the prompt of a row, and the responses that the handler writes.
+
+    Raises UnusableRow for a column that is missing, empty or of a wrong type, for turns in a wrong
+    order and for invalid Unicode.
+    """
     if isinstance(keys, MapKeys):
         example = _make_alpaca_example(row, keys, handler.output)
     else:
@@ -52,7 +58,10 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
 
 
 def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
-    """Make the example of a row with a column for each part. Raises UnusableRow."""
+    """Make the example of an alpaca row: system, history, prompt and query, and the responses.
+
+    Raises UnusableRow.
+    """
     turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
     _check_order(turns)
@@ -62,9 +71,10 @@ def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
 
 
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
-    """Make the example of a row with a list of messages. Raises UnusableRow.
+    """Make the example of a row with a list of messages.
 
-    An empty prompt is refused, an empty response is kept.
+    The last message is the response, except for pairs, whose responses have their own columns.
+    Raises UnusableRow, also for an empty turn of the user; an empty response is kept.
     """
     messages = _require(row, keys.messages, "messages")
     turns = _read_messages(messages, keys.tags, "messages must be")
@@ -81,7 +91,7 @@ def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Exam
 
 
 def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
-    """Yield the turns of the history column. Raises UnusableRow."""
+    """Yield the turns of the history column, if the row has one. Raises UnusableRow."""
     pairs = look_up(row, keys.history) if keys.history else None
     rule = "a history must be a list of [user, assistant] pairs of text"
     if pairs is not None and not isinstance(pairs, list):
@@ -94,7 +104,10 @@ def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
 
 
 def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
-    """Read the turns of the prompt's column, and append the query to the last one."""
+    """Return the turns of the prompt's column, with the query on a new line of the last turn.
+
+    Raises UnusableRow, also where the last turn is empty or not the user's.
+    """
     prompt, query = _require(row, keys.prompt, "prompt"), _read_text(row, keys.query, "query")
     turns = [Turn("user", prompt)]
     if not isinstance(prompt, str):
@@ -107,7 +120,11 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
 
 
 def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
-    """Read text, a number, a list of one text, or messages that end with the assistant's."""
+    """Return the response in a column as text.
+
+    The column has text, a number, a list of one text, or chat messages: the assistant's alone, or
+    the prompt's `turns` and then the assistant's. Raises UnusableRow for anything else.
+    """
     value = _require(row, column, "response")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
@@ -126,7 +143,10 @@ def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
 
 
 def _read_judged(row: Row, column: str, tags: Tags) -> str:
-    """Read the response of a pair: text, or one message of the assistant."""
+    """Return one response of a sharegpt pair: text, or one message of the assistant.
+
+    Raises UnusableRow for anything else.
+    """
     value = _require(row, column, "response")
     if isinstance(value, str):
         return value
@@ -136,9 +156,9 @@ def _read_judged(row: Row, column: str, tags: Tags) -> str:
 
 
 def _require(row: Row, column: str, part: str) -> Any:
-    """Return a column's value.
+    """Return a column's value. Raises UnusableRow where it is absent or null.
 
-    Raises UnusableRow where it is absent or null. part: for the error
+    part: what the column should hold, for the error
     """
     value = look_up(row, column)
     if value is None:
@@ -152,7 +172,10 @@ def _require(row: Row, column: str, part: str) -> Any:
 
 
 def _read_text(row: Row, column: str | None, part: str) -> str:
-    """Read the text of a column, "" where the row has none."""
+    """Return the text of a column; "" where the column is None, absent or null.
+
+    Raises UnusableRow for a value that is not text. part: what the column holds, for the error
+    """
     value = look_up(row, column) if column else None
     if value is None or isinstance(value, str):
         return value or ""
@@ -161,12 +184,15 @@ def _read_text(row: Row, column: str | None, part: str) -> str:
 
 
 def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
-    """Read a list of messages; only the first one may be the system's."""
+    """Convert a list of messages to turns; only the first one may be the system's.
+
+    Raises UnusableRow, also for an empty list. rule: how the error begins
+    """
     if not isinstance(value, list) or not value:
         rule = f"{rule} a list of messages that is not empty, here it is {shown(value)}"
         raise UnusableRow("wrong type", rule, "write it as such a list")
     turns = [
-        _read_message(message, tags, f"message {place}") for place, message in enumerate(value, 1)
+        _read_message(message, tags, f"message {number}") for number, message in enumerate(value, 1)
     ]
     if any(turn.role == "system" for turn in turns[1:]):
         rule = "only the first message may be of the system, a later one is too"
@@ -175,7 +201,10 @@ def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
 
 
 def _read_message(message: Any, tags: Tags, name: str) -> Turn:
-    """Read a message as a turn, by the names in `tags`. Raises UnusableRow. name: for the error"""
+    """Convert a message, whose keys and roles `tags` names, to a turn.
+
+    Raises UnusableRow, also for turns of tools. name: name of the message in the error
+    """
     found = message if isinstance(message, dict) else {}
     role, text = found.get(tags.role_tag), found.get(tags.content_tag)
     if not isinstance(role, str) or not isinstance(text, str):
@@ -193,7 +222,11 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
-    """Put the system text first: that of the messages, or that of the column."""
+    """Return the turns with the system's first: that among the turns, or one with text `system`.
+
+    No turn is added for `system` "". Raises UnusableRow where there are two system texts.
+    column: where `system` comes from, for the error
+    """
     own = [turn for turn in turns if turn.role == "system"]
     others = [turn for turn in turns if turn.role != "system"]
     if own and system:
@@ -203,12 +236,12 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 
 
 def _check_order(turns: Sequence[Turn]) -> None:
-    """Require that user and assistant alternate after the system."""
+    """Raise UnusableRow unless user and assistant alternate after the system, the user first."""
     roles = [turn.role for turn in turns if turn.role != "system"]
-    for place, role in enumerate(roles):
-        expected = ("user", "assistant")[place % 2]
+    for number, role in enumerate(roles, 1):
+        expected = ("assistant", "user")[number % 2]
         if role != expected:
-            rule = f"user and assistant must take turns, turn {place + 1} is of the {role}"
+            rule = f"user and assistant must take turns, turn {number} is of the {role}"
             raise UnusableRow("wrong roles", f"{rule}, not of the {expected}", "repair the row")
 
 

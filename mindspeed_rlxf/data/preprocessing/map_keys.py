@@ -1,4 +1,4 @@
-"""Parse `--map-keys`, which names the columns for the parts of a row."""
+"""Parse `--map-keys`, which names the columns with prompt, response and so on of a row."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NOT_RENDERED = {
 
 @dataclass(frozen=True)
 class MapKeys:
-    """Columns of alpaca rows (dots reach inside); None = unused.
+    """Names of the columns of alpaca rows; None = unused. "a.b" is field b of the object a.
 
     prompt:   text, or a list of chat messages {role, content}
     query:    text put on a new line under the prompt
-    response: text; not part of a prompt, where the column is kept like any other
+    response: text; handlers that write prompts only keep it like any other column
     history:  list of [user, assistant] pairs before the prompt
     system:   text
-    chosen, rejected: of pairs, the better and the worse response
+    chosen, rejected: the better and the worse response of a pair
     """
 
     prompt: str = "instruction"
@@ -41,7 +41,7 @@ class MapKeys:
 
     @property
     def consumed(self) -> set[str]:
-        """Columns that become the prompt, and are not kept as columns."""
+        """Columns that become the prompt, and are therefore not written as columns."""
         return {c for c in (self.prompt, self.query, self.history, self.system) if c}
 
 
@@ -60,11 +60,11 @@ class Tags:
 
 @dataclass(frozen=True)
 class ShareGptKeys:
-    """Columns of sharegpt rows; None = unused.
+    """Names of the columns of sharegpt rows; None = unused.
 
-    messages: the list of messages, which `tags` reads
+    messages: list of messages, whose keys and roles `tags` names
     system:   text, where no message is the system's
-    chosen, rejected: of pairs, one message each
+    chosen, rejected: the better and the worse response of a pair, one message each
     """
 
     messages: str = "conversations"
@@ -86,7 +86,7 @@ def default_keys(handler: Handler) -> Keys:
 
 
 def known_keys(handler: Handler) -> list[str]:
-    """List the keys that a handler reads."""
+    """List the keys of --map-keys that a handler reads."""
     unused = ("response",) if handler.output is Output.PAIR else ("chosen", "rejected")
     return [key.name for key in fields(default_keys(handler)) if key.name not in unused]
 
@@ -94,7 +94,8 @@ def known_keys(handler: Handler) -> list[str]:
 def parse_map_keys(text: str, handler: Handler) -> Keys:
     """Parse JSON such as {"prompt": "question", "query": ""}; "" = unused.
 
-    Keys that are not given keep their defaults. Raises UserError.
+    Keys that are not given keep their defaults, or become unused where another key names their
+    default column. Raises UserError for invalid JSON, unknown keys and conflicting columns.
     """
     defaults, example = default_keys(handler), '{"prompt": "question", "query": ""}'
     if isinstance(defaults, ShareGptKeys):
@@ -124,9 +125,10 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
 def missing_columns(
     keys: Keys, handler: Handler, columns: dict[str, None], extra: Iterable[str] = ()
 ) -> Iterator[Problem]:
-    """Report columns that the user named and no row has.
+    """Yield a problem for each column that the user named and that no row has.
 
-    The column of a response that is not read may be absent.
+    columns: names of all columns of the rows. extra: columns of --dataset-additional-keys.
+    Default columns may be absent, and so may the response of a handler that writes prompts only.
     """
     defaults = asdict(default_keys(handler))
     asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
@@ -155,7 +157,10 @@ def _unknown(name: str, key: str, known: Iterable[str]) -> Problem:
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises UserError, whose rule begins with `rule`."""
+    """Parse the JSON object of --map-keys. Raises UserError for anything else.
+
+    rule: how the error begins
+    """
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -167,7 +172,10 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 
 
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
-    """Yield the problem of one key of --map-keys and its value."""
+    """Yield the problems of one key of --map-keys and its value; none if they are valid.
+
+    A key that the handler does not read is valid with an empty value.
+    """
     known = known_keys(handler)
     if key == "tags" and key in known:
         yield from _tag_problems(value)
@@ -182,7 +190,10 @@ def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
 
 
 def _tag_problems(tags: Any) -> Iterator[Problem]:
-    """Yield a problem for each tag that is unknown, empty or not text."""
+    """Yield a problem for each tag that is unknown, empty or not text, or if `tags` is no object.
+
+    None is valid.
+    """
     known = Tags.__dataclass_fields__
     if tags is not None and not isinstance(tags, dict):
         yield _wrong(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')
@@ -195,7 +206,7 @@ def _tag_problems(tags: Any) -> Iterator[Problem]:
 
 
 def _same_columns(keys: Keys) -> Iterator[Problem]:
-    """Yield a problem when two parts of the prompt are the same column."""
+    """Yield a problem when one column is used for two of prompt, query, history and system."""
     if isinstance(keys, MapKeys):
         used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
         if twice := [column for column in used if used.count(column) > 1]:
@@ -204,7 +215,10 @@ def _same_columns(keys: Keys) -> Iterator[Problem]:
 
 
 def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
-    """Require columns for the responses that the handler writes."""
+    """Yield a problem for each response that the handler writes and that has no column.
+
+    Also where the response is read from the column of the prompt.
+    """
     needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
     for key in needed.get(handler.output, ()):
         if getattr(keys, key, "messages") is None:

@@ -33,10 +33,10 @@ Readers = dict[Path, IndexedReader]
 
 @dataclass(frozen=True)
 class OwnSet:
-    """A set with a sidecar.
+    """A data set with a sidecar, as this package writes it.
 
     prefix:  as in data.data_path
-    readers: the columns that were found, by their file names
+    readers: opened columns by the names in their file names; columns without files are absent
     """
 
     prefix: Path
@@ -47,24 +47,26 @@ class OwnSet:
 def merge(
     folder: str, keys: Sequence[str], output_prefix: str, overwrite: bool = False
 ) -> dict[str, int]:
-    """Write `{output_prefix}_{key}.bin/.idx` from all pairs in `folder` whose name has the key.
+    """Write `{output_prefix}_{key}.bin/.idx` from all .bin/.idx pairs whose name contains the key.
 
-    Pairs are taken in the order of their names. Sets with a sidecar give a set with a sidecar.
-    Returns output -> number of sequences. Raises UserError; then nothing is written.
+    The pairs are those in `folder`, concatenated in the order of their names. If some belong to
+    sets with a sidecar, all must; then whole sets are merged and the output has a sidecar.
+    Returns output path without ending -> number of sequences. Raises UserError: for an existing
+    output without `overwrite`, for sets that are incomplete or differ, or when writing fails.
     """
-    place, prefix = Path(folder), Path(output_prefix).absolute()
-    if not place.is_dir():
+    source, prefix = Path(folder), Path(output_prefix).absolute()
+    if not source.is_dir():
         rule = "with --merge-group-keys it must be one folder"
         raise UserError(_problem(f"--input {folder}", rule, "name it"))
     problems: list[Problem] = []
     groups: dict[str, Readers] = {}
     for key in keys:
         output = prefix.with_name(f"{prefix.name}_{key}")
-        groups[key], found = _open_pairs(place, key, output)
-        problems += found
+        groups[key], key_problems = _open_pairs(source, key, output)
+        problems += key_problems
         if Path(f"{output}.idx").exists() and not overwrite:
             problems.append(exists_problem(output_prefix, f"{output.name}.idx"))
-    own = _find_own_prefixes(place, groups)
+    own = _find_own_prefixes(source, groups)
     if own and not overwrite and not problems:
         finish_interrupted(prefix)
         problems += [exists_problem(output_prefix, f.name) for f in existing_files(prefix)[:1]]
@@ -82,7 +84,10 @@ def merge(
 
 
 def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Problem]]:
-    """Open the data sets whose name has `key`; return them, and what is wrong with them."""
+    """Open the .bin/.idx pairs whose name contains `key`, except `output`.
+
+    Returns them and the problems: no such pair, files that are missing or broken, several dtypes.
+    """
     files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.is_file()]
     stems = sorted({f.with_suffix("") for f in files if key in f.stem} - {output})
     problems: list[Problem] = []
@@ -109,7 +114,7 @@ def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Pro
 
 
 def _check_lengths(groups: Mapping[str, Readers]) -> None:
-    """Raise UserError unless all columns have the same number of rows from each set."""
+    """Raise UserError unless the pairs of every key have the same lengths, in order."""
     lengths = {key: [len(reader) for reader in readers.values()] for key, readers in groups.items()}
     if any(other != lengths[next(iter(lengths))] for other in lengths.values()):
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
@@ -118,9 +123,9 @@ def _check_lengths(groups: Mapping[str, Readers]) -> None:
 
 
 def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
-    """Write the sequences of all readers, one after the other, as the indexed file `output`.
+    """Write the sequences of all readers, one after the other, to `{output}.bin/.idx`.
 
-    An older file stays until the new one is whole.
+    Writes to partial files first and replaces an older output once they are complete.
     """
     partial = output.with_name(f".{output.name}.partial")
     writer = IndexedWriter(partial, readers[0].dtype.type)
@@ -137,7 +142,7 @@ def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
 
 
 def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path]:
-    """Find the sets with a sidecar that the groups have columns of; sort their prefixes."""
+    """Return the prefixes, sorted, of the sets with a sidecar that have a column in the groups."""
     names = {stem.name for readers in groups.values() for stem in readers}
     prefixes = (f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}"))
     own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
@@ -145,10 +150,10 @@ def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path
 
 
 def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: Path) -> None:
-    """Write the set `output`, whole or not at all, in place of an older one.
+    """Merge sets with a sidecar into the set `output`, which replaces an older one once complete.
 
-    Rows are in the order of the prefixes. Raises UserError with everything that differs or is
-    missing, OSError.
+    Rows and rejected rows are in the order of the prefixes; the counts of the sidecars are added.
+    Raises UserError with everything that differs or is missing, and OSError.
     """
     finish_interrupted(output)
     sets = _open_own(prefixes, groups)
@@ -165,7 +170,11 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
 
 
 def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[OwnSet]:
-    """Open the sets with a sidecar. Raises UserError unless they are whole and made alike."""
+    """Return the sets with a sidecar and their opened columns.
+
+    Raises UserError with every problem: a pair that belongs to none of them, keys that are not
+    exactly their columns, sets that were made differently, are incomplete or have no valid sidecar.
+    """
     readers = {stem: reader for group in groups.values() for stem, reader in group.items()}
     sets: list[OwnSet] = []
     problems: list[Problem] = []
@@ -191,7 +200,10 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
 
 
 def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
-    """Report what decides the token ids or the columns, and is not the same in all sets."""
+    """Yield a problem for each property in `_describe_origin` that differs from the first set's.
+
+    Also one for an unknown handler.
+    """
     first = sets[0]
     remedy = f"train on data.data_path=[{','.join(str(each.prefix) for each in sets)}]"
     for each in sets[1:]:
@@ -211,7 +223,7 @@ def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
 
 
 def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
-    """Return what must be the same in all sets, by name."""
+    """Return the properties of a set that must be equal in all sets to be merged, by name."""
     return {
         "handler": sidecar.handler,
         "template": sidecar.template,
@@ -223,14 +235,14 @@ def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
 
 
 def _describe_value(value: Any, other: Any) -> str:
-    """Format a value; of a set of columns those that `other` lacks."""
+    """Format a value for an error. Of a set, only the elements that `other` lacks are shown."""
     if not isinstance(value, set):
         return str(value)
     return f"with {', '.join(sorted(value - other))}" if value - other else "without more"
 
 
 def _key_problems(groups: Mapping[str, Readers], sidecar: Sidecar) -> Iterator[Problem]:
-    """Report keys that are not exactly the columns: the merged set could not be read."""
+    """Yield a problem unless the keys of `groups` are the names of all columns and no others."""
     keys = [f"packed_{column.file}_document" for column in sidecar.columns]
     if set(groups) != set(keys):
         rule = f"must name all columns of sets with {SIDECAR_ENDING}, it is {' '.join(groups)}"
@@ -238,7 +250,10 @@ def _key_problems(groups: Mapping[str, Readers], sidecar: Sidecar) -> Iterator[P
 
 
 def _find_damage(each: OwnSet) -> Iterator[Problem]:
-    """Report columns that are missing, of another dtype, or of different lengths."""
+    """Yield a problem for each column that is missing or of another dtype than the sidecar says.
+
+    Also one if the columns differ in length.
+    """
     rules = []
     for column in each.sidecar.columns:
         if column.file not in each.readers:
@@ -259,7 +274,10 @@ def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
 
 
 def _sum(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up counts, also nested ones. An id that is in two sets does not count as repeated."""
+    """Add up the counts of sidecars by name, also nested ones.
+
+    An id that is in two sets does not count as repeated.
+    """
     total: dict[str, Any] = {}
     for counts in all_counts:
         for name, value in counts.items():

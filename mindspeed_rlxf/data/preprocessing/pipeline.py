@@ -1,4 +1,4 @@
-"""Make an indexed prompt data set of files: read rows, tokenize in processes, write in order."""
+"""Make an indexed data set of files: read rows, tokenize in processes, write in order."""
 
 from __future__ import annotations
 
@@ -61,12 +61,15 @@ _encoder: RowEncoder | None = None  # of a worker process
 class PreprocessOptions:
     """The flags of the command.
 
-    max_prompt_length:  in tokens, None = any; of conversations and pairs the longest sequence
-    max_samples:        rows that are read, None = all
-    additional_columns: those that are kept beside the handler's own, None = all
-    append_eod:         conversations end with the tokenizer's EOS whatever the template
-    allow_special_tokens: those that the text of a row spells are tokens
-    slow_tokenizer:     the one in Python where transformers has it; `Counts.not_slow` says why not
+    max_prompt_length:  in tokens, None = any; for conversations and pairs the longest sequence
+    overlong:           whether longer prompts are dropped, cut or an error
+    max_samples:        number of rows to read, None = all
+    strict:             no row may be dropped
+    overwrite:          replace an older data set of the prefix
+    additional_columns: columns of the rows to keep beside the handler's own, None = all
+    append_eod:         append the tokenizer's EOS to conversations that do not end with it
+    allow_special_tokens: read special tokens that the text of a row spells as tokens
+    slow_tokenizer:     use the tokenizer written in Python, if transformers has it
     """
 
     inputs: tuple[str, ...]
@@ -88,11 +91,13 @@ class PreprocessOptions:
 
 
 def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: None) -> Counts:
-    """Write the data set of `options.output_prefix`, whole or not at all.
+    """Write the data set of `options.output_prefix`, complete or not at all; return its counts.
 
-    progress: called with the number of rows read so far.
-    Raises UserError for files that cannot be read or written, when no row is left, and for every
-    row that is dropped with `strict` (or `overlong` ERROR).
+    progress: called after each row with the number of rows read so far.
+    Unusable rows are dropped and written to a file of rejected rows. Raises UserError for files
+    that cannot be read or written, an existing data set without `overwrite`, named columns that
+    are absent, when no row is left, and when a row is dropped with `strict` (or is too long with
+    `overlong` ERROR).
     """
     prefix = _check_prefix(options)
     counts, refusals = Counts(), Refusals()
@@ -129,7 +134,11 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
 def _make_encoder(
     options: PreprocessOptions, handler: Handler, tokenizer: PreTrainedTokenizerBase
 ) -> RowEncoder:
-    """Make the encoder of the options. Raises UserError when EOS is wanted and there is none."""
+    """Make the encoder for the options.
+
+    Raises UserError when `append_eod` needs an EOS that the tokenizer lacks, or the template does
+    not fit the tokenizer.
+    """
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     if options.append_eod and eos is None:
         raise UserError(
@@ -155,9 +164,10 @@ def _make_encoder(
 
 
 def _check_prefix(options: PreprocessOptions) -> Path:
-    """Return the absolute output prefix. Raises UserError where a data set is there already.
+    """Return the absolute output prefix.
 
-    A data set of an interrupted run is moved into place first.
+    First moves a complete data set of an interrupted run into place. Raises UserError for a prefix
+    without a name, or when a data set exists and `overwrite` is not set.
     """
     shown = readable(options.output_prefix)
     if not os.path.basename(options.output_prefix):
@@ -166,18 +176,18 @@ def _check_prefix(options: PreprocessOptions) -> Path:
         )
     prefix = Path(os.path.abspath(os.path.expanduser(options.output_prefix)))
     finish_interrupted(prefix)
-    found = existing_files(prefix)
-    if found and not options.overwrite:
-        raise UserError(exists_problem(shown, readable(found[0].name)))
+    existing = existing_files(prefix)
+    if existing and not options.overwrite:
+        raise UserError(exists_problem(shown, readable(existing[0].name)))
     return prefix
 
 
 def _encode(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
-    """Encode the chunks in order, with one worker in this process.
+    """Yield the encoded chunks in order. One worker encodes in this process.
 
-    More workers are forked, so that they share the tokenizer and import nothing again.
+    More workers are forked, so that they share the loaded tokenizer; they end with the generator.
     """
     if workers == 1:
         yield from map(encoder.encode, chunks)
@@ -200,7 +210,10 @@ def _encode(
 
 
 def _start_worker(encoder: RowEncoder, parent: int) -> None:
-    """Set up a worker process: keep the encoder, ignore interrupts, end with the parent."""
+    """Set up a worker process: store the encoder globally, ignore SIGINT, turn off the GC.
+
+    Starts a thread that ends the process when process `parent` is gone.
+    """
     global _encoder
     _encoder = encoder
     gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%
@@ -209,9 +222,9 @@ def _start_worker(encoder: RowEncoder, parent: int) -> None:
 
 
 def _exit_after(parent: int) -> None:
-    """Wait until the parent process is gone, then end this one.
+    """Wait until process `parent` is gone, then exit this process with status 1.
 
-    Runs in a thread: a parent that was killed does not close the queue.
+    Runs in a thread, because a parent that was killed does not close the queue.
     """
     while os.getppid() == parent:
         time.sleep(WATCH_S)
@@ -226,7 +239,11 @@ def _work(rows: Sequence[NumberedRow]) -> EncodedChunk:
 def _check_result(
     options: PreprocessOptions, counts: Counts, refusals: Refusals, columns: dict[str, None]
 ) -> None:
-    """Raise UserError for rows dropped against the options, no row left, or unknown columns."""
+    """Raise UserError if the rows read so far do not make the data set that the options ask for.
+
+    That is: a row too long with `overlong` ERROR, no row left, a dropped row with `strict`, columns
+    that no row has (`columns`: all names), or answers whose column the rows have already.
+    """
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(refusals.list_problems(TOO_LONG))
     if not counts.rows_written:

@@ -28,7 +28,7 @@ MAX_RAW = 2000  # characters of a rejected row that are kept
 
 @dataclass(frozen=True)
 class NumberedRow:
-    """number: of the row in its file, from 1"""
+    """A row and where it is. number: of the row in its file, from 1"""
 
     file: str
     number: int
@@ -39,7 +39,8 @@ class NumberedRow:
 class Rejected:
     """A row that is not written, and the reason.
 
-    raw: the row as it is in the file, cut to MAX_RAW characters
+    reason: short name under which dropped rows are counted
+    raw:    text of the row in the file, cut to MAX_RAW characters
     """
 
     file: str
@@ -51,7 +52,11 @@ class Rejected:
 
 @dataclass
 class Sequences:
-    """One column: int32 bytes of all rows, concatenated; `lengths` [rows] in tokens."""
+    """One column of a chunk.
+
+    items:   the int32 numbers of all rows, concatenated, as bytes
+    lengths: [rows], in tokens
+    """
 
     items: bytes
     lengths: list[int]
@@ -59,8 +64,12 @@ class Sequences:
 
 @dataclass
 class EncodedChunk:
-    """sequences:   name -> token ids or labels of the rows
-    columns:     name -> JSON bytes [rows]; None where the row lacks the column
+    """The rows of a chunk, encoded, and those that were rejected.
+
+    num_rows:    rows that were encoded
+    sequences:   column -> token ids or labels of these rows
+    columns:     other column -> JSON bytes [rows]; None where the row lacks the column
+    num_cut:     rows whose prompt was cut
     num_unknown: tokens, out of `num_tokens`, that are the tokenizer's unknown token
     """
 
@@ -78,17 +87,18 @@ class EncodedChunk:
 
 
 IdRows = tuple[list[int], ...]
-"""Of one row, a list of ids for each of the handler's sequences."""
+"""The sequences of one row, in the order of `Handler.sequences`: token ids or labels."""
 
 
 @dataclass(frozen=True)
 class RowEncoder:
     """Encodes rows with one template, handler and tokenizer.
 
-    max_length:   longest sequence in tokens, None = any; `overlong` decides about longer ones
-    kept_columns: of the rows' other columns, None = all
-    end_id:       appended to a conversation that does not end with it, None = nothing
-    unknown_id:   the tokenizer's, None = it has none
+    max_length:   longest sequence in tokens, None = any
+    overlong:     whether longer prompts are cut; if not, their rows are rejected
+    kept_columns: other columns of the rows to write, None = all
+    end_id:       token appended to a conversation that does not end with it, None = none
+    unknown_id:   the tokenizer's unknown token, None = it has none
     """
 
     prompts: PromptEncoder
@@ -101,7 +111,7 @@ class RowEncoder:
     unknown_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
-        """Encode rows; unusable ones are listed as rejected, with the reason."""
+        """Encode rows; unusable ones are listed in `rejected`, in the order of the rows."""
         chunk = EncodedChunk()
         usable: list[tuple[NumberedRow, Example]] = []
         for row in rows:
@@ -125,12 +135,15 @@ class RowEncoder:
                 written.append((row, example))
         self._fill(chunk, kept)
         chunk.columns = self._columns(written)
-        order = {(row.file, row.number): place for place, row in enumerate(rows)}
+        order = {(row.file, row.number): i for i, row in enumerate(rows)}
         chunk.rejected.sort(key=lambda reject: order[reject.file, reject.row])
         return chunk
 
     def _read(self, row: Row) -> Example:
-        """Read an example. Raises UnusableRow, also for a prompt that is surely too long."""
+        """Make the example of a row.
+
+        Raises UnusableRow, also for a prompt with so many characters that it must be too long.
+        """
         example = make_example(row, self.keys, self.handler)
         if self.max_length is not None and self.overlong not in CUTTING:
             length = sum(len(turn.text) for turn in example.turns)
@@ -139,7 +152,11 @@ class RowEncoder:
         return example
 
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
-        """Tokenize examples: ids of the prompt, and with responses the labels too."""
+        """Tokenize examples; return the sequences of each, in the order of `Handler.sequences`.
+
+        A conversation gets `end_id` at its end. Responses of a pair are labelled in the last turn
+        only.
+        """
         if not self.handler.has_responses:
             return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]
         conversations = [
@@ -149,16 +166,20 @@ class RowEncoder:
         ]
         labelled = self.prompts.encode_labelled(conversations)
         if self.handler.output is Output.PAIR:
-            judged = [(found.token_ids, label_last_response(found.labels)) for found in labelled]
+            judged = [(each.token_ids, label_last_response(each.labels)) for each in labelled]
             return [(*judged[i], *judged[i + 1]) for i in range(0, len(judged), 2)]
-        for found in labelled:
-            if self.end_id is not None and found.token_ids[-1:] != [self.end_id]:
-                found.token_ids.append(self.end_id)
-                found.labels.append(self.end_id)
-        return [(found.token_ids, found.labels) for found in labelled]
+        for each in labelled:
+            if self.end_id is not None and each.token_ids[-1:] != [self.end_id]:
+                each.token_ids.append(self.end_id)
+                each.labels.append(self.end_id)
+        return [(each.token_ids, each.labels) for each in labelled]
 
     def _fit(self, ids: IdRows) -> IdRows:
-        """Return the sequences to write, cut if the policy says so. Raises UnusableRow."""
+        """Return a row's sequences; a prompt that is too long is cut if the policy cuts prompts.
+
+        Raises UnusableRow for an empty sequence or one that is too long and is not cut. Sequences
+        with labels are never cut.
+        """
         if not all(ids):
             raise UnusableRow("no token", NO_TOKEN.rule, NO_TOKEN.remedy)
         longest = max(map(len, ids))
@@ -177,10 +198,10 @@ class RowEncoder:
         return UnusableRow(TOO_LONG, rule, remedy)
 
     def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
-        """Put the token sequences and their counts into the chunk."""
+        """Set the chunk's `num_rows`, `sequences`, `num_tokens` and `num_unknown` from `kept`."""
         chunk.num_rows = len(kept)
-        for place, name in enumerate(self.handler.sequences):
-            parts = [np.asarray(ids[place], dtype=np.int32) for ids in kept]
+        for i, name in enumerate(self.handler.sequences):
+            parts = [np.asarray(ids[i], dtype=np.int32) for ids in kept]
             items = np.concatenate(parts) if parts else np.zeros(0, np.int32)
             chunk.sequences[name] = Sequences(items.tobytes(), [len(part) for part in parts])
             if name.endswith(TOKEN_IDS):
@@ -191,25 +212,29 @@ class RowEncoder:
     def _columns(
         self, rows: Sequence[tuple[NumberedRow, Example]]
     ) -> dict[str, list[bytes | None]]:
-        """Return the columns to keep beside the tokens, as JSON bytes.
+        """Return name -> JSON bytes of each row for the columns to write beside the tokens.
 
-        None where a row has none.
+        None where a row lacks the column. Columns that became the prompt are left out; answers are
+        added as column `labels` where the handler writes them.
         """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns
-        for place, (row, example) in enumerate(rows):
+        for i, (row, example) in enumerate(rows):
             assert isinstance(row.row, dict), "bad rows are rejected before"
             values = row.row
             if self.handler.output is Output.ANSWERED and example.responses:
                 values = {**values, LABELS: example.responses[0]}
             for name, value in values.items():
                 if name not in consumed and (kept is None or name in kept):
-                    columns.setdefault(name, [None] * len(rows))[place] = to_json(value)
+                    columns.setdefault(name, [None] * len(rows))[i] = to_json(value)
         return columns
 
 
 def label_last_response(labels: list[int]) -> list[int]:
-    """Ignore the labels of all responses but the last, with which the conversation ends."""
+    """Return the labels with those of all responses but the last set to IGNORED.
+
+    The last response is at the end of the conversation.
+    """
     start = len(labels)
     while start and labels[start - 1] != IGNORED:
         start -= 1
@@ -217,7 +242,11 @@ def label_last_response(labels: list[int]) -> list[int]:
 
 
 def to_json(value: Any) -> bytes:
-    """Encode as UTF-8 JSON. Types that only parquet has become text: ISO dates, base64 bytes."""
+    """Encode a value as UTF-8 JSON.
+
+    Dates and times become ISO text, bytes become base64, other types that JSON lacks `str(value)`.
+    Text with half a surrogate pair is escaped in ASCII.
+    """
     try:
         return _UTF8_JSON.encode(value).encode("utf-8")
     except UnicodeEncodeError:  # half a surrogate pair, which only JSON can escape

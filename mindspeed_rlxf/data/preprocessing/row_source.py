@@ -1,4 +1,4 @@
-"""Read the rows of all input files in chunks, and count how many are written and dropped."""
+"""Read the rows of all input files, group them in chunks, and count what becomes of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ Progress = Callable[[int], None]
 class Counts:
     """How many rows were read, written, dropped and cut.
 
-    skipped:  files of a folder that are of no known type
-    not_slow: why the tokenizer is fast though a slow one was asked for, "" = it is not
+    dropped:      reason -> number of rows
+    repeated_ids: rows whose `id` an earlier row has
+    skipped:      entries of the input folders that are no data files
+    not_slow:     why the fast tokenizer was used although the slow one was asked for, "" = it was
+                  not
     """
 
     rows_read: int = 0
@@ -40,7 +43,7 @@ class Counts:
     not_slow: str = ""
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Add the counts of a chunk."""
+        """Add the counts of an encoded chunk; `rows_read` is counted by `RowSource`."""
         self.rows_written += chunk.num_rows
         self.cut += chunk.num_cut
         self.num_tokens += chunk.num_tokens
@@ -61,9 +64,10 @@ class Counts:
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
-    """List the data files of `inputs`, those of a folder by name. Raises UserError.
+    """List the data files of `inputs`, which are files and folders; a folder's files by name.
 
-    Other entries of a folder go to `skipped`.
+    Other entries of a folder are appended to `skipped`. Raises UserError for a path that does not
+    exist, a file of an unknown ending or a folder without data files.
     """
     files, problems = [], []
     endings = ", ".join(READERS)
@@ -94,12 +98,15 @@ def _input_problem(name: str, rule: str, remedy: str) -> Problem:
 
 
 def readable(path: str) -> str:
-    """Return a path as printable text, even if the locale could not decode its bytes."""
+    """Return a path as text; bytes that are not UTF-8 become escapes such as `\\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 class RowSource:
-    """Reads and counts the rows of all files, and collects the names of their columns."""
+    """Iterates over at most `max_rows` rows of all files, None = all.
+
+    Adds to `counts`, collects the names of all columns, and calls `progress` after each row.
+    """
 
     def __init__(
         self, files: list[str], max_rows: int | None, counts: Counts, progress: Progress
@@ -113,7 +120,10 @@ class RowSource:
         return islice(self._read_all(), self._max_rows)
 
     def _read_all(self) -> Iterator[NumberedRow]:
-        """Yield the rows of all files, and count rows, columns, repeated ids and empty files."""
+        """Yield the rows of all files; count rows, repeated ids and empty files in the counts.
+
+        Also collects the column names and calls `progress` after each row. Raises UserError.
+        """
         for file in self._files:
             name, before = readable(file), self._counts.rows_read
             for number, row in self._read(file):
@@ -130,7 +140,10 @@ class RowSource:
                 self._counts.empty_files.append(name)
 
     def _read(self, file: str) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row) of a file. Raises UserError where it cannot be read."""
+        """Yield (row number, row) of a file, nothing for an empty one.
+
+        Raises UserError where it cannot be read.
+        """
         try:
             if not os.path.isfile(file) or os.path.getsize(file):  # an empty file fits every type
                 yield from scan_rows(file)
@@ -144,7 +157,7 @@ class RowSource:
 
 
 def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
-    """Group rows into chunks, which do not depend on the number of processes."""
+    """Group rows into chunks of CHUNK_ROWS rows, or fewer if they reach CHUNK_CHARACTERS."""
     chunk: list[NumberedRow] = []
     size = 0
     for row in rows:
@@ -158,7 +171,7 @@ def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
 
 
 def _num_characters(value: Any) -> int:
-    """Count the characters of all texts inside a value."""
+    """Count the characters of all texts in a value, nested ones included; keys do not count."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, BadRow):
@@ -180,6 +193,9 @@ class Refusals:
             found.add(row.row, row.problem)
 
     def list_problems(self, only: str | None = None) -> list[Problem]:
-        """Return the problems keyed by `file:row`. only: the reason to select, None = all."""
+        """Return the problems, keyed by `file:row`; equal ones of a file are one with a count.
+
+        only: return those of rows dropped for this reason, None = all
+        """
         chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
         return [problem for found in chosen for problem in found.list_problems()]

@@ -1,7 +1,7 @@
-"""Write an indexed data set under other names, and move it to its final names once it is whole.
+"""Write an indexed data set to a partial folder, and move it to its final names once complete.
 
-A list of the moves is written before the first one. If the writer is killed between two moves, the
-next writer of the prefix makes the others, so neither the older nor the new data set is lost.
+A list of the moves is written before the first move. If the writer is killed between two moves, the
+next writer of the prefix makes the remaining ones, so the data set is never lost.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ MAX_COLUMNS = 256  # each keeps a file open
 
 
 def existing_files(prefix: Path) -> list[Path]:
-    """List the files of the data set of this prefix, first the sidecar, then the prompts' index.
+    """List the existing files of this prefix's data set: sidecar, prompts' index, other columns.
 
-    A removal in this order that is interrupted leaves no files that could pass for a data set.
+    They are in the order of removal: after an interruption no remaining files look like a data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     paths = [data_path(prefix, name) for name in columns]
@@ -58,7 +58,10 @@ def existing_files(prefix: Path) -> list[Path]:
 
 
 def finish_interrupted(prefix: Path) -> None:
-    """Move a data set to its final names if its writer was killed when it was already whole."""
+    """Move a complete data set whose writer was killed to its final names, and log a warning.
+
+    Does nothing where there is none. Raises UserError when another process writes to the prefix.
+    """
     folder = partial_folder(prefix)
     if (folder / MOVES).exists():
         with _lock_folder(folder, prefix):
@@ -68,9 +71,9 @@ def finish_interrupted(prefix: Path) -> None:
 
 
 class PromptSetWriter:
-    """Writes one data set. A context manager, which removes everything unless `commit` was called.
+    """Writes one data set to a partial folder, which is removed at exit; `commit` publishes it.
 
-    Raises UserError when another process writes to the prefix, OSError.
+    A context manager. Raises UserError when another process writes to the prefix, and OSError.
     """
 
     def __init__(self, prefix: Path, handler: Handler) -> None:
@@ -97,7 +100,11 @@ class PromptSetWriter:
         self._lock.close()
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Write a chunk: token sequences, mask, columns and rejected rows."""
+        """Write a chunk: token sequences, mask, columns and rejected rows.
+
+        A column that earlier chunks lack gets null for their rows. Raises UserError for more than
+        MAX_COLUMNS columns.
+        """
         for name in self._handler.sequences:
             self._writers[name].add(chunk.sequences[name].items, chunk.sequences[name].lengths)
         if self._handler.has_mask:
@@ -115,20 +122,26 @@ class PromptSetWriter:
         self.num_rows += chunk.num_rows
 
     def append(self, columns: Mapping[str, IndexedReader]) -> None:
-        """Append the rows of another data set. columns: all of its columns, by file name."""
+        """Append the rows of another data set.
+
+        columns: opened columns of that data set, all of them, by the names in their file names
+        """
         for file, reader in columns.items():
             if file not in self._writers:
                 self._writers[file] = IndexedWriter(self._folder / file, reader.dtype.type)
             self._writers[file].add_all(reader)
 
     def append_rejected(self, file: Path) -> None:
-        """Append the rejected rows of another data set."""
+        """Append the file of rejected rows of another data set."""
         with open_plain(file) as lines:
             text = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace")
             shutil.copyfileobj(text, self._rejected)
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
-        """Replace an older data set of the prefix by the files written, the sidecar last."""
+        """Publish the data set: close its files and move them in place of an older one's.
+
+        The sidecar is moved last. has_rejected: publish the file of rejected rows too
+        """
         for writer in self._writers.values():
             writer.close()
         self._rejected.close()
@@ -154,7 +167,10 @@ class PromptSetWriter:
         ]
 
     def _start_column(self, name: str) -> None:
-        """Start a column that appears in a later row; rows before it have no value."""
+        """Open the file of a new column, with null for all rows written before.
+
+        Raises UserError if there are MAX_COLUMNS columns already.
+        """
         if len(self._files) == MAX_COLUMNS:
             rule = f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more"
             remedy = "put columns that differ from row to row into one nested column"
@@ -177,7 +193,10 @@ def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
 
 
 def _make_moves(folder: Path, prefix: Path) -> None:
-    """Remove the older data set, and make the moves that are not made yet."""
+    """Remove the older data set, move the files of `folder` that were not moved yet.
+
+    Removes the list of moves at the end.
+    """
     moves = [(folder / name, prefix.with_name(to)) for name, to in _read_moves(folder)]
     made = {target for source, target in moves if not source.exists()}
     for file in existing_files(prefix):
@@ -190,7 +209,7 @@ def _make_moves(folder: Path, prefix: Path) -> None:
 
 
 def _read_moves(folder: Path) -> list[list[str]]:
-    """Read the list of (from, to) names. Raises OSError for a name outside the folder."""
+    """Read the list of moves: (name in the folder, final name). Raises OSError for other paths."""
     with open_file(folder / MOVES, "r", encoding="ascii") as stream:
         moves: list[list[str]] = json.load(stream)
     names = [name for move in moves for name in move]
@@ -200,7 +219,7 @@ def _read_moves(folder: Path) -> list[list[str]]:
 
 
 def exists_problem(output_prefix: str, name: str) -> Problem:
-    """Make the problem of a file that only `--overwrite` may replace."""
+    """Make the problem of an existing file that only `--overwrite` may replace."""
     remedy = "take another prefix or give --overwrite"
     return Problem(PREFIX, f"must be new, {name} exists", output_prefix, remedy)
 
@@ -217,7 +236,10 @@ def report_write_errors(output_prefix: str) -> Iterator[None]:
 
 
 def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
-    """Lock the folder for one writer. Raises UserError when another one has it."""
+    """Lock the folder for this process, until the returned file is closed.
+
+    Raises UserError when another process has the lock, OSError when the folder is a link.
+    """
     if folder.is_symlink():
         raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
     lock = open_file(folder / "lock", "w", None)

@@ -9,7 +9,7 @@ import errno
 import platform
 import struct
 
-# Audit number of the architecture; system calls that are refused there, by number.
+# Architecture -> (audit number, name and number of each refused system call).
 _ARCHITECTURES: dict[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
         0xC000003E,
@@ -47,13 +47,13 @@ _ARCHITECTURES: dict[str, tuple[int, dict[str, int]]] = {
         },
     ),
 }  # fmt: skip
-# Calls that are newer than the split of the numbers: the same on both.
+# Newer system calls, which have the same number on all architectures.
 _EVERYWHERE = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
     "pidfd_getfd": 438, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447,
 }  # fmt: skip
-_CLONE3 = 435  # its flags are behind a pointer; the C library falls back to clone
+_CLONE3 = 435  # refused because a filter cannot read its flags; the C library falls back to clone
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone(2)
 _X32 = 0x40000000  # numbers of another table begin here on x86_64
@@ -64,10 +64,10 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 
 
 def make_filter(machine: str = "") -> bytes:
-    """Return the filter as a classic BPF program, which makes the refused calls fail.
+    """Return the filter of system calls as a classic BPF program; refused calls fail with EPERM.
 
-    machine: architecture as `platform.machine` names it; "" = this host's
-    Errors: OSError for an architecture without a table.
+    It is not installed. machine: architecture as `platform.machine` names it; "" = this host's
+    Raises OSError for an architecture without a table.
     """
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""One way to start a program per level. The child's standard streams are given; all else is closed.
+"""Start a program, in one way per level. It gets three standard streams and no other descriptor.
 
 Exit codes are those of a shell: 128 + the number of the signal that ended the program.
 """
@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
 }  # fmt: skip
-INODES_PER_FILE = 100  # files that may exist, for each that may be open
+INODES_PER_FILE = 100  # files that may exist per file that may be open
 _NAMESPACES = (
     linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC
     | linux.CLONE_NEWUTS
@@ -66,12 +66,12 @@ class Streams:
 
 @dataclass
 class Started:
-    """A program that runs.
+    """A running program.
 
-    main:   process whose end is the end of the program
-    helpers: processes around it that are ours
-    uid:    user that runs nothing else on this host; None = ours, or that of a pid namespace
-    folder: removed after the run
+    main:    process id; the program has ended when this process has
+    helpers: number of the sandbox's own processes around the program
+    uid:     user id that no other process of this host has; None = no such user was needed
+    folder:  folder to remove after the run, None = none
     """
 
     main: int
@@ -90,18 +90,24 @@ class Launcher:
     warden: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        """Make what all programs share. Errors: OSError where the level cannot be entered."""
+        """Make files that all programs share; raise OSError or ValueError where the level cannot
+        be used on this host. Here: nothing.
+        """
 
     def start(self, program: bytes, streams: Streams) -> Started:
-        """Start a program. Errors: OSError where the level cannot be entered."""
+        """Start a Python program in a new process and return at once.
+
+        program: source code
+        Raises OSError where the isolation of the level cannot be set up.
+        """
         raise AssertionError(f"{type(self).__name__} starts nothing")
 
     def close(self) -> None:
-        """Remove what was made for all programs."""
+        """Remove files that all programs shared. Here: nothing."""
 
 
 class Bubblewrap(Launcher):
-    """bwrap(1): everything in new namespaces, by a program made for this."""
+    """Starts programs in new namespaces by bwrap(1)."""
 
     def start(self, program: bytes, streams: Streams) -> Started:
         uid = fresh_uid() if self.root else None
@@ -145,7 +151,7 @@ class Bubblewrap(Launcher):
 
 
 class Namespaces(Launcher):
-    """Own namespaces (unshare(2)), with a user namespace unless we are root."""
+    """Starts programs in new namespaces by unshare(2), with a user namespace unless we are root."""
 
     def start(self, program: bytes, streams: Streams) -> Started:
         uid = fresh_uid() if self.root else None
@@ -183,9 +189,9 @@ class Namespaces(Launcher):
 
 
 class OtherUser(Launcher):
-    """A user of its own for each run, in a root folder with nothing but Python. Needs root.
+    """Starts each program as another, unused user, in a root folder with only Python in it.
 
-    Nothing there can be written.
+    The program can write nowhere. Needs root.
     """
 
     def __post_init__(self) -> None:
@@ -232,7 +238,7 @@ class OtherUser(Launcher):
 
 
 class LimitsAlone(Launcher):
-    """Runs with the rights, files and network of this user; only limits apply."""
+    """Starts programs with the files and network of this user; only limits apply."""
 
     def start(self, program: bytes, streams: Streams) -> Started:
         folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
@@ -259,13 +265,15 @@ LAUNCHERS: dict[str, type[Launcher]] = {
     "uid": OtherUser,
     "limits": LimitsAlone,
 }
-"""Name of the level -> what starts programs."""
+"""Name of a level -> its launcher."""
 
 
 def _fork(enter: Callable[[], None], streams: Streams) -> int:
-    """Run `enter`, which executes the program, in a child with a session and streams of its own.
+    """Fork a child with its own session, which calls `enter` to execute the program.
 
-    Returns its pid. Errors: OSError with what the child could not do before the program started.
+    streams: become the child's standard streams
+    Returns the pid of the child once it executes the program. Raises ChildProcessError (an OSError)
+    with the child's error if it fails before.
     """
     report, failed = os.pipe()
     pid = os.fork()
@@ -293,7 +301,7 @@ def _fork(enter: Callable[[], None], streams: Streams) -> int:
 
 
 def _exit_like(pid: int) -> NoReturn:
-    """Reap all children until `pid` ends, and end with its exit code."""
+    """Wait for children until `pid` ends, and end this process with its exit code."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -306,12 +314,14 @@ def exit_code(status: int) -> int:
 
 
 def _close_all_streams() -> None:
-    """Close every descriptor: of the streams, and of the report, which the parent waits for."""
+    """Close all descriptors below 1024: the standard streams, and the pipe on which the parent of
+    `_fork` waits.
+    """
     os.closerange(0, 1024)
 
 
 def sealed(data: bytes) -> int:
-    """Return a descriptor of memory that holds `data` and cannot be changed any more."""
+    """Return the descriptor of a memory file with `data`, which can be read but not changed."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)

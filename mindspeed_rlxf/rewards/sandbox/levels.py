@@ -8,7 +8,7 @@ from mindspeed_rlxf.config.enums import SandboxLevel
 
 
 class Threat(str, Enum):
-    """What a hostile program may try; the value is the text for people."""
+    """An attack that a hostile program may try; the value is its description for messages."""
 
     CPU_TIME = "computing without end"
     MEMORY = "filling the memory"
@@ -38,7 +38,7 @@ PREVENTS: dict[SandboxLevel, frozenset[Threat]] = {
 
 
 def describe(level: SandboxLevel) -> str:
-    """Return the line for people: the level, and what it does not prevent."""
+    """Return a line for the log: the level, and the threats that it does not prevent, if any."""
     missing = [threat.value for threat in Threat if threat not in PREVENTS[level]]
     if not missing:
         return f"sandbox: programs run at level {level.value}; docs/security.md has what it stops"

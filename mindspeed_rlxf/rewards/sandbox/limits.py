@@ -1,4 +1,4 @@
-"""Limits of a program, and those of them that the kernel keeps for each process (setrlimit(2))."""
+"""Limits of a program, and those that the kernel enforces for each process (setrlimit(2))."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ INTERPRETER_MIB = 128
 
 @dataclass(frozen=True)
 class Limits:
-    """cpu_s, wall_s: seconds of all processes together; memory_mb: of all processes together;
-    file_mb: one file, and all files together; files: open ones of a process, and a hundred times
-    as many that exist; processes: threads included; output_kb: what is printed
+    """Limits of one program with all its processes.
+
+    cpu_s:     CPU seconds of all processes together
+    wall_s:    seconds until the program is stopped
+    memory_mb: MiB of all processes together
+    file_mb:   MiB of one file, and of all files together
+    files:     open files of a process; a hundred times as many may exist
+    processes: processes and threads
+    output_kb: KiB printed to standard output
     """
 
     cpu_s: float
@@ -28,7 +34,11 @@ class Limits:
 
 
 def limit_this_process(limits: Limits) -> None:
-    """Set what each process of the program is held to, all but the number of processes."""
+    """Lower this process's limits of CPU time, address space, file size and open files.
+
+    Its children inherit them. Core dumps, locked memory and message queues get 0. The number of
+    processes is not limited here.
+    """
     seconds = max(1, round(limits.cpu_s + 0.5))
     space = (limits.memory_mb + INTERPRETER_MIB) * MIB
     _lower(resource.RLIMIT_CPU, seconds, seconds + 1)
@@ -40,18 +50,21 @@ def limit_this_process(limits: Limits) -> None:
 
 
 def limit_processes(count: int) -> None:
-    """Set the largest number of processes of this user id, which must belong to this run only."""
+    """Lower the number of processes that this process's user may have.
+
+    No other run may use that user id, because all its processes count.
+    """
     _lower(resource.RLIMIT_NPROC, count, count)
 
 
 def counts_by_namespace() -> bool:
-    """Whether a user namespace has its own count of a user's processes (Linux 5.14, ucounts)."""
+    """Whether the kernel counts a user's processes per user namespace (Linux 5.14 and later)."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
 
 
 def _lower(kind: int, soft: int, hard: int) -> None:
-    """Lower a limit; one that is lower already stays."""
+    """Lower one limit of this process; a limit that is lower already stays."""
     _, before = resource.getrlimit(kind)
     if before != resource.RLIM_INFINITY:
         soft, hard = min(soft, before), min(hard, before)

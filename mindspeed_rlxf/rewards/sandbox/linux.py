@@ -35,12 +35,12 @@ def _prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces (unshare(2))."""
+    """Move this process into new namespaces (unshare(2)). Raises OSError."""
     _call("unshare", ctypes.c_int(flags))
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Mount a file system (mount(2))."""
+    """Mount a file system (mount(2)). kind: its type; "" = none. Raises OSError."""
     _call(
         "mount",
         os.fsencode(source),
@@ -52,7 +52,10 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def pivot_root_here() -> None:
-    """Make the current directory, a mount point, the root; the old root is out of reach then."""
+    """Make the current directory, a mount point, the root; unmount the old root (pivot_root(2)).
+
+    The current directory becomes "/". Raises OSError.
+    """
     number = _PIVOT_ROOT[platform.machine()]
     _call("syscall", ctypes.c_long(number), b".", b".")
     _call("umount2", b".", ctypes.c_int(MNT_DETACH))
@@ -60,24 +63,30 @@ def pivot_root_here() -> None:
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants children of this process, whatever sessions they made."""
+    """Make this process the parent of descendants whose own parent ends, in any session."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(signal: int, parent: int) -> None:
-    """Ask for a signal when the parent ends, or exit where it has ended already."""
+    """Let the kernel send `signal` to this process when its parent ends.
+
+    Exits at once with status 1 if the parent is not process `parent`, because it has ended already.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def allow_tracing(allowed: bool) -> None:
-    """Let processes of this user trace this one and own its files in /proc, or not."""
+    """Set whether processes of this user may trace this one and own its files in /proc."""
     _prctl(_PR_SET_DUMPABLE, int(allowed))
 
 
 def drop_bounding_set() -> None:
-    """Remove every capability from what a program could get; without CAP_SETPCAP, none."""
+    """Remove every capability from the bounding set of this process, for good.
+
+    Does nothing without the capability CAP_SETPCAP.
+    """
     for capability in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)
@@ -86,7 +95,10 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities. Nothing that is executed later has or gets any."""
+    """Give up all capabilities, and set no_new_privs: no later program gets any either.
+
+    Raises OSError.
+    """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     with contextlib.suppress(OSError):  # of a kernel without ambient capabilities
         _prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
@@ -95,7 +107,10 @@ def drop_capabilities() -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Install a filter of system calls, see `filter`. Needs no_new_privs or CAP_SYS_ADMIN."""
+    """Install a filter of system calls (`filter.make_filter`) in this process, for good.
+
+    Needs no_new_privs or CAP_SYS_ADMIN. Raises OSError.
+    """
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     held = ctypes.create_string_buffer(header, len(header))

@@ -1,4 +1,4 @@
-"""The processes that descend from one, and what they use."""
+"""Find the descendants of this process, and measure their memory, threads and CPU time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Use:
-    """Sums over processes. cpu_s: seconds, those of ended children included; memory: bytes."""
+    """Sums over processes.
+
+    cpu_s:  CPU seconds, those of ended children that were waited for included
+    memory: bytes
+    """
 
     cpu_s: float = 0.0
     memory: int = 0
@@ -19,9 +23,9 @@ class Use:
 
 
 class Descendants:
-    """Finds all descendants of this process, which must be their subreaper.
+    """Finds all descendants of this process, which must be a subreaper (prctl(2)).
 
-    A process that is no descendant never becomes one, so each is looked at once.
+    A process that is no descendant never becomes one, so its parent is read only once.
     """
 
     def __init__(self) -> None:
@@ -30,7 +34,7 @@ class Descendants:
         self._others: set[int] = set()
 
     def find(self) -> set[int]:
-        """Return the pids of all that live or wait to be reaped."""
+        """Return the pids of all descendants in /proc, zombies included."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {self._own}
         self._found &= present
         self._others &= present
@@ -39,13 +43,13 @@ class Descendants:
         while new := {pid for pid, parent in parents.items() if parent in ours} - ours:
             ours |= new
         self._found = ours - {self._own}
-        # One whose parent is not among those seen is looked at again.
+        # A process whose parent was not listed is checked again at the next call.
         self._others |= {pid for pid, parent in parents.items() if parent in present} - ours
         return set(self._found)
 
 
 def measure(pids: set[int]) -> Use:
-    """Add up what processes use. One that has ended meanwhile counts nothing."""
+    """Add up CPU time, threads and memory of processes; a process that has ended counts nothing."""
     use = Use()
     for pid in pids:
         try:
@@ -59,7 +63,10 @@ def measure(pids: set[int]) -> Use:
 
 
 def _memory(pid: int) -> int:
-    """Return proportional memory, where shared pages count once, else the resident memory."""
+    """Return the memory of a process in bytes: its proportional set size, else its resident size.
+
+    Raises OSError where the process has ended.
+    """
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
             return next((int(line.split()[1]) << 10 for line in lines if line[:4] == "Pss:"), 0)
@@ -69,7 +76,7 @@ def _memory(pid: int) -> int:
 
 
 def _parent(pid: int) -> int:
-    """Return the parent; 0 where the process has ended."""
+    """Return the pid of a process's parent; 0 where the process has ended."""
     try:
         return int(_stat(pid)[1])
     except OSError:
@@ -77,6 +84,9 @@ def _parent(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on: a name may hold spaces."""
+    """Return the fields of /proc/PID/stat from the third (state) on, after pid and name.
+
+    Raises OSError where the process has ended.
+    """
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()

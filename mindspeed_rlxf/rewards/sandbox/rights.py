@@ -1,4 +1,4 @@
-"""Whom a program runs as, and the rights that it gives up before it starts."""
+"""The user that a program runs as, and the rights that it gives up before it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ NOBODY = 65534
 
 
 def give_up_rights(uid: int | None) -> None:
-    """Become another user, without any capability, behind the filter of system calls."""
+    """Change this process's user, drop all capabilities and install the filter of system calls.
+
+    Cannot be undone. uid: the user, None = keep this one. Raises OSError.
+    """
     linux.drop_bounding_set()
     become(uid)
     linux.drop_capabilities()
@@ -22,7 +25,10 @@ def give_up_rights(uid: int | None) -> None:
 
 
 def become(uid: int | None) -> None:
-    """Become another user, without groups; None = stay who we are."""
+    """Change this process's user and group to `uid`, without other groups; None = change nothing.
+
+    Raises OSError without the right.
+    """
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -30,7 +36,10 @@ def become(uid: int | None) -> None:
 
 
 def new_user_namespace() -> None:
-    """Enter a user namespace in which this user is NOBODY and has every capability."""
+    """Move this process into a new user namespace, in which it is NOBODY with all capabilities.
+
+    Raises OSError where user namespaces are not allowed.
+    """
     user, group = os.geteuid(), os.getegid()
     linux.unshare(linux.CLONE_NEWUSER)
     for file, text in (
@@ -42,10 +51,13 @@ def new_user_namespace() -> None:
 
 
 def fresh_uid() -> int:
-    """Choose a user id that no process of this host has, from those that this namespace has."""
+    """Return a random user id of this user namespace that no process of the host uses.
+
+    Does not reserve it. Raises OSError if the namespace has too few ids.
+    """
     lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
     ranges = [[int(part) for part in line.split()] for line in lines]
-    first, _, count = max(ranges, key=lambda found: found[2])
+    first, _, count = max(ranges, key=lambda each: each[2])
     low = first + min(count // 2, 1 << 30)
     high = first + min(count, (1 << 31) - 2) - 1
     if high - low < 1000:
@@ -60,6 +72,9 @@ def fresh_uid() -> int:
 
 
 def score_for_oom() -> None:
-    """Let the kernel choose the program first where the host has no memory left."""
-    with contextlib.suppress(OSError):  # without /proc; the limits hold all the same
+    """Make the kernel kill this process first when the host runs out of memory, if it can be set.
+
+    Children inherit this.
+    """
+    with contextlib.suppress(OSError):  # no /proc; the limits still apply
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

@@ -1,4 +1,4 @@
-"""The root of a program's mount namespace: a few folders, read-only, and one to write in."""
+"""Build the root of a program's mount namespace: read-only folders, and one to write in."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _KEPT = {
     os.ST_NODIRATIME: 0x800,
     os.ST_RELATIME: 0x200000,
 }
-"""Flag of a mounted file system -> flag of mount(2), which a user namespace must not remove."""
+"""Flag of statvfs(3) -> flag of mount(2); a remount in a user namespace must not clear it."""
 
 
 def build_root(folders: Iterable[str], program: bytes, scratch: str) -> None:
-    """Replace the root of this mount namespace; the old one is out of reach afterwards.
+    """Replace the root of this process's mount namespace; the old root cannot be reached any more.
 
-    folders: shown read-only at the same place; a link stays a link
-    program: content of PROGRAM
-    scratch: options of the tmpfs at SCRATCH
+    folders: mounted read-only at the same path in the new root; a link stays a link
+    program: content of the file PROGRAM
+    scratch: mount options of the writable tmpfs at SCRATCH
+    Raises OSError.
     """
     linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     shown = [*folders, LIBRARY_CACHE]
@@ -51,7 +52,10 @@ def build_root(folders: Iterable[str], program: bytes, scratch: str) -> None:
 
 
 def _show(path: str, descriptor: int, device: bool) -> None:
-    """Bind a file or folder into the new root, with all that is mounted below it."""
+    """Bind-mount a file or folder read-only into the new root, with all mounts below it.
+
+    descriptor: of the file or folder; closed afterwards. device: device nodes stay usable
+    """
     target = _AT + path
     if os.path.isdir(f"/proc/self/fd/{descriptor}"):
         os.makedirs(target, exist_ok=True)
@@ -60,19 +64,19 @@ def _show(path: str, descriptor: int, device: bool) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     linux.mount(f"/proc/self/fd/{descriptor}", target, flags=linux.MS_BIND | linux.MS_REC)
     os.close(descriptor)
-    for place in _mounted_below(target):
+    for point in _mounted_below(target):
         flags = linux.MS_NOSUID | (0 if device else linux.MS_NODEV)
-        _remount(place, flags | linux.MS_RDONLY)
+        _remount(point, flags | linux.MS_RDONLY)
 
 
-def _remount(place: str, flags: int) -> None:
-    found = os.statvfs(place).f_flag
-    kept = sum(flag for bit, flag in _KEPT.items() if found & bit)
-    linux.mount("none", place, flags=linux.MS_BIND | linux.MS_REMOUNT | kept | flags)
+def _remount(point: str, flags: int) -> None:
+    set_flags = os.statvfs(point).f_flag
+    kept = sum(flag for bit, flag in _KEPT.items() if set_flags & bit)
+    linux.mount("none", point, flags=linux.MS_BIND | linux.MS_REMOUNT | kept | flags)
 
 
 def _mounted_below(target: str) -> list[str]:
-    """List the mount points at and below a path."""
+    """List this process's mount points at and below a path."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         points = [line.split()[4] for line in lines]
     plain = [point.encode("utf-8", "surrogateescape").decode("unicode_escape") for point in points]

@@ -1,4 +1,4 @@
-"""Choose the strongest level of isolation of this host, and run programs at it."""
+"""Choose the strongest level of isolation that works on this host, and run programs at it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from mindspeed_rlxf.rewards.sandbox.warden import main; sys.exit(main())"
 )
-# A harmless program that every level has to run; it prints what it can reach.
+# A harmless program to test a level; it prints what it can reach.
 _PROBE = """
 import json, os, socket
 def refused(attempt, *arguments):
@@ -45,7 +45,7 @@ print(json.dumps({
 }))
 """
 EXTRA_S = 120.0
-"""Longest time beyond that of a program: start of the warden, copy of Python, end of processes."""
+"""Seconds to wait beyond a program's own: start of warden, copy of Python, end of processes."""
 _SEEN = ("no socket", "no host files", "no writing", "not root")
 
 
@@ -55,13 +55,13 @@ class SandboxError(ScoringBroken):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did.
+    """The result of running a program.
 
-    stdout: all of it, or as much as reward.sandbox.output_kb allows
-    exit:   exit code, 128 + number of the signal that ended it
-    cause:  ok, error (an exit code other than 0), killed (by a signal); or the limit that it
-            exceeded: cpu_time, wall_time, memory, output, files, processes
-    stderr: the beginning, for people
+    stdout: standard output, at most reward.sandbox.output_kb of it
+    exit:   exit code, or 128 + number of the signal that ended the program
+    cause:  "ok", "error" (an exit code other than 0), "killed" (by a signal), or the limit that was
+            exceeded: "cpu_time", "wall_time", "memory", "output", "files", "processes"
+    stderr: beginning of standard error, for messages
     """
 
     stdout: str
@@ -71,10 +71,10 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs programs one after the other, each isolated from the host and from the others.
+    """Runs programs one after the other, each isolated from the host and from the other programs.
 
-    A process of its own starts them (`warden`); it starts with the first program and is replaced
-    when it is lost. `close` ends it, as the end of this process does.
+    A separate process, the warden, starts them. It is started with the first program and replaced
+    when it is lost. It ends with `close` or when this process ends.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Sandbox:
 
     @classmethod
     def choose(cls, config: SandboxConfig) -> Sandbox:
-        """Return a sandbox of the strongest level that works here, or of the one asked for.
+        """Return a sandbox of the strongest level that works here, or of `config.level`.
 
-        A level works when a harmless program runs in it and finds the promised isolation. Errors:
-        UserError if none works; the level `limits` needs `reward.sandbox.weak`.
+        A level works when `probe` finds no fault; its warden keeps running. Raises UserError if no
+        level works; the level `limits` is tried only with `reward.sandbox.weak`.
         """
         limits = limits_of(config)
         reasons = []
@@ -104,7 +104,7 @@ class Sandbox:
         raise UserError(_no_level(config, reasons))
 
     def probe(self) -> str:
-        """Run a harmless program. Returns the reason if the level does not work, else ""."""
+        """Run a harmless program; return why the level does not work or isolate, "" if it does."""
         try:
             outcome = self._ask(_PROBE, "mild\n")
         except SandboxError as error:
@@ -121,13 +121,13 @@ class Sandbox:
         return f"isolation is not complete: {', '.join(missing)}" if missing else ""
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
-        """Run a Python program to its end or its limits; none of its processes or files is left.
+        """Run a Python program until it ends or exceeds a limit; remove its processes and files.
 
-        If the sandbox fails, it runs a harmless program. If that works, the given program caused
-        the failure and counts as killed; otherwise the level no longer works.
+        If the sandbox fails, a harmless program is run. If that works, `program` caused the failure
+        and its outcome is "killed"; otherwise SandboxError is raised.
 
-        wall_s: time limit; that of reward.sandbox.wall_s if None or longer
-        Errors: SandboxError when the level no longer works.
+        program: source code
+        wall_s:  time limit in seconds, at most reward.sandbox.wall_s; None = that
         """
         try:
             outcome = self._ask(program, stdin, wall_s)
@@ -141,11 +141,14 @@ class Sandbox:
         return outcome
 
     def describe(self) -> str:
-        """Return the line for people: the level, and what it does not prevent."""
+        """Return a line for the log: the level, and the threats that it does not prevent."""
         return describe(self.level)
 
     def close(self) -> None:
-        """End the warden, and with it what it runs."""
+        """End the warden and the program that it runs; wait for it, and kill it after 30 s.
+
+        In a fork of the process that started the warden, it is left running.
+        """
         warden, self._warden = self._warden, None
         if warden is None or self._owner != os.getpid():
             return
@@ -171,7 +174,10 @@ class Sandbox:
         self.close()
 
     def _ask(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
-        """Let the warden run a program, once. Errors: SandboxError."""
+        """Let the warden run a program; start the warden if needed. Does not retry.
+
+        Raises SandboxError when the warden was lost or reports a failure.
+        """
         seconds = min(self.limits.wall_s, wall_s or self.limits.wall_s)
         with self._lock:
             try:
@@ -184,7 +190,7 @@ class Sandbox:
         return Outcome(**answer)
 
     def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
-        if self._warden is None or self._owner != os.getpid():  # or we are a fork of the owner
+        if self._warden is None or self._owner != os.getpid():  # another pid: this is a fork
             self._warden, self._owner = self._start(), os.getpid()
             ready = self._send({
                 "level": self.level.value, "python": self.python, "packages": self.packages,
@@ -221,7 +227,7 @@ class Sandbox:
 
 
 def limits_of(config: SandboxConfig) -> Limits:
-    """Return the limits of a configuration."""
+    """Return the limits that a configuration sets."""
     return Limits(**{name: getattr(config, name) for name in Limits.__dataclass_fields__})
 
 
@@ -232,7 +238,7 @@ def _candidates(config: SandboxConfig) -> list[SandboxLevel]:
 
 
 def _pythons() -> list[str]:
-    """List interpreters that programs may get: that of this environment, that of the system."""
+    """Return the paths of interpreters to try: this environment's, and the system's if any."""
     own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")
     return list(dict.fromkeys([own, os.path.realpath(system)] if system else [own]))

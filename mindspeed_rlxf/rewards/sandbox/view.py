@@ -1,4 +1,4 @@
-"""The files that a program sees: one Python, the system's libraries, and nothing of a user."""
+"""The files that a program can see: one Python, the system's libraries, and no user's files."""
 
 from __future__ import annotations
 
@@ -58,9 +58,12 @@ _NOT_COPIED = shutil.ignore_patterns(
 
 @dataclass(frozen=True)
 class View:
-    """python: the interpreter, packages: whether programs can import those installed for it
-    folders: what is shown read-only; a link stays one
-    stdlib: folder of the standard library
+    """The interpreter and the folders that a program can see.
+
+    python:   path of the interpreter
+    packages: whether programs can import packages installed for the interpreter
+    folders:  folders that are shown read-only; a link stays a link
+    stdlib:   folder of the standard library
     """
 
     python: str
@@ -69,15 +72,16 @@ class View:
     stdlib: str
 
     def command(self, program: str) -> list[str]:
-        """Return the arguments that run a program as `__main__`, its file being `program`."""
+        """Return the command line that runs the file `program` as `__main__`."""
         without = [] if self.packages else ["-S"]
         return [self.python, "-s", *without, "-c", _RUN, program]
 
 
 def look_at(python: str, packages: bool) -> View:
-    """Ask an interpreter where its files are.
+    """Run an interpreter to find its files, and return what programs can see with it.
 
-    Errors: OSError where it does not start, ValueError where its files are all of a home.
+    Raises OSError where it does not start, ValueError where it is installed in a folder that
+    contains this user's home, which programs would see.
     """
     found = _ask(python, _PLACES)
     outside = [p for p in dict.fromkeys(found["prefixes"]) if not p.startswith("/usr")]
@@ -95,7 +99,10 @@ def look_at(python: str, packages: bool) -> View:
 
 
 def _ask(python: str, program: str) -> Any:
-    """Run a program of ours that prints JSON. Errors: OSError where it does not start."""
+    """Run a trusted program that prints JSON, and return the parsed output.
+
+    Raises OSError where it ends with an error, TimeoutExpired after 60 s.
+    """
     done = subprocess.run(
         [python, "-I", "-c", program],
         stdin=subprocess.DEVNULL,
@@ -110,9 +117,9 @@ def _ask(python: str, program: str) -> Any:
 
 
 def copy_python(view: View, root: Path) -> None:
-    """Put an interpreter, its standard library and shared libraries at the same places in `root`.
+    """Copy an interpreter, its standard library and shared libraries to the same paths in `root`.
 
-    About 50 MB, hard links where `root` is on the same disk. No site-packages, no other program.
+    About 50 MB, as hard links where `root` is on the same disk. Packages are not copied.
     """
     libraries = set(_ask(view.python, _LIBRARIES))
     shutil.copytree(
@@ -138,7 +145,10 @@ def copy_python(view: View, root: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    """Make a hard link, or a copy where others may write to the file: a program is another."""
+    """Hard-link a file, and return `target`; copy it if it is on another disk.
+
+    Also copy it if group or others may write to it, because the program runs as another user.
+    """
     if not os.stat(source).st_mode & 0o022:
         with contextlib.suppress(OSError):  # of another disk
             os.link(source, target)
@@ -147,10 +157,10 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _link_inside(root: Path, path: str, to: str) -> None:
-    place = _inside(root, path)
-    if not os.path.lexists(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(to)
+    link = _inside(root, path)
+    if not os.path.lexists(link):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(to)
 
 
 def _inside(root: Path, path: str) -> Path:

@@ -1,8 +1,8 @@
-"""A process that starts, watches and ends programs, one after the other.
+"""A process, the warden, that starts, watches and ends programs, one after the other.
 
 It reads one line of JSON for its settings and one for each program from standard input, and
-answers each with one line. It ends with everything that it started when standard input ends, as
-it does when its parent is gone. It has one thread, so that it can fork.
+answers each with one line. When standard input ends, because its parent closed it or is gone, the
+warden kills everything that it started and ends. It has one thread, so that it can fork.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mindspeed_rlxf.rewards.sandbox.view import SCRATCH, look_at
 BETWEEN_LOOKS_S = 0.05
 KILL_S = 10.0
 STDERR_BYTES = 4096
-# What Python prints last where the kernel refused more: the cause, not an error of the program.
+# Text in the last line of standard error when the kernel enforced a limit -> cause of the end.
 REFUSALS = {
     "MemoryError": "memory",
     "[Errno 12]": "memory",
@@ -50,19 +50,26 @@ SIGNALS: dict[int, str] = {signal.SIGXCPU: "cpu_time", signal.SIGXFSZ: "files"}
 
 
 class ParentGone(Exception):
-    """Standard input has ended: the process that asks is gone."""
+    """Standard input has ended: the parent process has closed it or is gone."""
 
 
 @dataclass
 class Output:
-    """The output of a program so far. limit: bytes that are kept; over: there were more"""
+    """The output of a program so far.
+
+    limit: bytes that are kept
+    over:  True = the program wrote more than that
+    """
 
     limit: int
     data: bytearray = field(default_factory=bytearray)
     over: bool = False
 
     def take(self, descriptor: int) -> bool:
-        """Read the available output. Returns False at its end, and if nothing is available now."""
+        """Read up to 64 KiB of available output into `data`, without waiting.
+
+        Returns False if there is none now or the output has ended. Sets `over` beyond the limit.
+        """
         try:
             read = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -76,7 +83,7 @@ class Output:
 
 
 class Run:
-    """One program, from its start until nothing of it is left."""
+    """One program, from its start until its processes and files are removed."""
 
     def __init__(self, launcher: Launcher, program: str, stdin: str, wall_s: float) -> None:
         self.limits = launcher.limits
@@ -106,9 +113,10 @@ class Run:
             os.set_blocking(descriptor, False)
 
     def finish(self, wakeup: int) -> dict[str, Any]:
-        """Wait until the program ends or is stopped, and end all its processes.
+        """Wait until the program ends or exceeds a limit; kill its processes, remove its files.
 
-        wakeup: readable when a child has ended
+        wakeup: descriptor that is readable when a child has ended
+        Returns the fields of `runner.Outcome`. Raises ParentGone when standard input ends.
         """
         try:
             try:
@@ -131,7 +139,10 @@ class Run:
         }
 
     def _watch(self, wakeup: int) -> str:
-        """Return the limit that the program exceeded; empty when it ended by itself."""
+        """Wait; return the name of the limit that the program exceeded, "" when it ended by itself.
+
+        Reads its output meanwhile. Raises ParentGone when standard input ends.
+        """
         poller = select.poll()
         for descriptor in (0, wakeup, *self.sources):
             poller.register(descriptor, select.POLLIN)
@@ -159,7 +170,7 @@ class Run:
                 return ""
 
     def _look(self) -> str:
-        """Return the limit that all processes together exceed; empty where they do not."""
+        """Return the name of a limit that all processes together exceed now, "" for none."""
         pids = self.descendants.find()
         use, limits = measure(pids), self.limits
         if use.memory > limits.memory_mb * MIB:
@@ -171,7 +182,10 @@ class Run:
         return "files" if self.started.helpers and self._too_many_files(pids) else ""
 
     def _too_many_files(self, pids: set[int]) -> bool:
-        """Whether the folder to write in is full, seen from a process that has it."""
+        """Whether the program's SCRATCH folder is full, as seen through one of its processes.
+
+        False where no process has such a folder.
+        """
         limits = self.limits
         for pid in sorted(pids, reverse=True):
             try:
@@ -184,7 +198,10 @@ class Run:
         return False
 
     def _cause_of(self, code: int) -> str:
-        """Tell why a program that was not stopped ended so."""
+        """Return the cause of the end of a program that was not stopped, from its exit code.
+
+        "ok", "error", "killed", or the limit that the kernel enforced.
+        """
         if not code:
             return "ok"
         if code > 128:
@@ -195,9 +212,9 @@ class Run:
         return next((cause for sign, cause in REFUSALS.items() if sign in last), "error")
 
     def _kill_descendants(self) -> None:
-        """Kill the descendants of this process until none is left.
+        """Kill and reap all descendants of this process, and all processes of the program's user.
 
-        Raises TimeoutError when some are left after KILL_S.
+        Waits until none is left. Raises TimeoutError when some are left after KILL_S.
         """
         deadline = time.monotonic() + KILL_S
         while not self._reap():
@@ -211,7 +228,7 @@ class Run:
             time.sleep(0.001)
 
     def _reap(self) -> bool:
-        """Reap what has ended. Returns whether no child is left."""
+        """Store the exit status of ended children in `reaped`; return whether no child is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -229,7 +246,7 @@ class Run:
 
 
 def _kill_all_of(uid: int) -> None:
-    """Kill every process of a user at once, by a process of that user."""
+    """Kill every process of a user at once, by a forked process that becomes that user."""
     if not os.fork():
         try:
             os.setresuid(uid, uid, uid)

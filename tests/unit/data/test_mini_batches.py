@@ -72,7 +72,7 @@ def test_uneven_mini_batches_are_refused(size: int, ranks: int) -> None:
 
 
 def test_neighbours_that_belong_together_stay_together() -> None:
-    (order,) = mini_batch_order(12, 1, True, seed=1, iteration=2, together=2)
+    (order,) = mini_batch_order(12, 1, True, seed=1, iteration=2, group_size=2)
     assert sorted(order) == list(range(12)) and order != list(range(12))
     assert all(b == a + 1 and a % 2 == 0 for a, b in zip(order[::2], order[1::2], strict=True))
 
@@ -99,7 +99,7 @@ def test_balanced_steps_hold_the_same_samples_and_whole_groups(
     size = share * num_ranks * together
     total = size * mini_batches
     costs = data.draw(st.lists(st.integers(1, 99), min_size=total, max_size=total))
-    orders = mini_batch_order(total, 2, True, seed=3, iteration=5, together=together)
+    orders = mini_batch_order(total, 2, True, seed=3, iteration=5, group_size=together)
     shares = rank_steps(orders, size, num_ranks, costs, together)
     (alone,) = rank_steps(orders, size, 1)
     for step in range(2 * mini_batches):
