@@ -55,7 +55,7 @@ class DataConfig(Section):
         "it is cut), keep_tail (left), keep_ends (middle)",
     )
     allow_special_tokens: bool = key(
-        False, "special tokens written in a prompt's text are read as tokens, not as text"
+        False, "the text of a special token in a prompt becomes that token; else it stays text"
     )
     shuffle: bool = key(True, "a new order of the prompts in each epoch")
 

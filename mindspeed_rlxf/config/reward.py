@@ -28,7 +28,7 @@ class FunctionConfig(Section):
 
     name: str = key(..., "name of its part in metrics and samples; absent = the function's name")
     function: str | None = key(
-        None, "path/to/file.py:name, a built-in rule, or `rule`: that of the data source"
+        None, "path/to/file.py:name, a built-in rule, or `rule`: the rule of the data source"
     )
     sha256: str | None = key(
         None, "SHA-256 of the file's text; a run is not resumed with another text"
@@ -70,14 +70,14 @@ class RewardConfig(RoleConfig):
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
     rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
     verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function; kind is rule then"
+        False, "score every prompt by algorithm.verifier_function; needs kind=rule"
     )
     sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
     function: FunctionConfig | None = key(
         None, "a function of yours that scores, path/to/file.py:name; see docs/rewards.md"
     )
     functions: Annotated[tuple[FunctionConfig, ...], Word] = key(
-        (), "several functions, whose weighted scores are added up, with a model also to its score"
+        (), "several functions; their weighted scores are added, also to the score of a model"
     )
     model_weight: float = key(1.0, "factor of the model's score beside functions")
     allow_changed_function: bool = key(

@@ -92,7 +92,11 @@ class RoleConfig(Section):
     expert_model_parallel_size: int = key(
         1, "data-parallel ranks that share the experts of a layer", "reshard", ge=1
     )
-    sequence_parallel: bool = key(False, "shard norms by token; no effect with TP 1", "reshard")
+    sequence_parallel: bool = key(
+        False,
+        "split norms and residuals by token over the TP ranks; no effect with TP 1",
+        "reshard",
+    )
     micro_batch_size: int = key(1, "samples per forward on one rank", "free", ge=1)
     max_tokens_per_micro_batch: int | None = key(
         None, "tokens per forward on one rank, in place of micro_batch_size", "free", ge=1
@@ -196,13 +200,15 @@ class LearningConfig(RoleConfig):
     )
     shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
     balance_by_length: bool = key(
-        True, "replicas get samples of equal cost, micro-batches by tokens are packed", "free"
+        True, "give replicas samples of equal cost; fill micro-batches by tokens", "free"
     )
     recompute: Annotated[Recompute, Word] = key(
         Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers", "free"
     )
     recompute_method: Annotated[RecomputeMethod, Word] = key(
-        RecomputeMethod.UNIFORM, "recompute=full: all layers in groups, or the first ones", "free"
+        RecomputeMethod.UNIFORM,
+        "recompute=full: uniform = all layers, block = the first ones of a stage",
+        "free",
     )
     recompute_num_layers: int = key(
         1, "recompute=full: layers of a group (uniform), or of a stage (block)", "free", ge=1
@@ -269,21 +275,23 @@ class ActorConfig(LearningConfig):
     do_sample: bool = key(False, "sample; false = greedy")
     temperature: float = key(1.0, "divides the logits; used only when sampling", gt=0)
     top_k: int = key(0, "sample among this many; 0 = all", ge=0)
-    top_p: float = key(1.0, "sample among tokens of this total probability", gt=0, le=1)
-    min_new_tokens: int = key(0, "shortest response, tokens", ge=0)
+    top_p: float = key(
+        1.0, "sample among the likeliest tokens whose probabilities add up to this", gt=0, le=1
+    )
+    min_new_tokens: int = key(0, "smallest length of a response, tokens", ge=0)
     max_prompt_length: int = key(512, "longest prompt, tokens", ge=1)
     max_new_tokens: int = key(
         ..., "longest response, tokens; absent = seq_length - max_prompt_length", ge=1
     )
     num_gpus_for_train: int | None = key(
         None,
-        "number of the pool's first devices, which only train; null = all train and generate",
+        "split pool: its first devices, which only train; null = all train and generate",
         "reshard",
         ge=1,
     )
     num_gpus_for_infer: int | None = key(
         None,
-        "number of the pool's other devices, which only generate; null = all train and generate",
+        "split pool: its other devices, which only generate; null = all train and generate",
         "reshard",
         ge=1,
     )
@@ -303,7 +311,7 @@ class ActorConfig(LearningConfig):
     policy_loss: Annotated[PolicyLoss, Word] = key(
         PolicyLoss.PPO, "ratio of each token (ppo) or of each response (gspo)"
     )
-    clip_ratio: float = key(0.2, "policy clip", ge=0)
+    clip_ratio: float = key(0.2, "clip the probability ratio to 1 +- this", ge=0)
     clip_ratio_low: float | None = key(
         None, "clip below 1; null = clip_ratio, or 0.0003 for gspo without clip_ratio", ge=0
     )
@@ -312,7 +320,7 @@ class ActorConfig(LearningConfig):
     )
     clip_ratio_c: float | None = key(None, "dual clip of negative advantages; null = off", gt=1)
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", ge=0)
-    dpo_beta: float = key(0.1, "stage ray_online_dpo: weight of the log-ratio", gt=0)
+    dpo_beta: float = key(0.1, "stage ray_online_dpo: beta, the factor of the log-ratio", gt=0)
     dpo_loss_type: Annotated[DpoLoss, Word] = key(
         DpoLoss.SIGMOID, "stage ray_online_dpo: loss of a pair"
     )

@@ -111,7 +111,7 @@ class TrainingConfig(Section):
     )
     no_shared_storage: bool = key(
         False,
-        "hosts may have an output_dir of their own, and keep their parts of checkpoints there",
+        "hosts may have separate output_dirs, which keep the parts of checkpoints that they write",
         "free",
     )
     keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
@@ -119,7 +119,7 @@ class TrainingConfig(Section):
         0, "also keep checkpoints whose iteration is a multiple of it; 0 = none", "free", ge=0
     )
     resume: Literal["auto", "never"] = key(
-        "auto", "resume the run of a used run directory (auto), or refuse to (never)", "free"
+        "auto", "auto: resume the run in a used run directory; never: refuse a used one", "free"
     )
     nan_policy: Annotated[NanPolicy, Word] = key(
         NanPolicy.RAISE,
@@ -133,7 +133,9 @@ class TrainingConfig(Section):
         "costs nothing",
         "free",
     )
-    max_skipped: int = key(10, "nan_policy skip: optimizer steps left out in a row", "free", ge=0)
+    max_skipped: int = key(
+        10, "nan_policy skip: most optimizer steps skipped in a row", "free", ge=0
+    )
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 
     @property
@@ -175,7 +177,7 @@ class KlControlConfig(Section):
     type: Annotated[KlControl, Word] = key(KlControl.FIXED, "fixed or adaptive coefficient")
     kl_coef: float = key(0.05, "coefficient; adaptive: its initial value", ge=0)
     target_kl: float = key(6.0, "adaptive: target KL per token", gt=0)
-    horizon: int = key(10000, "adaptive: samples over which it corrects", ge=1)
+    horizon: int = key(10000, "adaptive: samples over which the coefficient is corrected", ge=1)
 
 
 class AlgorithmConfig(Section):
@@ -203,7 +205,7 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
     reward_scale: float = key(1.0, "scores are multiplied by it")
     reward_clip: float | None = key(None, "scaled scores are clipped to +- this value", gt=0)
-    whiten_rewards: bool = key(False, "token rewards of variance 1 over the batch, mean kept")
+    whiten_rewards: bool = key(False, "scale token rewards to variance 1; the mean stays")
     verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
         (), "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc"
     )
@@ -214,16 +216,16 @@ class AlgorithmConfig(Section):
     overlong_buffer_len: int = key(
         0, "number of tokens before max_new_tokens in which a response is penalised", ge=0
     )
-    overlong_penalty_factor: float = key(1.0, "its penalty at max_new_tokens", ge=0)
+    overlong_penalty_factor: float = key(1.0, "penalty of a response of max_new_tokens", ge=0)
     filter_groups: bool = key(
         False, "drop prompts whose responses all score the same, and draw others"
     )
     max_num_gen_batches: int = key(10, "filter_groups: batches generated at most", ge=1)
     score_position: Annotated[ScorePosition, Word] = key(
-        ScorePosition.AFTER_EOS, "slot that takes the score of a response that ended"
+        ScorePosition.AFTER_EOS, "slot of the score of a response that ended: after_eos or eos"
     )
     score_slot_limit: Annotated[ScoreSlotLimit, Word] = key(
-        ScoreSlotLimit.MAX_NEW_TOKENS, "width up to which the slot after EOS exists"
+        ScoreSlotLimit.MAX_NEW_TOKENS, "largest length at which there is a slot after EOS"
     )
     advantage_whiten: Annotated[AdvantageWhiten, Word] = key(
         AdvantageWhiten.BATCH,
@@ -242,7 +244,7 @@ class AlgorithmConfig(Section):
         "free",
     )
     rollout_is_threshold: float | None = key(
-        None, "weigh tokens by training / rollout probability, at most this; null = 1", gt=0
+        None, "cap of the weight training / rollout probability of a token; null = weight 1", gt=0
     )
     max_log_prob_gap: float | None = key(
         None,
@@ -356,7 +358,7 @@ class DeviceConfig(Section):
     resource_name: str | None = key(None, "Ray resource of one device; null = the kind's", "free")
     devices_per_node: int = key(
         8,
-        "devices of a host of a joined cluster; a larger resource_pool count fills whole hosts",
+        "devices of each host of a joined cluster; a larger resource_pool fills whole hosts",
         "reshard",
         ge=1,
     )
