@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mindspeed_rlxf.config.algorithm import KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
@@ -23,7 +24,7 @@ from mindspeed_rlxf.config.reward import FunctionConfig
 from mindspeed_rlxf.config.roles import OffloadConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
+from mindspeed_rlxf.config.sections import PoolSettings, TrainingConfig
 from mindspeed_rlxf.config.suggest import format_value
 
 HEAD = """\

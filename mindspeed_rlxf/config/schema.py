@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from mindspeed_rlxf.config.algorithm import AlgorithmConfig, KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.data import DataConfig
 from mindspeed_rlxf.config.enums import (
@@ -33,9 +34,7 @@ from mindspeed_rlxf.config.roles import (
 )
 from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.sections import (
-    AlgorithmConfig,
     DeviceConfig,
-    KlControlConfig,
     LoggingConfig,
     PlanConfig,
     PoolSettings,

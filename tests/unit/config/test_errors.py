@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from mindspeed_rlxf.config.algorithm import AlgorithmConfig
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.errors import Problem, UserError, ref
 from mindspeed_rlxf.config.messages import problems_of
-from mindspeed_rlxf.config.sections import AlgorithmConfig
 
 PACKAGE = Path(__file__).parents[3] / "mindspeed_rlxf"
 Problems = Callable[..., list[str]]

@@ -1,0 +1,150 @@
+"""The section `algorithm`: advantages, KL, token rewards, divisor of the losses, old log-probs.
+
+Each field has a default, a description, and how it may change when a run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
+
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    AdvEstimator,
+    KlControl,
+    KlIn,
+    KlPenalty,
+    LossNormalizer,
+    OldLogProbs,
+    ScorePosition,
+    ScoreSlotLimit,
+    Verifier,
+)
+from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
+from mindspeed_rlxf.config.fields import Section, Word, key
+
+
+class KlControlConfig(Section):
+    """The coefficient of the KL penalty."""
+
+    type: Annotated[KlControl, Word] = key(KlControl.FIXED, "fixed or adaptive coefficient")
+    kl_coef: float = key(0.05, "coefficient; adaptive: its initial value", ge=0)
+    target_kl: float = key(6.0, "adaptive: target KL per token", gt=0)
+    horizon: int = key(10000, "adaptive: samples over which the coefficient is corrected", ge=1)
+
+
+class AlgorithmConfig(Section):
+    """Rewards, advantages and losses."""
+
+    adv_estimator: str = key(
+        AdvEstimator.GAE.value, "advantage estimator; absent = gae, or grpo in stage ray_grpo"
+    )
+    gamma: float = key(1.0, "discount", ge=0, le=1)
+    lam: float = key(0.95, "lambda of GAE", ge=0, le=1)
+    critic_lam: float | None = key(
+        None, "lambda of the returns that the critic learns; null = lam", ge=0, le=1
+    )
+    lam_alpha: float | None = key(
+        None, "lambda of the advantages is 1 - 1 / (lam_alpha x tokens); null = lam", gt=0
+    )
+    kl_penalty: Annotated[KlPenalty, Word] = key(
+        KlPenalty.KL, "per-token KL estimate; absent = kl, or low_var_kl in the loss"
+    )
+    kl_in: Annotated[KlIn, Word] = key(
+        KlIn.REWARD,
+        "where the KL penalty acts; absent = reward, loss for grpo, dr_grpo and "
+        "reinforce_plus_plus_baseline",
+    )
+    kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
+    reward_scale: float = key(1.0, "scores are multiplied by it")
+    reward_clip: float | None = key(None, "scaled scores are clipped to +- this value", gt=0)
+    whiten_rewards: bool = key(False, "scale token rewards to variance 1; the mean stays")
+    verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
+        (), "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc"
+    )
+    verifier_weight: Annotated[tuple[float, ...], Word] = key(
+        (), "reward.verifier: weight of each function's score in their sum; absent = 1 each"
+    )
+    missing_eos_penalty: float = key(0.0, "subtracted from the score without EOS; null = 0")
+    overlong_buffer_len: int = key(
+        0, "number of tokens before max_new_tokens in which a response is penalised", ge=0
+    )
+    overlong_penalty_factor: float = key(1.0, "penalty of a response of max_new_tokens", ge=0)
+    filter_groups: bool = key(
+        False, "drop prompts whose responses all score the same, and draw others"
+    )
+    max_num_gen_batches: int = key(10, "filter_groups: batches generated at most", ge=1)
+    score_position: Annotated[ScorePosition, Word] = key(
+        ScorePosition.AFTER_EOS, "slot of the score of a response that ended: after_eos or eos"
+    )
+    score_slot_limit: Annotated[ScoreSlotLimit, Word] = key(
+        ScoreSlotLimit.MAX_NEW_TOKENS, "largest length at which there is a slot after EOS"
+    )
+    advantage_whiten: Annotated[AdvantageWhiten, Word] = key(
+        AdvantageWhiten.BATCH,
+        "tokens over which advantages are whitened; absent = batch, none for grpo, dr_grpo, rloo, "
+        "remax",
+    )
+    loss_normalizer: Annotated[LossNormalizer, Word] = key(
+        LossNormalizer.MINIBATCH_TOKENS,
+        "what token losses are divided by; absent = minibatch_tokens, sequence_sums (responses, "
+        "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
+    )
+    old_log_probs: Annotated[OldLogProbs, Word] = key(
+        OldLogProbs.AUTO,
+        "log-probs of the behaviour policy: auto = those of the update itself if an iteration is "
+        "one optimizer step and nothing else reads them, else recompute",
+        "free",
+    )
+    rollout_is_threshold: float | None = key(
+        None, "cap of the weight training / rollout probability of a token; null = weight 1", gt=0
+    )
+    max_log_prob_gap: float | None = key(
+        None,
+        "stop where a token's log-probs of generation and training differ by more",
+        "free",
+        gt=0,
+    )
+
+    @property
+    def estimator(self) -> EstimatorTraits:
+        """Needs of the chosen `adv_estimator`."""
+        return TRAITS[self.adv_estimator]
+
+    @field_validator("adv_estimator")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in TRAITS:
+            raise PydanticCustomError("enum", "no such estimator", {"expected": ", ".join(TRAITS)})
+        return str(name)
+
+    @field_validator("verifier_function", "verifier_weight", mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return () if value is None else value
+
+    @field_validator("missing_eos_penalty", mode="before")
+    @classmethod
+    def _null_disables(cls, value: Any) -> Any:
+        return 0.0 if value is None else value
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """Yield problems of keys that need recomputed log-probs, and of verifiers named twice."""
+        if self.old_log_probs is OldLogProbs.ROLLOUT:
+            for name in ("max_log_prob_gap", "rollout_is_threshold"):
+                if (limit := getattr(self, name)) is not None:
+                    yield Problem(
+                        name,
+                        f"needs {ref('old_log_probs')}=recompute, which is what it compares",
+                        f"{limit:g}",
+                        "remove one of them",
+                    )
+        names = self.verifier_function
+        if len(set(names)) < len(names):
+            yield Problem(
+                "verifier_function", "must name each function once", remedy="add up their weights"
+            )
