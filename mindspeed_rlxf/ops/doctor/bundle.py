@@ -162,9 +162,7 @@ def _is_regular(file: Path) -> bool:
 
 
 def _tail(file: Path, size: int) -> str:
-    """Return the last whole lines of a file, `size` bytes at most; "" if it cannot be read or is a
-    link.
-    """
+    """Return the last whole lines of a file, `size` bytes at most; "" if unreadable or a link."""
     try:
         if not _is_regular(file):
             return ""

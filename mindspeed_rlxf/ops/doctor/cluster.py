@@ -263,8 +263,9 @@ def _collectives(
 
 
 def _free_devices(kind: DeviceKind, node: Node) -> int:
-    """Return how many ranks to start on a node: its free devices; on CPU at most MOST_RANKS_ON_CPU,
-    and 1 where the node declares none.
+    """Return how many ranks to start on a node: one per free device.
+
+    On CPU at most MOST_RANKS_ON_CPU, and 1 where the node declares no device.
     """
     if kind is not DeviceKind.CPU:
         return node.free

@@ -148,9 +148,9 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
 
 
 def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
-    """Yield errors of groups that only fail together, how many hosts passed together, and a warning
-    if the deadline came first.
+    """Yield errors of groups that only fail together, and how many hosts passed together.
 
+    A warning follows if the deadline came first.
     count: number of hosts that passed the test inside the host
     """
     check, verdict = "collectives.all", hunt.verdict()

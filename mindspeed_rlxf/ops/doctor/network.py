@@ -48,10 +48,10 @@ def interfaces() -> dict[str, bool]:
 def interface_findings(
     existing: Mapping[str, bool], environment: Mapping[str, str], several_hosts: bool
 ) -> Iterator[Finding]:
-    """Check that each interface named by a variable exists, is up, and is not loopback when the run
-    spans hosts; warn if the interface between hosts is ambiguous.
+    """Check that each interface named by a variable exists and is up; warn of an ambiguous choice.
 
-    existing: interface -> whether it is up
+    existing:      interface -> whether it is up
+    several_hosts: a loopback interface is an error; gloo needs a named or a single interface
     """
     for variable in (*EXACT, *BY_PREFIX):
         value = environment.get(variable)

@@ -66,9 +66,7 @@ SHORTEST = 4  # characters of a prompt or a secret that is looked for
 
 
 def is_open_variable(name: str) -> bool:
-    """Whether the value of this environment variable may be shown: its prefix is listed in
-    OPEN_VARIABLES and its name is not one of a secret.
-    """
+    """Whether a variable's value may be shown: its prefix is in OPEN_VARIABLES, it is no secret."""
     return name.startswith(OPEN_VARIABLES) and not is_secret_name(name)
 
 
@@ -116,8 +114,9 @@ def _cut(line: str) -> str:
 
 
 def _without_values(line: str) -> str:
-    """Return the line with the values of `NAME=value` and `name: value` removed where the name is
-    one of a secret, or of a variable that is not in OPEN_VARIABLES.
+    """Return the line without the values of `NAME=value` and `name: value` that may be secret.
+
+    Removed are values of names of secrets, and of variables that are not in OPEN_VARIABLES.
     """
     parts, start, place = [], 0, 0
     while found := ASSIGNMENT.search(line, place):
