@@ -1,1 +1,1 @@
-"""Operations beside or before a run: the supervisor, the plan of a dry run, the doctor."""
+"""Operations beside or before a run: supervisor, plan of a dry run, doctor, checks of `convert`."""

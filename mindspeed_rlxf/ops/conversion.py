@@ -1,4 +1,4 @@
-"""Check what `convert` is asked for against the folders on disk, and plan the conversion."""
+"""Check the arguments of `convert` against the folders on disk, and plan the conversion."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ GB = 1e9
 
 
 def plan_conversion(arguments: argparse.Namespace) -> Conversion:
-    """Check the arguments of `convert`, open the source and return the conversion.
+    """Check the arguments of `convert`, open the source and return the conversion; writes nothing.
 
-    Errors: UserError with the problems found.
+    Raises UserError with the problems found.
     """
     from mindspeed_rlxf.weights.convert import (
         DTYPE_NAMES,
@@ -66,9 +66,9 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 
 
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Check the given folders; return the source, the target, and the folder of config.json.
+    """Check flags and folders; return the source, the target, and the folder of config.json.
 
-    Errors: UserError, also for a target that is the source or holds it.
+    Raises UserError, also if the target is the source or a parent of it.
     """
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
@@ -78,7 +78,7 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     _raise_any(problems)
     source = Path(arguments.source or arguments.load_dir)
     is_hf = _check_source(arguments, source)
-    config, target = _description(arguments, source, is_hf)
+    config, target = _find_config_and_target(arguments, source, is_hf)
     here, there = source.resolve(), target.resolve()
     if here == there or there in here.parents:
         rule = f"must not be the source {source} or hold it"
@@ -87,9 +87,9 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 
 
 def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
-    """Return whether the source is a Hugging Face folder.
+    """Check that `source` has the weights of one model; return whether it is a Hugging Face folder.
 
-    Errors: UserError unless it holds the weights of one model, of the kind that the flags name.
+    Raises UserError otherwise, or if the flags name another format.
     """
     from mindspeed_rlxf.run.store import MANIFEST
 
@@ -116,10 +116,13 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     return is_hf
 
 
-def _description(arguments: argparse.Namespace, source: Path, is_hf: bool) -> tuple[Path, Path]:
-    """Return the folder of config.json, and the target. Errors: UserError where no model is told.
+def _find_config_and_target(
+    arguments: argparse.Namespace, source: Path, is_hf: bool
+) -> tuple[Path, Path]:
+    """Return the folder of config.json, and the target.
 
-    As in the old tool, --save-dir is the original folder, and the result lies in a folder of it.
+    As in the old tool, --save-dir may be the original Hugging Face folder; the result then goes to
+    a folder inside it. Raises UserError if there is no config.json.
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source
@@ -138,9 +141,9 @@ def _description(arguments: argparse.Namespace, source: Path, is_hf: bool) -> tu
 
 
 def _original_of(source: Path) -> str:
-    """Name the flags that describe a folder of Megatron weights without config.json.
+    """Return a remedy: flags that name the original folder of weights without config.json.
 
-    A checkpoint of a run names the folders that the run has loaded.
+    For a checkpoint of a run, these are the folders that its configuration names.
     """
     from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
     from mindspeed_rlxf.weights.folders import find_description
@@ -157,7 +160,7 @@ def _original_of(source: Path) -> str:
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """List flags whose values exclude each other or are not supported."""
+    """Return the problems of flags whose values exclude each other or are not supported."""
     size, ranks = arguments.shard_size_gb, vars(arguments)
     given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
     given += ["--num-layer-list"] if arguments.num_layer_list else []
@@ -184,7 +187,7 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError where flags about the model differ from its config.json."""
+    """Raise UserError for flags about the model that disagree with its config.json."""
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
@@ -213,7 +216,7 @@ def _check_model(
 
 
 def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> MegatronLayout:
-    """Make the Megatron layout of the flags. Raises UserError."""
+    """Return the Megatron layout of the flags. Raises UserError for a wrong layer list."""
     from mindspeed_rlxf.weights.layout import make_layout
 
     given, layer_list = arguments.num_layer_list, None
@@ -236,6 +239,6 @@ def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> 
 
 
 def _raise_any(problems: list[Problem]) -> None:
-    """Raise UserError with the problems, if there are any."""
+    """Raise UserError with the problems; do nothing without any."""
     if problems:
         raise UserError(problems)

@@ -1,4 +1,4 @@
-"""Decide whether a failed run starts again, and with which processes. Imports nothing heavy."""
+"""Decide whether a failed run starts again, and with which processes. Imports no heavy package."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 class Failure:
     """A failure of the training.
 
-    iteration: in which it happened, None = unknown
-    cause:     role, phase and cause
-    saved:     iteration of the newest checkpoint, empty = none
+    iteration: that failed; None = unknown
+    cause:     role, phase and cause as one text; equal texts = the same failure
+    saved:     iteration of the newest checkpoint; "" = none
     """
 
     iteration: int | None
@@ -22,14 +22,20 @@ class Failure:
 
 
 class Restarts:
-    """Counts the restarts of one command."""
+    """Counts the restarts of one command since its newest checkpoint."""
 
     def __init__(self) -> None:
         self.used = 0  # since the newest checkpoint, or since the first failure
         self._last: Failure | None = None
 
-    def after(self, failure: Failure, allowed: int) -> tuple[bool, str]:
-        """Decide whether to start again, with the reason. allowed: `training.max_restarts`"""
+    def decide(self, failure: Failure, allowed: int) -> tuple[bool, str]:
+        """Return whether to start again, and the reason; count the restart if so.
+
+        allowed: `training.max_restarts`; 0 = never, with "" as the reason
+
+        Refuses a second failure with the same cause in the same iteration. The count is set to 0 if
+        there is a newer checkpoint than at the last failure.
+        """
         last, self._last = self._last, failure
         if last is not None and _is_newer(failure.saved, last.saved):
             self.used = 0
@@ -46,17 +52,18 @@ class Restarts:
 
 
 def _is_newer(saved: str, before: str) -> bool:
-    """Whether the newest checkpoint is of a later iteration than `before`."""
+    """Whether checkpoint `saved` is of a later iteration than `before`; "" = no checkpoint."""
     return saved.isdigit() and int(saved) > (int(before) if before.isdigit() else 0)
 
 
 def smaller_pools(
     pools: Mapping[str, Mapping[str, Any]], free: Sequence[int]
 ) -> Iterator[dict[str, list[int]]]:
-    """Yield the largest pool alone, in smaller shapes that fit beside the others, largest first.
+    """Yield the largest pool with fewer processes, the largest number first.
 
     pools: name -> `processes` on each node, and `step`: processes of one replica
-    free:  devices of each node
+    free:  devices of each node; the other pools keep their number of processes
+    Yields {name: processes on each node}; nothing if not even one replica fits.
     """
     largest = max(pools, key=lambda name: sum(pools[name]["processes"]))
     others = sum(sum(pool["processes"]) for name, pool in pools.items() if name != largest)
@@ -67,7 +74,10 @@ def smaller_pools(
 
 
 def _shape(count: int, free: Sequence[int]) -> list[int]:
-    """Place `count` processes on as few nodes as possible."""
+    """Return processes per node, `count` in all, on as few nodes as possible.
+
+    free: devices of each node, descending; nodes without a process are left out
+    """
     shape = []
     for devices in free:
         shape.append(min(count, devices))

@@ -1,4 +1,4 @@
-"""Bytes and folders, for the plan and for the doctor."""
+"""Format numbers of bytes, and find existing folders."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ GIB, MIB = 1024**3, 1024**2
 
 
 def format_bytes(count: float) -> str:
-    """Format bytes as GiB, or as MiB when small."""
+    """Format bytes as GiB, under one GiB as MiB, with one decimal; 0 as "0"."""
     if count >= GIB:
         return f"{count / GIB:.1f} GiB"
     return f"{count / MIB:.1f} MiB" if count else "0"
 
 
 def existing_folder(path: Path) -> Path:
-    """Return the path itself, or the nearest folder above it that exists."""
+    """Return `path` if it exists, else its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())

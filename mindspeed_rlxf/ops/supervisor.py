@@ -1,9 +1,9 @@
-"""Start the training as a process of its own, and start it again after a failure.
+"""Run the training in a child process, and start it again after a failure.
 
 The process that the user started stays small. It imports nothing but the standard library, forwards
-signals, and decides by the files of the training process (`report_facts`, failure.json, the pointer
-of the newest checkpoint). The training process ends with it. A restart is the same command again,
-which resumes.
+signals, and decides by files of the training process: its facts (`report_facts`), failure.json, the
+pointer to the newest checkpoint. The training process is killed if the supervisor ends. A restart
+runs the same command again, which resumes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ UNSUPERVISED = ("dry_run=true", "runtime=local", "runtime.kind=local", "training
 
 
 def supervise() -> int | None:
-    """Run this process's own command in a child, with restarts; returns the exit code.
+    """Run this process's own command in a child process, with restarts; return the exit code.
 
-    Returns None where this process has to do the work itself: it is that child, a rank of torchrun,
-    runs under a debugger (runtime=local), or trains nothing.
+    Returns None if this process must do the work itself: it is that child, a rank of torchrun, runs
+    in one process (runtime=local), may not restart, or does not train (dry_run, --cfg, --help).
     """
     if given := read_supervision():
-        _die_with(given[0])
+        _end_with_parent(given[0])
         return None
     words = sys.argv[1:]
     trains = not any(word in NOT_TRAINING for word in words)
@@ -65,10 +65,10 @@ def supervise() -> int | None:
     return Supervisor([sys.executable, *sys.orig_argv[1:]]).run()
 
 
-def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when the supervisor ends for any reason (Linux).
+def _end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when the supervisor ends (Linux); restore default SIGINT.
 
-    An interrupt ends it without a traceback.
+    Exits at once if the supervisor has ended already.
     """
     # Until training watches signals: an end without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -79,10 +79,10 @@ def _die_with(parent: int) -> None:
 
 
 class Supervisor:
-    """Runs the attempts of one command, until it is done, is stopped, or may not restart."""
+    """Runs the attempts of one command until it is done, is stopped, or may not restart."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """command: of the training process; restarts add key=value to its end"""
+        """command: of the training process; restarts append key=value arguments"""
         self._command, self._started = list(command), time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: int | None = None  # the first signal that asked for an end
@@ -91,7 +91,10 @@ class Supervisor:
         self._file = Path()  # facts that the training process reports
 
     def run(self) -> int:
-        """Run the training process until it ends for good; return the exit code of the command."""
+        """Run the training process until no attempt is left; return the exit code of the command.
+
+        Handles SIGTERM and SIGINT meanwhile; the earlier handlers are restored.
+        """
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
@@ -102,10 +105,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run_attempts(self) -> int:
-        """Run attempts until one is done or stopped, or no restart is left.
-
-        Return the exit code.
-        """
+        """Run attempts until no restart is needed or allowed; return the exit code."""
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
@@ -132,7 +132,7 @@ class Supervisor:
             failure = self._failure(code, began)
             if failure is None or self._stop is not None:
                 return EXIT_FAILED
-            allowed, reason = restarts.after(failure, int(self._facts.get("max_restarts", 0)))
+            allowed, reason = restarts.decide(failure, int(self._facts.get("max_restarts", 0)))
             if reason:
                 _say(f"{'restart' if allowed else 'no restart'}: {reason}")
             if not allowed:
@@ -143,7 +143,7 @@ class Supervisor:
             changes = self._changes() + pools
 
     def _changes(self) -> list[str]:
-        """Return the overrides of a restart: directory, newest checkpoint, wait for new nodes."""
+        """Return the overrides of a restart: same run directory, resume, wait for nodes."""
         directory = quote(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
         changes.append(f"training.output_dir={directory}")
@@ -153,13 +153,16 @@ class Supervisor:
         return changes
 
     def _run_attempt(self, changes: Sequence[str]) -> int:
-        """Run one training process; return its exit code, negative = the signal that killed it."""
+        """Run one training process to its end; return its exit code, negative = a signal."""
         mark = f"{os.getpid()}:{self._started}:{self._file}"
         environment = {**os.environ, CHILD_OF: mark}
         return self._wait(subprocess.Popen([*self._command, *changes], env=environment))
 
     def _wait(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
-        """Wait for a process, forward signals, kill it at the limit; return its exit code."""
+        """Wait for a process; return its exit code.
+
+        Kills it after `limit_s`, or when its time to stop after a signal is over.
+        """
         self._child, started = child, time.monotonic()
         if self._stop is not None:  # a signal came before the child
             self._forward(child, self._stop)
@@ -171,7 +174,7 @@ class Supervisor:
                     child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal, and forward each to the training process.
+        """Record the first signal, and forward every signal to the training process.
 
         A terminal and some schedulers signal that process too; it expects both.
         """
@@ -181,14 +184,18 @@ class Supervisor:
             self._forward(self._child, number)
 
     def _forward(self, child: subprocess.Popen[bytes], number: int) -> None:
+        """Send a signal to the process, and set the time at which it is killed if it still runs."""
         grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
         child.send_signal(number)
 
     def _failure(self, code: int, began: float) -> Failure | None:
-        """Return the failure that this attempt recorded, else one made of its exit code.
+        """Return the failure that this attempt left in failure.json, else one of the exit code.
 
-        Returns None where the run had not begun.
+        The latter is printed and written to failure.json. None, after printing how the process
+        ended, if no run directory existed yet.
+
+        began: start of the attempt, seconds since 1970
         """
         if "directory" not in self._facts:
             if code != EXIT_FAILED:
@@ -218,9 +225,10 @@ class Supervisor:
         return Failure(found.get("iteration"), cause, saved)
 
     def _shrink(self, free: Sequence[int]) -> list[str]:
-        """Return overrides for fewer processes; none where not wanted, or no smaller size is legal.
+        """Return overrides for fewer processes that the configuration allows; [] if there are none.
 
         free: devices of each node
+        Also [] without `allow_shrink`, or after a signal. Prints each try, which runs a dry run.
         """
         if not self._facts.get("allow_shrink"):
             return []
@@ -236,17 +244,19 @@ class Supervisor:
         return []
 
     def _is_legal(self, changes: Sequence[str]) -> bool:
+        """Whether a dry run with these overrides succeeds; waits for it, LEGAL_S at most."""
         command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
         child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
         return self._wait(child, LEGAL_S) == EXIT_DONE
 
 
 def _say(line: str) -> None:
+    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def current_iteration(metrics: Path) -> int:
-    """Return the iteration after the last one in metrics.jsonl."""
+    """Return the iteration after the last one in metrics.jsonl; 1 if the file has none."""
     with contextlib.suppress(OSError), open_plain(metrics) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
         for line in reversed(file.read().splitlines()):
@@ -256,7 +266,7 @@ def current_iteration(metrics: Path) -> int:
 
 
 def describe_end(code: int) -> str:
-    """Say how a process ended. code: negative = a signal"""
+    """Return how a process ended, as text. code: exit code, negative = a signal"""
     if code >= 0:
         return f"ended with status {code}"
     with contextlib.suppress(ValueError):

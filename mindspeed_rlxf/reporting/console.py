@@ -1,6 +1,6 @@
 """Show a run on the console: full lines, short aligned lines, a live view, or warnings alone.
 
-The command opens one console (`open_console`); the recorder of the run writes to it.
+The command opens one console (`open_console`); the run writes to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDTH = 9  # of a column
 
 
 class Console:
-    """Shows iterations as they end: one line each, as MindSpeed-LLM did, with the time left.
+    """Prints one line per iteration, as MindSpeed-LLM did, with the estimated time left.
 
     `[2026-01-31 12:00:00] iteration: 3 / 10 | critic/kl : 0.0123 | eta : 0:01:23`
     """
@@ -43,7 +43,7 @@ class Console:
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """clock: seconds, monotonic"""
+        """stream: None = stdout; it is set to UTF-8. clock: seconds, monotonic"""
         self._stream = sys.stdout if stream is None else stream
         use_utf8(self._stream)
         self._clock = clock
@@ -52,15 +52,16 @@ class Console:
         self._warned: set[str] = set()
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
-        """Begin a run of `total` iterations, `done` of which were done before.
+        """Begin a run of `total` iterations, `done` of which were done earlier; prints nothing.
 
         names: metrics to show, in this order; a metric that an iteration lacks is left out
+        title: shown by a live view only
         """
         self._total, self._names = total, tuple(names)
         self._start_s, self._before = self._clock(), done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of an iteration that has ended. iteration: from 1"""
+        """Print the metrics of a finished iteration. iteration: from 1"""
         parts = [f"iteration: {iteration} / {self._total}"]
         parts += [
             f"{name} : {format_number(metrics[name])}" for name in self._names if name in metrics
@@ -69,17 +70,17 @@ class Console:
         self.note(" | ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print a line that begins with the time."""
+        """Print the text with the time before it."""
         self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
 
     def warn_once(self, what: str, text: str) -> None:
-        """Print a warning, but only the first one about `what`."""
+        """Print a warning, unless this was called for the same `what` before."""
         if what not in self._warned:
             self._warned.add(what)
             self.note(f"{WARNING} {text}")
 
     def close(self) -> None:
-        """End the live view; later lines are printed as they are."""
+        """Do nothing; a live view stops here."""
 
     def time_left(self, iteration: int) -> timedelta:
         """Estimate the time left, in whole seconds, from the mean of this process's iterations."""
@@ -91,7 +92,7 @@ class Console:
 
 
 class ShortConsole(Console):
-    """Shows an iteration as one aligned line, with a header above every twentieth."""
+    """Prints one aligned line per iteration, with a header before every HEADER_EVERY lines."""
 
     _lines = 0
 
@@ -113,12 +114,13 @@ class ShortConsole(Console):
 
 
 class QuietConsole(Console):
-    """Shows only warnings."""
+    """Prints only warnings."""
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Show nothing."""
+        """Print nothing."""
 
     def note(self, text: str) -> None:
+        """Print the text if it is a warning."""
         if text.startswith(WARNING):
             super().note(text)
 
@@ -127,13 +129,16 @@ _open: Console | None = None
 
 
 def current() -> Console:
-    """Return the open console; without one, a new one that prints lines to stdout."""
+    """Return the console that is open; without one, a new one that prints lines to stdout."""
     return Console() if _open is None else _open
 
 
 @contextmanager
 def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Console]:
-    """Open the console of this process for the block."""
+    """Make a console and let `current` return it during the block; close it at the end.
+
+    stream: None = stdout. In quiet mode, and on ranks but the first, phases are not shown either.
+    """
     global _open
     stream = sys.stdout if stream is None else stream
     before = PHASES.write
@@ -149,9 +154,10 @@ def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Co
 
 
 def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
-    """Make a console. A live view needs a terminal that can move its cursor, and no other rank.
+    """Make a console of the mode.
 
-    Otherwise lines are printed instead.
+    A live view needs a terminal that can move its cursor, and one rank only: else lines are
+    printed.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
@@ -167,20 +173,23 @@ def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
 
 
 def use_utf8(stream: TextIO) -> None:
-    """Make a stream write UTF-8 in every locale. In-memory streams need no change."""
+    """Set a stream to UTF-8 whatever the locale; streams in memory stay as they are."""
     if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", CODEC):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def format_number(value: float) -> str:
-    """Format with four decimals, very small and very large numbers as 1.00e-06."""
+    """Format with four decimals; below 1e-3 and from 1e6 on as 1.00e-06."""
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2e}"
     return f"{value:.4f}"
 
 
 def format_short(value: float) -> str:
-    """Format in at most 8 characters: three significant digits, or all digits of large numbers."""
+    """Format in at most 8 characters: three significant digits, or all digits of whole thousands.
+
+    Below 1e-3 and from 1e6 on as 1.0e-06.
+    """
     if abs(value) >= 1e6 or (value != 0 and abs(value) < 1e-3):
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -5,8 +5,8 @@
         print(finding.line)
 
 An illness begins in one iteration and ends after `CLEAR` iterations without it. `health.jsonl` has
-one object for each beginning and each end: the fields of `Finding`. Findings depend only on the
-metrics, so that a resumed run gets its present illnesses from metrics.jsonl (`replay`).
+one object for each begin and each end: the fields of `Finding`. Findings depend only on the
+metrics, so that a resumed run finds its present illnesses from metrics.jsonl (`replay`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ CRITIC_ITERATIONS = 30
 
 @dataclass(frozen=True)
 class Finding:
-    """An illness that begins or ends in an iteration; one object of health.jsonl.
+    """The begin or end of an illness in an iteration; one object of health.jsonl.
 
     rule:   a word of `HealthRule`
     event:  `began` or `ended`
-    metric: the measured metric; value: its value over the iterations that the rule reads
-    text:   a sentence with the value; remedy: what to do, empty at an end
-    stops:  whether the finding ends the run (`logging.stop_on`)
+    metric: the measured metric
+    value:  of the metric, over the iterations that the rule reads
+    text:   a sentence with the value
+    remedy: what to do; "" for an end
+    stops:  whether the run must stop (`logging.stop_on`)
     """
 
     iteration: int
@@ -61,7 +63,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """The line for the console."""
+        """Return the line for the console."""
         if self.event == "ended":
             return f"health: {self.rule} has ended, iteration {self.iteration}: {self.text}"
         return f"warning: {self.rule}: {self.text}; {self.remedy}"
@@ -69,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reading:
-    """The measurement of a rule. ill: whether it shows an illness"""
+    """The measurement of a rule. ill: whether it shows an illness; text: sentence with the value"""
 
     ill: bool
     metric: str
@@ -85,6 +87,7 @@ class History:
         self.lagging: dict[str, tuple[int, list[float]]] = {}  # phase -> rank, its skews in a row
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Add the metrics of an iteration; None and values that are not finite are skipped."""
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
                 self._values[name].append(value)
@@ -96,7 +99,7 @@ class History:
         self._follow_ranks(metrics)
 
     def first(self, name: str) -> float:
-        """Return the mean of the first BASELINE values."""
+        """Return the mean of the first BASELINE values, of which there must be one at least."""
         return statistics.fmean(self._values[name][:BASELINE])
 
     def last(self, name: str, count: int) -> array[float]:
@@ -108,7 +111,10 @@ class History:
         return self._values[name]
 
     def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
-        """Count in how many iterations in a row the same rank was the slowest of a phase."""
+        """Update `lagging`: per phase the rank that was slowest, and its skews in a row.
+
+        Starts anew if another rank is slowest, the skew is small, or the phase takes little time.
+        """
         whole = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():
             kind, _, phase = name.partition("/")
@@ -140,7 +146,7 @@ VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at valida
 
 
 def measure_entropy_collapse(history: History) -> Reading | None:
-    """Ill when the entropy of the last 5 iterations is near 0 and far below its first values."""
+    """Ill if the mean entropy of the last 5 iterations is near 0 and far below its first values."""
     recent = history.last(ENTROPY, 5)
     if not recent:
         return None
@@ -151,7 +157,10 @@ def measure_entropy_collapse(history: History) -> Reading | None:
 
 
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
-    """Ill when the KL to the reference is over the limit in each of the last 3 iterations."""
+    """Ill if the KL to the reference is over the limit in each of the last 3 iterations.
+
+    limit: nats per token
+    """
     recent = history.last(KL, 3)
     if not recent:
         return None
@@ -161,7 +170,7 @@ def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | N
 
 
 def measure_falling_validation(history: History) -> Reading | None:
-    """Ill when the last 3 validations each got worse, while training scores rose.
+    """Ill if the last 3 validations each got worse, while training scores rose.
 
     The fall from the best validation must be at least a tenth of the range of all validations.
     """
@@ -180,7 +189,7 @@ def measure_falling_validation(history: History) -> Reading | None:
 
 
 def measure_cut_responses(history: History) -> Reading | None:
-    """Ill when nearly all responses of the last 5 iterations reach the limit without EOS."""
+    """Ill if CUT_SHARE of the responses of the last 5 iterations reach the limit without EOS."""
     recent = history.last(CUT, 5)
     if not recent:
         return None
@@ -190,7 +199,7 @@ def measure_cut_responses(history: History) -> Reading | None:
 
 
 def measure_idle_critic(history: History) -> Reading | None:
-    """Ill when the values of the last 30 iterations predict returns worse than a constant."""
+    """Ill if the median explained variance of the last 30 iterations is below 0."""
     recent = history.last(FIT, CRITIC_ITERATIONS)
     if not recent:
         return None
@@ -200,7 +209,7 @@ def measure_idle_critic(history: History) -> Reading | None:
 
 
 def measure_equal_scores(history: History) -> Reading | None:
-    """Ill when nearly all prompts of the last 5 iterations have responses of equal score."""
+    """Ill if nearly all prompts of the last 5 iterations have responses of equal score."""
     recent = history.last(EQUAL, 5)
     if not recent:
         return None
@@ -213,9 +222,9 @@ def measure_equal_scores(history: History) -> Reading | None:
 
 
 def measure_growing_gap(history: History) -> Reading | None:
-    """Ill when log-probs of generation and training differ by more than rounding explains.
+    """Ill if log-probs of generation and training differ by over GAP_LIMIT nats (of 3 iterations).
 
-    Also when the difference is above a floor and ten times the first one.
+    Also if they differ by over GAP_FLOOR, and by GAP_GROWTH times the first difference.
     """
     recent = history.last(GAP, 3)
     if not recent:
@@ -230,7 +239,7 @@ def measure_growing_gap(history: History) -> Reading | None:
 
 
 def measure_lagging_rank(history: History) -> Reading | None:
-    """Ill when the same rank was by far the slowest of a phase for 10 iterations in a row."""
+    """Ill if the same rank was by far the slowest of a phase for 10 iterations in a row."""
     if not history.lagging:
         return None
     phase = max(history.lagging, key=lambda name: len(history.lagging[name][1]))
@@ -308,15 +317,18 @@ LIMITS: dict[HealthRule, str] = {
 
 
 def runaway_limit(adapts: bool, target: float) -> float:
-    """Return the KL per token that is a runaway: the usual limit, or twice a larger target."""
+    """Return the KL per token, in nats, that counts as a runaway.
+
+    adapts: the KL coefficient adapts to `target`; then twice the target if that is over KL_LIMIT
+    """
     return max(KL_LIMIT, 2.0 * target) if adapts else KL_LIMIT
 
 
 class Health:
-    """Checks iterations by all rules, and remembers the illnesses that have begun."""
+    """Checks iterations by all rules, and keeps the illnesses that have begun and not ended."""
 
     def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
-        """stop_on: rules whose finding ends the run; kl_limit: nats per token"""
+        """stop_on: rules whose findings have `stops` set; kl_limit: nats per token"""
         self.active: dict[str, Finding] = {}
         self.readings: dict[HealthRule, Reading] = {}  # the last of each rule that has measured
         self._stop_on, self._history = tuple(stop_on), History()
@@ -329,7 +341,7 @@ class Health:
         )
 
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Add the metrics of an iteration; return the illnesses that begin or end with it."""
+        """Add the metrics of an iteration; return the illnesses that begin or end in it."""
         self._history.add(metrics)
         found = []
         for rule, (measure, remedy) in self._rules.items():
@@ -337,18 +349,18 @@ class Health:
             if reading is None:
                 continue
             self.readings[rule] = reading
-            if finding := self._follow(iteration, rule, reading, remedy):
+            if finding := self._update_illness(iteration, rule, reading, remedy):
                 found.append(finding)
         return found
 
     def replay(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
-        """Add metrics of an iteration before the resume, or of a separate validation, silently."""
+        """Add metrics of an earlier iteration or a separate validation; report nothing."""
         self.check(iteration, metrics)
 
-    def _follow(
+    def _update_illness(
         self, iteration: int, rule: HealthRule, reading: Reading, remedy: str
     ) -> Finding | None:
-        """Return the beginning or the end of an illness; None if nothing changes."""
+        """Update `active` by a reading; return the begin or end of an illness, None if neither."""
         name = rule.value
         if reading.ill:
             self._clear[name] = 0

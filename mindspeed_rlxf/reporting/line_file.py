@@ -1,11 +1,11 @@
-"""A growing file of lines whose older parts are compressed, safe against kills at any moment.
+"""A growing file of lines whose older parts are compressed; a kill at any moment loses no line.
 
     samples.jsonl        the part that is being written
     samples.jsonl.1.gz   the oldest part, then .2.gz, ...
 
 A full file is renamed to `samples.jsonl.N`, compressed beside it, and removed when
-`samples.jsonl.N.gz` is complete. After a kill no line is lost or doubled; the next process that
-opens the file finishes an interrupted compression.
+`samples.jsonl.N.gz` is complete. After a kill no line is lost or doubled; the next `rotate` or
+`cut` finishes an interrupted compression.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ BLOCK = 1 << 20
 
 
 class LineFile:
-    """All parts of one file, as one sequence of bytes.
+    """All parts of one file, as one sequence of bytes; the file need not exist.
 
-    limit: size in bytes at which `rotate` turns the file into a part; 0 = never
+    limit: size in bytes from which `rotate` compresses the file; 0 = never
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
         self.path, self.limit = path, limit
 
     def position(self) -> int:
-        """The uncompressed bytes of all parts, which is the position of the next line."""
+        """Return the uncompressed bytes of all parts, where the next line will begin."""
         parts = sum(_length(part) for part in self._parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
     def sync(self) -> None:
-        """Flush written lines to the disk."""
+        """Fsync the uncompressed file, if it exists."""
         if self.path.exists():
             with open_file(self.path, "rb") as stream:
                 os.fsync(stream.fileno())
 
     def exists(self) -> bool:
+        """Whether the file or a compressed part of it exists."""
         return self.path.exists() or bool(self._parts())
 
     def lines(self) -> Iterator[bytes]:
@@ -64,11 +65,11 @@ class LineFile:
                 yield from stream
 
     def cut(self, position: int) -> None:
-        """Drop the bytes after `position`, which may be in any part.
+        """Drop the bytes after `position`, which counts from the start of the oldest part.
 
-        If this is killed, at least the bytes to keep are left, so that it can be repeated.
-        The file keeps its inode, so open streams still append to it.
-        Errors: ValueError when there are fewer bytes than `position`; UserError for a damaged part.
+        A kill meanwhile loses none of the bytes to keep, so that the call can be repeated. The file
+        keeps its inode: open streams still append to it. Raises ValueError if there are fewer bytes
+        than `position`, UserError for a damaged part.
         """
         self._finish()
         if (found := self.position()) < position:
@@ -88,7 +89,7 @@ class LineFile:
             self._restore(parts[0], kept)
 
     def rotate(self) -> bool:
-        """Turn a full file into a part; return whether it was full.
+        """Compress the file as a new part if it has reached the limit; return whether it had.
 
         If so, streams that append to the file must be opened again.
         """
@@ -102,7 +103,7 @@ class LineFile:
         return True
 
     def _parts(self) -> dict[int, Path]:
-        """Map part numbers to files, oldest first; to the compressed file if both exist."""
+        """Map numbers to files of older parts, oldest first; the compressed one if both exist."""
         pattern = re.compile(re.escape(self.path.name) + r"\.(\d+)(\.gz)?")
         found = {}
         for file in sorted(self.path.parent.glob(self.path.name + ".*")):  # .N before .N.gz
@@ -122,7 +123,10 @@ class LineFile:
             plain.unlink(missing_ok=True)
 
     def _restore(self, part: Path, kept: int) -> None:
-        """Make the first `kept` bytes of a part the file again. Errors: UserError if damaged."""
+        """Append the first `kept` bytes of a part to the file, and delete the part.
+
+        Raises UserError if the part is damaged.
+        """
         with _open(part) as source, open_file(self.path, "ab", _mode(part)) as target:
             try:
                 while kept and (block := source.read(min(BLOCK, kept))):
@@ -137,7 +141,7 @@ class LineFile:
 
 
 def _compress(plain: Path) -> None:
-    """Compress a part into a file beside it, hidden until it is complete. The part itself stays."""
+    """Compress `plain` to `plain.gz`, which appears only when it is complete; `plain` stays."""
     final = plain.with_name(f"{plain.name}.gz")
     for left in find_hidden_files(final):
         left.unlink()
@@ -162,7 +166,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _length(part: Path) -> int:
-    """Return the uncompressed bytes of a part."""
+    """Return the uncompressed bytes of a part (modulo 4 GiB)."""
     if part.suffix != ".gz":
         return part.stat().st_size
     with open_file(part, "rb") as stream:

@@ -1,7 +1,7 @@
-"""A view of a run that is redrawn in place on a terminal, with rich.
+"""Show a run as a view that is redrawn in place on a terminal, with rich.
 
-Everything else that this process prints appears as lines above the view. Control characters in it
-are shown as text, not sent to the terminal (`files.printable`).
+Other output of this process appears as lines above the view. Control characters in it are shown as
+text, not sent to the terminal (`files.printable`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN_PHASES = 5
 
 
 class LiveConsole(Console):
-    """Draws the view; `note` prints a line above it."""
+    """Draws the view, and prints `note` above it; replaces stdout and stderr until `close`."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, clock)
@@ -57,18 +57,22 @@ class LiveConsole(Console):
         self._terminal.show_cursor(True)  # a killed process cannot show it again
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
+        """Begin a run, see `Console.begin`; the view shows the title."""
         super().begin(total, names, done, title)
         self.view.title, self.view.total, self.view.iteration = printable(title), total, done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a finished iteration in the view."""
         self.view.add(iteration, metrics)
 
     def note(self, text: str) -> None:
+        """Print the text above the view; count it if it is a warning."""
         if text.startswith(WARNING):
             self.view.warnings += 1
         super().note(text)
 
     def close(self) -> None:
+        """Stop redrawing, and restore stdout and stderr; later calls do nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -80,7 +84,7 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _print(self, line: str) -> None:
-        """Print a line above the view, or plainly after its end."""
+        """Print a line above the view, or as it is once the view is closed; warnings are yellow."""
         text = Text(printable(line).expandtabs(4))
         if line.split("] ", 1)[-1].startswith(WARNING):
             text.stylize("yellow")
@@ -90,7 +94,7 @@ class LiveConsole(Console):
 
 
 class View:
-    """The content of the view: the newest metrics, short curves, and what the driver waits for."""
+    """The content of the view: the newest metrics, short curves, and the phase in progress."""
 
     def __init__(self, owner: Console) -> None:
         self._owner = owner
@@ -104,7 +108,7 @@ class View:
         }
 
     def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an iteration that has ended."""
+        """Add the metrics of a finished iteration, and estimate the time left."""
         self.iteration, self.metrics = iteration, dict(metrics)
         self._left = str(self._owner.time_left(iteration))
         for name, curve in self._curves.items():
@@ -122,7 +126,7 @@ class View:
             yield line
 
     def lines(self, width: int) -> list[Text]:
-        """Return the lines of the view, none of them wider than the terminal."""
+        """Return the lines of the view, for a terminal of `width` columns."""
         lines = [self._headline(width), self._progress(width)] if self.total else []
         if self.metrics:
             lines += [
@@ -145,19 +149,20 @@ class View:
         return [*lines, self._now(width)]
 
     def _headline(self, width: int) -> Text:
-        """Return the title, with the iteration on the right."""
+        """Return a line with the title and the iteration; a long title loses its start."""
         right = f"iteration {self.iteration} / {self.total}"
         title = self.title[-max(width - len(right) - 2, 0) :]
         return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
 
     def _progress(self, width: int) -> Text:
+        """Return a bar of the iterations done, with the time passed and left."""
         passed = time.monotonic() - self._began
         text = f" {self.iteration / self.total:4.0%}  {_clock(passed)} passed"
         text += f"  {self._left} left" if self._left else ""
         return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
 
     def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
-        """Return a line: the last value of `name`, its curve in the free space, and facts."""
+        """Return a line: label, last value of metric `name`, its curve, and `facts`."""
         curve = self._curves[name]
         if not curve:
             return _line(label, "-")
@@ -175,7 +180,7 @@ class View:
         return f"validation {format_short(score)} (iteration {iteration})"
 
     def _facts(self, *named: tuple[str, str]) -> str:
-        """Return `name number` for those of the metrics that exist."""
+        """Return `label number ...` for the (label, metric) pairs whose metric exists."""
         return "  ".join(
             f"{label} {_show(name, self.metrics[name])}"
             for label, name in named
@@ -183,7 +188,7 @@ class View:
         )
 
     def _phases(self, width: int) -> list[Text]:
-        """Return the shares of the iteration's time as one coloured bar, and its legend."""
+        """Return two lines: a coloured bar of an iteration's longest phases, and its legend."""
         whole = self.metrics.get("timing/all", 0.0)
         found = {
             name.partition("/")[2]: value / whole
@@ -202,7 +207,7 @@ class View:
         return [bar, legend]
 
     def _memory(self) -> str:
-        """Return the largest peak and its phase, and idle shares of pools."""
+        """Return the largest memory peak with its phase, and the idle share of each pool."""
         peaks = {k[7:]: v for k, v in self.metrics.items() if k.startswith("memory/")}
         phase = max(peaks, key=lambda name: peaks[name], default="")
         text = f"peak {peaks[phase]:.2f} GiB ({phase})" if phase else "-"
@@ -210,7 +215,7 @@ class View:
         return text + (f"  idle {', '.join(idle)}" if idle else "")
 
     def _now(self, width: int) -> Text:
-        """Return what the driver waits for, with a bar if its progress is known."""
+        """Return a line with the phase in progress, and a bar if its progress is known."""
         phase = PHASES.current
         warned = f"  {self.warnings} warnings above" if self.warnings else ""
         if phase is None:
@@ -224,7 +229,7 @@ class View:
 
 
 class _Lines(io.TextIOBase):
-    """Replaces stdout or stderr: prints whole lines above the view."""
+    """Replaces stdout or stderr: collects text, and prints whole lines above the view."""
 
     encoding = "utf-8"
 
@@ -232,13 +237,14 @@ class _Lines(io.TextIOBase):
         self._console, self._stream, self._rest = console, stream, ""
 
     def write(self, text: str) -> int:
+        r"""Print the lines that the text completes; of each, the part after its last \r."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._console.print_line(line.rpartition("\r")[2])
         return len(text)
 
     def end_line(self) -> None:
-        """Print an unfinished line."""
+        """Print the text that has no line end yet, if any."""
         if self._rest:
             self.write("\n")
 
@@ -249,13 +255,13 @@ class _Lines(io.TextIOBase):
         return self._stream.fileno()
 
     def flush(self) -> None:
-        """Do nothing: a line is printed when it ends."""
+        """Do nothing: a line is printed when it is complete."""
 
 
 def draw_curve(values: Sequence[float], width: int) -> str:
-    """Draw values, oldest first, as blocks scaled between the smallest and the largest value.
+    """Draw values, oldest first, as block characters scaled between the smallest and largest value.
 
-    If there are more than `width` values, each block is the mean of several.
+    If there are more than `width` values, each character is the mean of several.
     """
     size = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for part in _split(values, size)]
@@ -277,15 +283,17 @@ def _line(label: str, text: str) -> Text:
 
 
 def _bar(share: float, width: int) -> Text:
-    """Draw a bar of this width, of which `share` is filled."""
+    """Draw a bar of `width` characters, of which `share` (0 to 1) is filled."""
     filled = round(min(max(share, 0.0), 1.0) * max(width, 0))
     return Text.assemble(("━" * filled, "cyan"), ("━" * (max(width, 0) - filled), "bright_black"))
 
 
 def _show(name: str, value: float) -> str:
+    """Format a metric: shares as a percentage, others by `format_short`."""
     return f"{value:.0%}" if name.endswith(("_fraction", "/mfu")) else format_short(value)
 
 
 def _clock(seconds: float) -> str:
+    """Format seconds as H:MM:SS."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

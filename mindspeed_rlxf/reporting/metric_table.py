@@ -22,7 +22,7 @@ class Metric:
     """One metric, or a family of them.
 
     name:    name in metrics.jsonl; `<word>` stands for any text
-    unit:    empty = none
+    unit:    "" = none
     healthy: None = depends on the task
     remedy:  what to do outside of the healthy range, or when the curve looks wrong
     """
@@ -39,7 +39,7 @@ class Metric:
         return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
 
     def is_healthy(self, value: float) -> bool:
-        """Whether a value is in the healthy range; NaN is not. True if there is no range."""
+        """Whether a value is in the healthy range; True without a range, False for NaN."""
         if self.healthy is None:
             return True
         low, high = self.healthy
@@ -47,7 +47,7 @@ class Metric:
 
 
 def _spread(name: str, unit: str, meaning: str) -> tuple[Metric, ...]:
-    """Make the metrics `name/mean`, `name/max` and `name/min`."""
+    """Return the metrics `name/mean`, `name/max` and `name/min`."""
     words = {"mean": "mean", "max": "largest", "min": "smallest"}
     return tuple(Metric(f"{name}/{end}", unit, f"{word} {meaning}") for end, word in words.items())
 
@@ -181,13 +181,13 @@ MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.reporting.met
 
 @functools.cache
 def find_metric(name: str) -> Metric | None:
-    """Return the row of a metric; of several matches the one with the longest literal text."""
+    """Return the row of a metric, None if unknown; of several the most literal pattern."""
     found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
     return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
 
 
 def tables() -> str:
-    """Return Markdown tables of all metrics."""
+    """Return Markdown tables of all metrics, one per section."""
     parts = []
     for title, metrics in SECTIONS.items():
         rows = [_row("metric", "unit", "meaning", "healthy", "otherwise"), "|---|---|---|---|---|"]
@@ -199,18 +199,18 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """Return the document with the part after `MARK` replaced by the tables."""
+    """Return the document with the text after its line `MARK` replaced by the tables."""
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
     return f"{head}{MARK}\n\n{tables()}"
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(_named(cells))} |"
+    return f"| {' | '.join(_quote_keys(cells))} |"
 
 
-def _named(cells: tuple[str, ...]) -> Iterator[str]:
-    """Yield the cells, with keys of the configuration put between backticks."""
+def _quote_keys(cells: tuple[str, ...]) -> Iterator[str]:
+    """Yield the cells with keys of the configuration in backticks; keep cells with backticks."""
     for cell in cells:
         yield (
             cell
@@ -220,7 +220,7 @@ def _named(cells: tuple[str, ...]) -> Iterator[str]:
 
 
 def show_range(healthy: Range | None) -> str:
-    """Show a range: `0 to 0.3`, `at most 1`, `at least 0.02`; empty for None."""
+    """Format a range: `0 to 0.3`, `at most 1`, `at least 0.02`; "" for None."""
     low, high = healthy or (None, None)
     if low is None:
         return "" if high is None else f"at most {high:g}"

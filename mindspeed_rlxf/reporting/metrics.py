@@ -1,4 +1,4 @@
-"""Write the files of a run that have one JSON object per line, each flushed at once."""
+"""Append to the files of a run that have one JSON object per line; flush each line at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_rlxf.reporting.line_file import LineFile
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated response with its score, as samples.jsonl holds it.
+    """One generated response with its score, as a line of samples.jsonl.
 
     sample_id:       unique within the run
     prompt_ids:      token ids without padding
@@ -27,10 +27,9 @@ class Sample:
     reward_parts:    summands of the score, e.g. {"accuracy": 1.0}
     weights_version: smallest and largest number of actor updates of the weights that generated a
                      token of the response
-
     data_source:     of the prompt
 
-    Of a validation sample alone; None is left out of the file:
+    Only validation samples have these; None is left out of the file:
     ground_truth:    expected answer
     prompt_id:       index of the prompt among the validation prompts, from 0, always the same
     answer:          the answer for which the response votes (maj@K)
@@ -51,15 +50,19 @@ class Sample:
 
 
 class _JsonLines:
-    """A UTF-8 file of JSON objects that every reader accepts: no NaN, no lone surrogates."""
+    """A UTF-8 file of JSON objects, one per line, without NaN and lone surrogates."""
 
     def __init__(self, file: Path, mode: int = PRIVATE, limit: int = 0) -> None:
-        """limit: size in bytes at which the file is compressed and a new one begun; 0 = never"""
+        """Open the file for appending; create it if absent.
+
+        mode: permission bits of a new file
+        limit: size in bytes from which `_rotate` compresses the file; 0 = never
+        """
         self._file, self._mode = LineFile(file, limit), mode
         self._stream = self._open()
 
     def _open(self) -> TextIO:
-        """Open the file for appending."""
+        """Open the file for appending, with the permission bits `mode` if it is new."""
         # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
         text = {"encoding": "utf-8", "errors": "backslashreplace"}
         if self._file.path == Path(os.devnull):  # a device, which `open_file` refuses
@@ -72,7 +75,7 @@ class _JsonLines:
         self._stream.flush()
 
     def _rotate(self) -> None:
-        """Begin a new file if this one is full."""
+        """Compress the file and begin a new one if its size has reached the limit."""
         if self._file.rotate():
             self._stream.close()
             self._stream = self._open()
@@ -94,7 +97,10 @@ class MetricsWriter(_JsonLines):
 
 
 def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yield iteration and metrics of each whole line of a metrics.jsonl, which may be absent."""
+    """Yield (iteration, metrics) of each readable line of metrics.jsonl; nothing if it is absent.
+
+    A metric that was not finite is None.
+    """
     if not file.exists():
         return
     for line in LineFile(file).lines():
@@ -106,22 +112,22 @@ def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
 
 
 class HealthWriter(_JsonLines):
-    """Appends the beginnings and ends of illnesses to health.jsonl."""
+    """Appends findings (the begin or end of an illness) to health.jsonl."""
 
     def write(self, finding: Finding) -> None:
-        """Append one line with the fields of `Finding`."""
+        """Append one line with the fields of the finding."""
         self._append(asdict(finding))
 
 
 class LedgerWriter(_JsonLines):
-    """Appends the prompts that an iteration used to consumed.jsonl."""
+    """Appends the prompts that each iteration used to consumed.jsonl."""
 
     def write(
         self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
     ) -> None:
-        """Append one line: the iteration and the prompts that it used.
+        """Append one line with these arguments.
 
-        prompts: indices in the data set; the ids of their samples count from `first_sample_id`
+        prompts: indices in the data set; the ids of their samples count up from `first_sample_id`
         """
         self._append(
             {
@@ -134,21 +140,27 @@ class LedgerWriter(_JsonLines):
 
 
 class SampleWriter(_JsonLines):
-    """Appends responses to a samples file, the first `samples` of an iteration or `all`."""
+    """Appends samples to a file: the first `samples` of each iteration, or `all`."""
 
     def __init__(
         self, file: Path, samples: int | Literal["all"], file_bytes: int = 0, mode: int = PRIVATE
     ) -> None:
-        """file_bytes: size at which the file is compressed and a new one begun; 0 = never"""
+        """Open the file for appending.
+
+        file_bytes: size from which the file is compressed and a new one begun; 0 = never
+        """
         super().__init__(file, mode, file_bytes)
         self._samples = samples
 
     def num_kept(self, num_samples: int) -> int:
-        """Return how many samples of an iteration are written; others need not be decoded."""
+        """Return how many of an iteration's samples `write` keeps: the first ones."""
         return num_samples if self._samples == "all" else min(self._samples, num_samples)
 
     def write(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """Append one line for each sample to keep: "iteration" and the fields of `Sample`."""
+        """Append one line per sample that is kept: "iteration" and the fields of `Sample` but None.
+
+        Then compress the file if it is full.
+        """
         for sample in samples[: self.num_kept(len(samples))]:
             fields = {k: v for k, v in asdict(sample).items() if v is not None}
             self._append({"iteration": iteration, **fields})
@@ -156,7 +168,7 @@ class SampleWriter(_JsonLines):
 
 
 def _null_non_finite(value: Any) -> Any:
-    """Return the tree with null instead of NaN and infinite numbers."""
+    """Return a copy with None instead of NaN and infinite numbers, also inside dictionaries."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

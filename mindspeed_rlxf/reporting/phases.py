@@ -1,7 +1,7 @@
-"""Show what the driver waits for: `with phase("loading the weights", total=4) as done: ...`.
+"""Show what the driver is waiting for: `with phase("loading the weights", total=4) as done: ...`.
 
-A phase that takes longer than `first_s` is shown with its time and progress: in the live view, or
-by lines at growing intervals. Of nested phases only the outermost is shown.
+A phase that takes longer than its `first_s` is shown with its time and progress: in the live view,
+or by lines at growing intervals. Of nested phases only the outermost is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ TICK_S = 0.5
 
 @dataclass
 class Phase:
-    """Work in progress. total: its steps, None = unknown; usual_s: seconds of the last time"""
+    """A phase in progress.
+
+    total:   number of its steps; None = unknown
+    done:    steps that are finished
+    usual_s: seconds that the same phase took the last time; None = unknown
+    """
 
     what: str
     total: int | None = None
@@ -40,7 +45,7 @@ class Phase:
 
     @property
     def share(self) -> float | None:
-        """The share that is done, from its steps, else from its usual time; None = unknown."""
+        """Return the finished share, by steps, else by the usual time; None = unknown."""
         if self.total:
             return min(self.done / self.total, 1.0)
         return min(self.seconds / self.usual_s, 0.99) if self.usual_s else None
@@ -64,7 +69,7 @@ class Phases:
 
     @property
     def current(self) -> Phase | None:
-        """The outermost phase, if it has taken long enough to be shown, else None."""
+        """Return the outermost phase if it has taken long enough to be shown, else None."""
         first = next(iter(self._stack), None)
         if first is None:
             return None
@@ -73,7 +78,11 @@ class Phases:
 
     @contextmanager
     def phase(self, what: str, total: int | None, first_s: float) -> Iterator[Phase]:
-        """Enter a phase for the block. Only phases of the main thread are shown."""
+        """Return a context manager for the block of a phase, which yields its `Phase`.
+
+        total: number of steps, None = unknown; first_s: seconds after which the phase is shown
+        Phases of other threads than the main thread are not shown.
+        """
         each = Phase(what, total, first_s, self._usual.get(what))
         if threading.current_thread() is not threading.main_thread():
             yield each
@@ -89,13 +98,16 @@ class Phases:
                 self._usual[what] = each.seconds
 
     def _start_watch(self) -> None:
-        """Start the thread that writes lines, once for this process."""
+        """Start the thread that writes lines about phases, unless it runs."""
         if self._watch is None or not self._watch.is_alive():
             self._watch = threading.Thread(target=self._watch_phases, daemon=True, name="phases")
             self._watch.start()
 
     def _watch_phases(self) -> None:
-        """Write a line about the current phase after 2, 4, 8, ... seconds, and at its end."""
+        """Write a line about the current phase after 2, 4, 8, ... seconds, and at its end.
+
+        Returns when `write` is None. Runs in the thread.
+        """
         shown: Phase | None = None
         due = 0.0
         while self.write is not None:
@@ -123,10 +135,13 @@ PHASES = Phases()
 
 
 def phase(what: str, total: int | None = None) -> AbstractContextManager[Phase]:
-    """Enter a phase of a command, or of the start or end of a run, for the block."""
+    """Return a context manager for a phase of a command, or of the start or end of a run.
+
+    total: number of steps, None = unknown. The phase is shown after FIRST_S.
+    """
     return PHASES.phase(what, total, FIRST_S)
 
 
 def waiting(what: str) -> AbstractContextManager[Phase]:
-    """Enter a phase that every iteration has, for the block; lines show it only after WAIT_S."""
+    """Return a context manager for a phase that each iteration has; lines show it after WAIT_S."""
     return PHASES.phase(what, None, WAIT_S)

@@ -29,14 +29,15 @@ class TokenWriter:
     """Appends to the file of one rank, which no other process writes."""
 
     def __init__(self, folder: Path, rank: int, limit: int = 0, mode: int = PRIVATE) -> None:
-        """limit: size in bytes at which the file is compressed and a new one begun; 0 = never"""
+        """folder: made by the first `write`; limit: bytes from which a file is compressed, or 0"""
         self._folder, self._mode = folder, mode
         self._file = LineFile(folder / f"rank_{rank:05d}.jsonl", limit)
 
     def write(self, iteration: int, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
-        """Append a line for each sample; begin a new file when this one is full.
+        """Append one line per sample, if any; then compress the file if it is full.
 
         samples: sample id -> name -> one number per token
+        A line that a killed process left incomplete is ended first.
         """
         if not samples:
             return
@@ -52,10 +53,9 @@ class TokenWriter:
 
 
 def cut_token_files(folder: Path, iteration: int) -> None:
-    """Drop the lines after the iteration from which the run resumes.
+    """Cut the files of all ranks after `iteration`, from which the run resumes.
 
-    A damaged file stays as it is: the run does not need it, and readers use the last line of each
-    sample.
+    A damaged file stays as it is: readers use the last line of each sample.
     """
     for file in token_files(folder):
         kept = 0
@@ -69,7 +69,7 @@ def cut_token_files(folder: Path, iteration: int) -> None:
 
 
 def token_files(folder: Path) -> Iterator[LineFile]:
-    """Yield the files of all ranks."""
+    """Yield the files of all ranks in `folder`."""
     names = {m[1] for file in folder.glob("rank_*") if (m := FILE.fullmatch(file.name))}
     yield from (LineFile(folder / name) for name in sorted(names))
 

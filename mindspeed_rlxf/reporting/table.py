@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:
-    """Format rows of cells in columns; the first row is underlined, numbers are right-aligned."""
+    """Format rows as columns; the first row is underlined, columns of numbers are right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
@@ -22,7 +22,7 @@ def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, object]], indent: int = 2) -> str:
-    """Format `name  value` lines with aligned values."""
+    """Format `name  value` lines with the values in one column; `rows` must not be empty."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{'':{indent}}{name:<{width}}  {value}" for name, value in rows)
 

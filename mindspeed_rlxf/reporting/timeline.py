@@ -29,12 +29,13 @@ HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work, or a wait.
+    """One interval of work, or of waiting, on a rank.
 
     name:    `role.method` of work on a rank
+    pool:    name, or `driver` for the driver's own work
     rank:    in the pool
     started: seconds since the epoch
-    kind:    category in the file; empty = the role
+    kind:    category in the file; "" = the role
     """
 
     name: str
@@ -46,12 +47,12 @@ class Span:
 
     @property
     def role(self) -> str:
-        """The part of the name before the dot; empty for the driver's own work."""
+        """Return the name up to its dot; "" for the driver's own work."""
         return "" if self.pool == DRIVER else self.name.partition(".")[0]
 
 
 class Timeline:
-    """Appends iterations to the files of a folder, which are valid JSON after each write."""
+    """Writes the files of a folder, which are valid JSON after each write."""
 
     def __init__(self, folder: Path, mode: int = PRIVATE) -> None:
         self._folder, self._mode = folder, mode
@@ -63,9 +64,11 @@ class Timeline:
         )  # pools and ranks that this process has named in the file
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
-        """Append an iteration's spans to its file, and remove the oldest files. Raises OSError.
+        """Append an iteration's spans to the file of its 100 iterations. Raises OSError.
 
         iteration: from 1
+        Before a new file, deletes the oldest so that KEPT remain. Ranks from MOST_RANKS on are left
+        out.
         """
         first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
         file = self._folder / f"iterations_{first:07d}.json"
@@ -84,7 +87,7 @@ class Timeline:
         _append(file, events, self._mode)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
-        """Make the trace event of a span, in the format of Chrome's trace viewer."""
+        """Return the trace event of a span."""
         return {
             "name": span.name,
             "cat": span.kind or span.name.partition(".")[0],
@@ -97,7 +100,7 @@ class Timeline:
         }
 
     def _names(self, span: Span) -> Iterable[dict[str, Any]]:
-        """Yield events that name the pool and the rank, unless the file has them."""
+        """Yield events that name the span's pool and rank, once for each file."""
         pid = self._numbers.setdefault(span.pool, len(self._numbers))
         place = {"pid": pid, "tid": self._lane(span)}
         named = {
@@ -110,12 +113,15 @@ class Timeline:
                 yield {"name": kind, "ph": "M", **place, "args": {"name": text}}
 
     def _lane(self, span: Span) -> int:
-        """Return the number of a role's lane on a rank, so that lanes of a role are adjacent."""
+        """Return the thread number of the span's role on its rank; a role's ranks are adjacent."""
         return self._roles.setdefault(span.role, len(self._roles)) * MOST_RANKS + span.rank
 
 
 def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
-    """Append events to the JSON list in a file, so that the file stays valid JSON."""
+    """Append events to the JSON list in a file, which is created if absent and stays valid JSON.
+
+    Bytes of an event that a kill left incomplete are overwritten.
+    """
     new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
     if not new:
         return
@@ -129,7 +135,7 @@ def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
 
 
 def _end(stream: IO[bytes]) -> int:
-    """Return the offset after the last complete event; a kill may have left a part of one."""
+    """Return the offset after the last complete event; 0 if there is none."""
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)
     data = stream.read()

@@ -1,6 +1,6 @@
 """Trackers of other packages: TensorBoard, wandb, swanlab and trackio.
 
-A package is imported when a run that names it begins, by the tracker's thread. Metrics and the
+A package is imported by the tracker's thread when a run begins that names it. Metrics and the
 configuration are sent; the console, the source code and the environment are not.
 """
 
@@ -15,7 +15,7 @@ from mindspeed_rlxf.reporting.tracker_registry import TrackedRun, Tracker, regis
 
 @register_tracker("tensorboard", module="tensorboard", rewinds=True)
 class TensorBoardTracker(Tracker):
-    """Writes event files. A resumed run hides events after its checkpoint (`purge_step`)."""
+    """Writes event files; on a resume, hides events after the checkpoint (`purge_step`)."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +45,7 @@ class _RunTracker(Tracker):
 
 @register_tracker("wandb", module="wandb")
 class WandbTracker(_RunTracker):
-    """Weights & Biases; offline, its files wait for `wandb sync`."""
+    """Logs to Weights & Biases; offline, its files wait for `wandb sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of its own errors, and usage
@@ -74,7 +74,7 @@ class WandbTracker(_RunTracker):
         )
 
     def finish(self) -> None:
-        """End wandb's own process too: the end of the run's Ray cluster would kill it."""
+        """Finish the run and wandb's service process, which the end of Ray would kill."""
         import wandb
 
         super().finish()
@@ -83,7 +83,7 @@ class WandbTracker(_RunTracker):
 
 @register_tracker("swanlab", module="swanlab")
 class SwanLabTracker(_RunTracker):
-    """SwanLab; offline, its files wait for `swanlab sync`."""
+    """Logs to SwanLab; offline, its files wait for `swanlab sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
@@ -108,7 +108,10 @@ class SwanLabTracker(_RunTracker):
 
 @register_tracker("trackio", module="trackio")
 class TrackioTracker(_RunTracker):
-    """trackio, with its database in the run directory, or in the folder TRACKIO_DIR."""
+    """Logs to trackio, with its database in TRACKIO_DIR.
+
+    Sets TRACKIO_DIR to a folder in the run directory if it is unset.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder))
@@ -126,5 +129,5 @@ class TrackioTracker(_RunTracker):
 
 
 def _is_offline(run: TrackedRun, key: str) -> bool:
-    """Whether to stay offline: by `logging.tracker_mode`, else if there is no API key."""
+    """Whether to send nothing: by `logging.tracker_mode`; if unset, without the API key `key`."""
     return not os.environ.get(key) if run.offline is None else run.offline

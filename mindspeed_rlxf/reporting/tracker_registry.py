@@ -1,4 +1,4 @@
-"""The registry of trackers, by the names in `logging.trackers`, and the facts that they get."""
+"""The registry of trackers by their names in `logging.trackers`, and what a tracker is given."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ JSONL = "jsonl"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts about a run that a tracker gets.
+    """What a tracker is told about the run.
 
     run_id:  the same for every start of the same run directory
     folder:  this tracker's folder in the run directory
     config:  the resolved configuration as a tree, without secrets
     resumed: iteration from which the run resumes; 0 = a new run
-    offline: keep the record on this host
+    offline: True = send nothing over the network; None = the tracker decides
     """
 
     name: str
@@ -34,13 +34,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker, called from one thread. Its exceptions are counted; the first one is a warning."""
+    """A tracker; one thread calls it. Its exceptions are counted, and the first one is printed."""
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Record the finite metrics of an iteration. iteration: larger than all earlier ones"""
+        """Record the finite metrics of an iteration, which is larger than all earlier ones."""
 
     def finish(self) -> None:
-        """Write the metrics that are not yet written."""
+        """Write what is not yet written; called once, at the end."""
 
 
 TrackerFactory: TypeAlias = Callable[[TrackedRun], Tracker]
@@ -48,10 +48,7 @@ TrackerFactory: TypeAlias = Callable[[TrackedRun], Tracker]
 
 @dataclass(frozen=True)
 class Registered:
-    """A registered tracker, see `register_tracker`.
-
-    rewinds: False = the tracker keeps the first record of an iteration
-    """
+    """A registered tracker, see `register_tracker` for its fields."""
 
     factory: TrackerFactory
     module: str = ""
@@ -65,11 +62,12 @@ TRACKERS: dict[str, Registered] = {}
 def register_tracker(
     name: str, module: str = "", package: str = "", rewinds: bool = False
 ) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Decorator that registers a tracker class, or a function that makes one, under a name.
+    """Return a decorator that registers a tracker class, or a function that makes a tracker.
 
     module:  module that must be importable, checked before the run starts; package: its pip name
-    rewinds: it drops iterations after `TrackedRun.resumed` itself, and may get these again
-    Raises ValueError for a name that is taken.
+    rewinds: True = it drops iterations after `TrackedRun.resumed` itself, and gets them again;
+             False = it gets no iteration a second time
+    The decorator raises ValueError for a name that is taken.
     """
 
     def register(factory: TrackerFactory) -> TrackerFactory:

@@ -43,7 +43,7 @@ RECORDED = "recorded.txt"  # one line for each iteration that the tracker was gi
 
 
 def find_problems(names: Sequence[str]) -> list[Problem]:
-    """Report unknown trackers, and those whose package is not installed."""
+    """Return a problem for each unknown tracker, and each whose package is not installed."""
     problems, known = [], [JSONL, *TRACKERS]
     for name in names:
         if name not in known:
@@ -64,7 +64,7 @@ def _is_installed(module: str) -> bool:
 
 
 class Trackers:
-    """All trackers of a run."""
+    """All trackers of a run, each with a thread."""
 
     def __init__(
         self,
@@ -73,7 +73,13 @@ class Trackers:
         warn: Callable[[str], None],
         mode: int = PRIVATE,
     ) -> None:
-        """run.folder: folder for all trackers; each gets a subfolder. mode: of their files"""
+        """Make the folders of the trackers and start their threads.
+
+        names:      as in `logging.trackers`; `jsonl` and repeated names are left out
+        run.folder: folder for all trackers; each gets a subfolder
+        warn:       prints a warning; called from any thread
+        mode:       permission bits of the files
+        """
         chosen = [name for name in dict.fromkeys(names) if name != JSONL]
         self._senders = []
         for name in chosen:
@@ -84,12 +90,12 @@ class Trackers:
             self._senders.append(_Sender(name, TRACKERS[name], each, warn, mode))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Give every tracker the metrics of an iteration; returns at once."""
+        """Queue the metrics of an iteration for every tracker; returns at once."""
         for sender in self._senders:
             sender.put(iteration, metrics)
 
     def close(self) -> None:
-        """Wait until the trackers have written everything, CLOSE_S for all of them together."""
+        """Wait until the trackers have written everything, CLOSE_S at most; warn of losses."""
         deadline = time.monotonic() + CLOSE_S
         for sender in self._senders:
             sender.end()
@@ -98,7 +104,7 @@ class Trackers:
 
 
 class _Sender:
-    """One tracker and its thread."""
+    """One tracker and the thread that calls it."""
 
     def __init__(
         self,
@@ -117,6 +123,7 @@ class _Sender:
         self._thread.start()
 
     def put(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Queue an iteration's finite metrics; drop and count it if the queue is full."""
         finite = {
             name: float(v) for name, v in metrics.items() if v == v and abs(v) != float("inf")
         }
@@ -126,11 +133,12 @@ class _Sender:
             self._lose(f"it is {WAITING} iterations behind")
 
     def end(self) -> None:
+        """Ask the thread to end after the queued iterations; does not wait."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread; warn if iterations were lost."""
+        """Wait for the thread to end; warn if it does not in time, or if iterations were lost."""
         self._thread.join(timeout_s)
         left = self._queue.qsize()
         if self._thread.is_alive():
@@ -141,6 +149,10 @@ class _Sender:
             self._warn(f"tracker {self._name} lacks {self.lost} iterations; metrics.jsonl has all")
 
     def _work(self) -> None:
+        """Make the tracker, pass it the queued iterations and finish it; runs in the thread.
+
+        Exceptions of the tracker, also SystemExit, are counted and become a warning.
+        """
         tracker: Tracker | None = None
         try:
             tracker = self._registered.factory(self._run)
@@ -157,7 +169,10 @@ class _Sender:
     def _record(
         self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
     ) -> None:
-        """Give the tracker an iteration, unless it has it already."""
+        """Pass an iteration to the tracker, and record its number; skip one that it already has.
+
+        tracker: None = it could not be made, so that the iteration is counted as lost
+        """
         if iteration <= self._last:
             return
         if tracker is None:
@@ -173,7 +188,7 @@ class _Sender:
             self._lose(_describe(error))
 
     def _lose(self, why: str, count: int = 1) -> None:
-        """Count lost iterations, and warn the first time."""
+        """Count `count` lost iterations, and warn the first time; `why` "" = no warning."""
         self.lost += count
         if why and not self._has_warned:
             self._has_warned = True
@@ -190,7 +205,7 @@ class _Sender:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error in one line, with anything that looks like a secret removed."""
+    """Return type and message of an error on one line; forms of secrets become `***`."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     for form in (*FORMS, SCHEME, URL_USER):
         text = form.sub("***", text)

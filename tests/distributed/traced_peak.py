@@ -216,7 +216,7 @@ def main(name: str, folder: Path) -> None:
     names = {"forward": ("forward",), "update": ("update", "optimizer step")}
     for name, most in allocated.items():
         phases = [phase for phase in planned.phases if phase.name in names[name]]
-        wanted = max(sum(planned.held(phase)) + phase.total for phase in phases)
+        wanted = max(sum(planned.on_device(phase)) + phase.total for phase in phases)
         print(json.dumps({"phase": name, "allocated": most, "planned": wanted}))
     runtime.shutdown()
 

@@ -1,1 +1,1 @@
-"""Find what keeps a run from working before it starts: hosts, devices, and what joins them."""
+"""Check hosts, devices and networks before a run starts, and bundle the files of a failed run."""

@@ -1,4 +1,4 @@
-"""One rank's part in an all-reduce of a group; runs in a process of its own on each rank."""
+"""The part of one rank in a test all-reduce; each rank is a process of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _stores: dict[int, dist.TCPStore] = {}  # of the groups that this process leads,
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's place in a group. ip, port: of the group's store."""
+    """Arguments of one rank's all-reduce.
+
+    ip, port:  of the TCPStore that the group meets at
+    timeout_s: longest wait for the other ranks, in each step
+    """
 
     kind: DeviceKind
     ip: str
@@ -33,12 +37,15 @@ class Task:
 
 
 def warm_up() -> int:
-    """Return this process's id, once this module and torch are imported."""
+    """Return this process's id; the call itself makes the process import torch."""
     return os.getpid()
 
 
 def open_store(ip: str) -> int:
-    """Open the store of the group that this process leads; return its port. Drops earlier ones."""
+    """Open a TCPStore in this process for a group and keep it open; return its port.
+
+    ip: address to listen on. Closes the stores that earlier calls opened.
+    """
     _stores.clear()
     store, port = worlds.open_store(ip)
     _stores[port] = store
@@ -46,7 +53,10 @@ def open_store(ip: str) -> int:
 
 
 def all_reduce(task: Task) -> Outcome:
-    """Join the group, sum, check the sum and leave. Failures are reported in the outcome."""
+    """Join the process group, all-reduce, check the sum and leave the group.
+
+    Never raises: the outcome has the cause of a failure and the ranks that did not come.
+    """
     store: dist.Store | None = None
     try:
         timeout = timedelta(seconds=task.timeout_s)
@@ -66,7 +76,10 @@ def all_reduce(task: Task) -> Outcome:
 
 
 def _check_sum(task: Task, store: dist.Store, timeout: timedelta) -> None:
-    """Join the group and sum rank + 1 several times. Raises ValueError for a wrong sum."""
+    """Join the process group and all-reduce `rank + 1` REPEATS times.
+
+    Raises ValueError for a wrong sum. The process group stays open.
+    """
     place = device.select_bare(task.kind)
     dist.init_process_group(
         device.backend(task.kind),
@@ -90,7 +103,7 @@ def _key(rank: int) -> str:
 
 
 def _absent_ranks(task: Task, store: dist.Store | None) -> tuple[int, ...]:
-    """Return the ranks of the group that never came to its store."""
+    """Return the ranks that never came to the group's store; () if the store cannot be asked."""
     try:
         if store is None:
             return ()

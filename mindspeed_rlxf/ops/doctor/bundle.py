@@ -1,7 +1,7 @@
-"""Pack what helps to diagnose a failed run into one file that can be handed on.
+"""Pack the files that help to diagnose a failed run into one archive, with secrets removed.
 
-An allow-list: configuration, failure, metrics, ends of logs, stacks and the report. Weights,
-samples, data and everything else in the folder are left out.
+An allow-list: configuration, failure, metrics, ends of logs, stacks and the doctor's report.
+Weights, samples, data and all other files stay out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ Look through it before you hand it on.
 
 
 def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
-    """Pack the redacted files of the run in `folder`; return the archive. Raises UserError."""
+    """Write `NAME-doctor.tar.gz` with the redacted files of the run in `folder`; return its path.
+
+    target_dir: existing folder for the archive; an existing archive is never replaced
+    Raises UserError if `folder` has no run, or the archive cannot be written (its rest is deleted).
+    """
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):
         raise UserError(
@@ -80,7 +84,7 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
 
 
 def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[tuple[str, str]]:
-    """Yield names and redacted texts of the files of a bundle."""
+    """Yield (name, text) of the files of a bundle; secrets and private texts are removed."""
     variables = {k: v for k, v in sorted(os.environ.items()) if is_open_variable(k)}
     yield "README.txt", NOTE
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
@@ -90,7 +94,7 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
         if CONFIG_FILE.fullmatch(file.name):
             yield file.name, redactor.clean(_tail(file, STACK_BYTES))
     if run.failure.exists():
-        yield run.failure.name, redactor.clean(_failure(_tail(run.failure, STACK_BYTES)))
+        yield run.failure.name, redactor.clean(_format_failure(_tail(run.failure, STACK_BYTES)))
     if run.metrics.exists():
         yield run.metrics.name, _metrics(_tail(run.metrics, METRIC_LINES * 4096))
     for file in _logs(run):
@@ -101,14 +105,20 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
             yield f"stacks/{name}", redactor.clean(stacks[-STACK_BYTES:])
 
 
-def _failure(text: str) -> str:
-    """Return the failure as lines, so that redaction sees the traceback as it was printed."""
+def _format_failure(text: str) -> str:
+    """Return a JSON object as lines `key: value`, so that a traceback in it is redacted by lines.
+
+    Text that is no JSON object stays as it is.
+    """
     found = _json_object(text)
     return "".join(f"{key}: {value}\n" for key, value in found.items()) or text
 
 
 def _metrics(text: str) -> str:
-    """Return the numbers of the latest iterations, one JSON object per line."""
+    """Return iteration, time and metrics of the last METRIC_LINES lines, one JSON object per line.
+
+    Values that are not numbers, and lines that are no JSON object, are left out.
+    """
     lines = []
     for line in text.splitlines()[-METRIC_LINES:]:
         if found := _json_object(line):
@@ -120,12 +130,12 @@ def _metrics(text: str) -> str:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are numbers, without NaN."""
+    """Return the entries whose value is a number and not NaN."""
     return {k: v for k, v in values.items() if isinstance(v, (int, float)) and v == v}
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Parse the object of a line; empty for a cut line and for other values."""
+    """Parse a JSON object; {} for anything else, such as a line that was cut."""
     try:
         found = parse_json(text)
     except ValueError:
@@ -134,7 +144,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _logs(run: RunDirectory) -> list[Path]:
-    """List MOST_LOGS logs: the driver's, the failed rank's, then the others, newest first."""
+    """List at most MOST_LOGS log files: the driver's, the failed rank's, then the newest."""
     found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
     files = [file for file in found if LOG_FILE.fullmatch(file.name) and _is_regular(file)]
     rank = re.search(r'"rank":\s*(\d+)', _tail(run.failure, STACK_BYTES))
@@ -147,12 +157,12 @@ def _logs(run: RunDirectory) -> list[Path]:
 
 
 def _is_regular(file: Path) -> bool:
-    """Whether a file is a regular one; a link is none, as the run did not choose its target."""
+    """Whether `file` is a regular file; False for links, which could lead out of the run."""
     return stat.S_ISREG(file.lstat().st_mode)
 
 
 def _tail(file: Path, size: int) -> str:
-    """Return the last whole lines, `size` bytes at most; empty where there is no regular file."""
+    """Return the last whole lines of a file, `size` bytes at most; "" if unreadable or a link."""
     try:
         if not _is_regular(file):
             return ""
@@ -166,7 +176,7 @@ def _tail(file: Path, size: int) -> str:
 
 
 def _stacks(file: Path) -> Iterator[str]:
-    """Yield the lines that faulthandler wrote anywhere in the log."""
+    """Yield the lines of faulthandler's stacks in the last STACK_SEARCH_BYTES of a log."""
     inside = False
     for line in _tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
         inside = bool(STACK_START.match(line)) or (inside and bool(STACK_LINE.match(line)))
@@ -175,7 +185,10 @@ def _stacks(file: Path) -> Iterator[str]:
 
 
 def _listing(folder: Path) -> str:
-    """List sizes, times and names of the files in `folder`, one per line."""
+    """Return size, UTC time and path of the files below `folder`, one per line.
+
+    At most MOST_FILES; a last line `and more` says that others exist.
+    """
     lines: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders.sort()
@@ -190,7 +203,10 @@ def _listing(folder: Path) -> str:
 
 
 def private_texts(run: RunDirectory) -> set[str]:
-    """Return prompts, responses and answers, from the latest samples and the first data rows."""
+    """Return all strings of the logged samples and of the first data rows, to be removed.
+
+    Stops at about 2 x MOST_TEXTS strings, newest samples first.
+    """
     texts = _data_texts(_config(run))
     for file in (run.samples, run.val_samples):
         for line in reversed(_tail(file, SAMPLE_BYTES).splitlines()):
@@ -201,10 +217,10 @@ def private_texts(run: RunDirectory) -> set[str]:
 
 
 def _data_texts(config: dict[str, Any]) -> set[str]:
-    """Return the texts in the first rows of the training and validation files, to be removed.
+    """Return the strings in the first rows of the training and validation files.
 
-    Reads at most MOST_TEXTS rows of a file, and stops after SAMPLE_BYTES characters or MOST_TEXTS
-    texts in all. Files that cannot be read here are left out.
+    Reads MOST_TEXTS rows of a file at most, and stops after SAMPLE_BYTES characters or MOST_TEXTS
+    strings in all. Files that cannot be read are left out.
     """
     texts: set[str] = set()
     size = 0
@@ -226,7 +242,7 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
-    """Read the run's configuration; return {} when it cannot be read."""
+    """Read the run's configuration; {} if it cannot be read."""
     try:
         found = parse_yaml(_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):
@@ -235,18 +251,19 @@ def _config(run: RunDirectory) -> dict[str, Any]:
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of the configuration; {} if it is absent or no mapping."""
     found = config.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _file_mode(config: dict[str, Any]) -> int:
-    """Return the mode for the bundle: that of the run's own files."""
+    """Return the permission bits for the bundle: `training.file_mode`, else owner only."""
     found = str(_section(config, "training").get("file_mode"))
     return int(found, 8) if FILE_MODE.fullmatch(found) else PRIVATE
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings inside a value of JSON."""
+    """Yield all strings among the values of a JSON value, at any depth; keys are left out."""
     if isinstance(value, str):
         yield value
     items = value.values() if isinstance(value, dict) else value
@@ -255,12 +272,13 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _free_name(folder: Path, run: str) -> Path:
+    """Return the first of `RUN-doctor.tar.gz`, `RUN-doctor-2.tar.gz`, ... that does not exist."""
     names = (f"{run}-doctor{'' if n == 1 else f'-{n}'}.tar.gz" for n in count(1))
     return next(folder / name for name in names if not (folder / name).exists())
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
-    """Add a text file to the archive."""
+    """Add a text as a file to the archive."""
     content = text.encode("utf-8", "replace")
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = len(content), int(time.time()), 0o644

@@ -44,12 +44,12 @@ Facts = tuple[list[Finding], dict[str, str]]
 
 
 def survey_host(subject: Subject) -> Facts:
-    """Return the findings and versions of the host that this runs on."""
+    """Run the checks of the host that this process is on; return its findings and its versions."""
     return local.check_host(subject), versions()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that have to be the same on every host, by name."""
+    """Return the versions that must be equal on all hosts: packages, Python, CANN."""
     cann = npu_versions.cann_version() or installed.NONE
     found = installed.versions(npu_versions.PACKAGES)
     return {**found, "python": platform.python_version(), "cann": cann}
@@ -58,9 +58,10 @@ def versions() -> dict[str, str]:
 def check_cluster(
     subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
 ) -> list[Finding]:
-    """Join the cluster, check it and leave; a failure to join is a finding.
+    """Join a Ray cluster, check its hosts and collectives, and leave it.
 
-    Raises UserError when no cluster is named.
+    address: None = RAY_ADDRESS
+    A failure to join becomes a finding. Raises UserError when no cluster is named.
     """
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
@@ -83,7 +84,11 @@ def check_cluster(
 
 
 def _check_joined(subject: Subject, end: float) -> list[Finding]:
-    """Survey all hosts of the joined cluster and compare them; then try its collectives."""
+    """Check each host of the joined cluster, compare the hosts, and try collectives among them.
+
+    end: deadline, of `time.monotonic`
+    Hosts that do not answer, and collectives that raise, become errors in the findings.
+    """
     from mindspeed_rlxf.cluster.ray.agent import RayAgents, live_nodes  # after Ray's environment
 
     nodes = live_nodes(_resource(subject))
@@ -123,7 +128,7 @@ def _failed(check: str, problem: Exception) -> Finding:
 def _host_findings(
     silent: Mapping[Node, HostError], answered: Mapping[Node, Facts]
 ) -> Iterator[Finding]:
-    """Yield the findings of all hosts, marked with their names; silent hosts are errors."""
+    """Yield an error per silent host, and each answered host's own findings with its name."""
     remedy = "install the same mindspeed_rlxf there, start Ray there again, or leave it out"
     for node, lost in silent.items():
         yield error("cluster.host", lost.cause, remedy).on(node.host)
@@ -132,9 +137,9 @@ def _host_findings(
 
 
 def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Report hosts whose versions differ from those of most hosts.
+    """Return an error per version that differs from that of most hosts; `ok` if none does.
 
-    by_host: versions by name, of each host
+    by_host: host -> package -> version
     """
     check = "cluster.versions"
     found = [
@@ -151,9 +156,9 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 
 def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, float | None]:
-    """Measure how many seconds each host's clock is ahead, beyond its round trip; None = no reply.
+    """Return how many seconds each host's clock is ahead, by host; None = no reply in `timeout_s`.
 
-    All hosts are asked at the same time, each by a thread, so that a silent host delays no other.
+    All hosts are asked at once, each in a thread. See `_offset` for the accuracy.
     """
     with ThreadPoolExecutor(max(len(agents), 1)) as threads:
         offsets = threads.map(partial(_offset, timeout_s=timeout_s), agents)
@@ -161,7 +166,10 @@ def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, fl
 
 
 def _offset(agent: HostAgent, timeout_s: float) -> float | None:
-    """Measure how many seconds a host's clock is ahead, beyond its round trip; None = no reply."""
+    """Return how many seconds a host's clock is certainly ahead (negative: behind) of this one.
+
+    0 if the difference lies within the round trip of the call; None without a reply.
+    """
     before = time.time()
     try:
         there = agent.call(time.time, timeout_s=timeout_s)
@@ -173,9 +181,9 @@ def _offset(agent: HostAgent, timeout_s: float) -> float | None:
 
 
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
-    """Report clocks that are off, and hosts that no longer reply.
+    """Return a warning for clocks over CLOCK_S off and for hosts without a reply; `ok` if none.
 
-    offsets: seconds ahead of the host of the command; None = no reply
+    offsets: host -> seconds ahead of this host; None = no reply
     """
     check, found = "cluster.clock", []
     for host, offset in offsets.items():
@@ -195,7 +203,7 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
 
 
 def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
-    """Compare the devices that Ray offers on each host with those of the largest host."""
+    """Compare the number of devices that Ray offers on each host with the highest; [] on CPU."""
     if device.resolve_kind(subject.kind) is DeviceKind.CPU:
         return []
     most, resource = max((node.count for node in nodes), default=0), _resource(subject)
@@ -205,7 +213,11 @@ def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
 def _collectives(
     subject: Subject, nodes: Sequence[Node], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
-    """Start processes on the free devices of all hosts, and report which hosts and links fail."""
+    """Start a process per free device of all hosts, run all-reduces among them, and end them.
+
+    environment: variables of the processes; end: deadline, of `time.monotonic`
+    Busy devices and processes that do not start are findings; their hosts' others are still tried.
+    """
     from mindspeed_rlxf.cluster.ray.agent import RayAgent, device_options
     from mindspeed_rlxf.ops.doctor.all_reduce import warm_up
     from mindspeed_rlxf.ops.doctor.ranks import RayRanks
@@ -251,7 +263,10 @@ def _collectives(
 
 
 def _free_devices(kind: DeviceKind, node: Node) -> int:
-    """Count the devices of a node to try; on CPU a few at most, and one where none is declared."""
+    """Return how many ranks to start on a node: one per free device.
+
+    On CPU at most MOST_RANKS_ON_CPU, and 1 where the node declares no device.
+    """
     if kind is not DeviceKind.CPU:
         return node.free
     return min(node.free, MOST_RANKS_ON_CPU) if node.count else 1

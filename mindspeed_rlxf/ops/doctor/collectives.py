@@ -1,4 +1,4 @@
-"""All-reduces inside each host, between pairs of hosts and over all, within one deadline."""
+"""Test all-reduces inside each host, between pairs of hosts and over all hosts, by a deadline."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ SHOWN_NAMES = 8
 
 
 class Transport(Protocol):
-    """Runs collectives among ranks: real ones, or stand-ins."""
+    """Runs all-reduces among ranks; tests use simulated ranks."""
 
     def run(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Make an all-reduce in each group at the same time; no rank is in two groups.
+        """Run one all-reduce in each group, all groups at once; wait for the results.
 
-        Returns an outcome for each group within about `timeout_s`.
+        groups: rank numbers; no rank is in two groups
+        Returns one outcome per group, in order, after `timeout_s` or a little more.
         """
 
 
 class Conductor:
-    """Drives hunts with a transport until they end or time is up."""
+    """Runs the rounds of hunts through a transport, until `deadline_s` from its construction."""
 
     def __init__(
         self, transport: Transport, deadline_s: float, clock: Callable[[], float] = time.monotonic
@@ -34,7 +35,10 @@ class Conductor:
         self._end = clock() + deadline_s
 
     def run_round(self, groups: Sequence[Group], longest_s: float) -> list[Outcome] | None:
-        """Try the groups; return their outcomes, or None when no time is left."""
+        """Run one all-reduce per group, for `longest_s` at most; return one outcome per group.
+
+        Returns None, and runs nothing, if less than LEAST_ROUND_S is left before the deadline.
+        """
         left = self._end - self._clock()
         if left < LEAST_ROUND_S:
             return None
@@ -42,7 +46,10 @@ class Conductor:
         return self._transport.run(ranks, min(longest_s, left))
 
     def run_hunts(self, hunts: Sequence[Hunt]) -> None:
-        """Run hunts until all have ended, or no time is left; their groups share no rank."""
+        """Run the hunts side by side, one round of all at a time, until they end or time is up.
+
+        Each hunt keeps its own outcomes. Groups of different hunts must share no rank.
+        """
         running = [hunt.rounds() for hunt in hunts]
         wanted = [next(rounds, []) for rounds in running]
         while any(wanted):
@@ -56,7 +63,7 @@ class Conductor:
 
 
 def _next_groups(rounds: Rounds, outcomes: Sequence[Outcome]) -> list[Group]:
-    """Give the outcomes to a hunt; return the groups of its next round, none when it has ended."""
+    """Send a round's outcomes to a hunt; return its next groups, [] if it has ended."""
     try:
         return rounds.send(outcomes)
     except StopIteration:
@@ -69,10 +76,10 @@ def check_collectives(
     deadline_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Run all-reduces inside and between hosts; report the hosts and links that break them.
+    """Run all-reduces inside each host, between pairs and over all; report failing hosts and links.
 
-    hosts: each with its ranks
-    Returns within `deadline_s` and the answer to the last round.
+    hosts: one party per host, with the host's ranks; those that fail inside are not paired
+    Returns when done or after `deadline_s`, plus what the last round takes to answer.
     """
     conductor = Conductor(transport, deadline_s, clock)
     inside = conductor.run_round([(host,) for host in hosts], INSIDE_S)
@@ -99,7 +106,10 @@ def _ranks_of(host: Party) -> list[Party]:
 
 
 def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
-    """Report that all-reduce fails inside one host, with the devices at fault if known."""
+    """Return an error: all-reduce fails inside `host`; name the devices if `hunt` found them.
+
+    outcome: of the all-reduce over all devices of the host
+    """
     verdict = hunt.verdict()
     named = [party.name for party in verdict.broken]
     named += [" with ".join(party.name for party in link) for link in verdict.links]
@@ -112,7 +122,7 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
 
 
 def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
-    """Report bad hosts, then bad links, then how many pairs were tried."""
+    """Yield an error per host and per link that failed in pairs; then `ok` if any pair passed."""
     check, verdict = "collectives.pairs", hunt.verdict()
     for party in verdict.broken:
         yield error(
@@ -138,9 +148,10 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
 
 
 def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
-    """Report faults of all hosts together, and the number that passed.
+    """Yield errors of groups that only fail together, and how many hosts passed together.
 
-    count: hosts that work inside
+    A warning follows if the deadline came first.
+    count: number of hosts that passed the test inside the host
     """
     check, verdict = "collectives.all", hunt.verdict()
     for group in verdict.undecided:
@@ -161,7 +172,7 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
 
 
 def _names(group: Group) -> str:
-    """Join the names of a group's parties, SHOWN_NAMES at most."""
+    """Join the names of at most SHOWN_NAMES parties, with the number of those left out."""
     names = [party.name for party in group]
     if len(names) > SHOWN_NAMES:
         names[SHOWN_NAMES:] = [f"{len(names) - SHOWN_NAMES} more"]
@@ -169,7 +180,7 @@ def _names(group: Group) -> str:
 
 
 def _cause(outcome: Outcome) -> str:
-    """Return the known cause of a failure, in brackets; empty where there is none."""
+    """Return ` (absent ranks; first error)` of a failed outcome; "" if neither is known."""
     absent = ", ".join(map(str, outcome.absent[:SHOWN_NAMES]))
     parts = [f"ranks {absent} never came" if absent else "", outcome.cause]
     known = "; ".join(filter(None, parts))

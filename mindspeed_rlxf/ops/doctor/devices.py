@@ -15,9 +15,9 @@ BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """Check the accelerators of this host, by torch and by the driver.
+    """Check the accelerators of this host by torch and by the driver's tool; compare the two.
 
-    A failing torch is a finding too.
+    On CPU, warns of device files in /dev that go unused. An exception of torch becomes an error.
     """
     try:
         kind = device.resolve_kind(kind)
@@ -52,7 +52,10 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Report count, health and memory in use, from the driver's tool."""
+    """Yield findings on number, health and memory in use of the devices that the driver lists.
+
+    A driver's tool that failed is one warning.
+    """
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
         yield warning("devices.driver", view.problem, remedy)
@@ -79,9 +82,9 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
 
 
 def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str | None) -> Finding:
-    """Check that torch sees the driver's devices, less those that a variable hides.
+    """Check that torch sees as many devices as the driver lists and the variable leaves visible.
 
-    hidden: value of that variable; None = not set
+    counted: devices by torch; hidden: value of the visibility variable, None = not set
     """
     variable = device.visible_devices_variable(kind)
     wanted, shown = len(view.devices), f"torch sees {counted}"
@@ -99,14 +102,14 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
     return ok("devices.torch", shown)
 
 
-def ray_finding(resource: str, count: int, counted: int) -> Finding:
-    """Compare the devices that Ray offers on a host with the most that any host offers.
+def ray_finding(resource: str, count: int, most: int) -> Finding:
+    """Check that Ray offers `count` = `most` devices on a host.
 
-    count: of this host; counted: the most of all hosts
+    count: devices that Ray offers there; most: the highest number on any host
     """
     return judge(
-        count == counted,
+        count == most,
         "devices.ray",
-        f"Ray offers {count} {resource}, other hosts up to {counted}",
-        f"`ray start ... --resources='{{\"{resource}\": {counted}}}'` on this host",
+        f"Ray offers {count} {resource}, other hosts up to {most}",
+        f"`ray start ... --resources='{{\"{resource}\": {most}}}'` on this host",
     )

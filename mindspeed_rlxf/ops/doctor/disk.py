@@ -1,4 +1,4 @@
-"""Folders that a run writes to: writable, with room, fast enough, with clocks that agree."""
+"""Check the folders that a run writes to: rights, free space, speed and the file server's clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ CHUNK = b"\xa5" * MIB
 
 
 def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
-    """Check room and speed of the disk that the run directory is on. wanted: bytes"""
+    """Check free space, write speed and clock of the disk that the run directory will be on.
+
+    path: need not exist, its nearest existing parent is checked; wanted: free bytes
+    Writes a temporary file, see `write_speed`.
+    """
     folder = existing_folder(path.absolute())
     free = shutil.disk_usage(folder).free
     return [
@@ -36,7 +40,10 @@ def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
 
 
 def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
-    """Measure writing `count` bytes with fsync, and compare the file server's clock."""
+    """Write a temporary file of `count` bytes with fsync; check speed and time stamp; delete it.
+
+    A file that cannot be created or written is an error in the findings.
+    """
     try:
         handle, name = tempfile.mkstemp(prefix=".rlxf-doctor-", dir=folder)
     except OSError as problem:
@@ -70,7 +77,10 @@ def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
 
 
 def _file_clock(folder: Path, before: float, written: float, after: float) -> Finding:
-    """Check that a file's time stamp is between our own times before and after writing it."""
+    """Warn if a file's time stamp is over CLOCK_S outside the interval in which it was written.
+
+    before, after: this host's clock around the writing; written: time stamp of the file
+    """
     off = max(before - written, written - after, 0.0)
     return judge(
         off <= CLOCK_S,
@@ -81,12 +91,12 @@ def _file_clock(folder: Path, before: float, written: float, after: float) -> Fi
 
 
 def ray_temp_dir() -> Path:
-    """Return the folder of Ray's logs and spilled objects."""
+    """Return the folder of Ray's logs and spilled objects: RAY_TMPDIR or the temporary folder."""
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
 def ray_folder() -> Finding:
-    """Check that Ray's folder can be written, and has room left to spill objects."""
+    """Check that Ray's folder is writable (else an error) and has free space to spill objects."""
     check, folder = "disk.ray_folder", existing_folder(ray_temp_dir())
     if not os.access(folder, os.W_OK | os.X_OK):
         return error(check, f"{folder} cannot be written", "set RAY_TMPDIR to another")
@@ -101,7 +111,7 @@ def ray_folder() -> Finding:
 
 
 def model_cache() -> Finding:
-    """Check that the Hugging Face cache can be written: tokenizers and lock files go there."""
+    """Warn if the Hugging Face cache is not writable: tokenizers and lock files go there."""
     path = huggingface_home()
     is_writable = os.access(existing_folder(path.absolute()), os.W_OK | os.X_OK)
     offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""
@@ -114,4 +124,5 @@ def model_cache() -> Finding:
 
 
 def huggingface_home() -> Path:
+    """Return the Hugging Face folder: HF_HOME, else `~/.cache/huggingface`."""
     return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")

@@ -1,4 +1,4 @@
-"""Findings of checks, and running checks so that none can hold up or break another."""
+"""Findings of checks; run checks in threads with deadlines, so that one failure stops no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_MESSAGE = 300  # characters
 
 
 class Status(Enum):
-    """Judgement of a check, from best to worst. The values are words of the JSON report."""
+    """Judgement of a check, from best to worst; the values appear in the JSON report."""
 
     OK = "ok"
     WARNING = "warning"
@@ -25,9 +25,9 @@ class Finding:
     """Result of one check.
 
     check:  stable name, `area.subject`
-    value:  what was found
-    remedy: what to do about it; empty where it is ok
-    hosts:  where it was found; empty = the host of the command
+    value:  what was measured or seen
+    remedy: what to do; "" if ok
+    hosts:  hosts with this result; empty = the host of the command
     """
 
     check: str
@@ -37,6 +37,7 @@ class Finding:
     hosts: tuple[str, ...] = ()
 
     def on(self, host: str) -> Finding:
+        """Return a copy that names this one host."""
         return replace(self, hosts=(host,))
 
 
@@ -53,16 +54,16 @@ def error(check: str, value: str, remedy: str) -> Finding:
 
 
 def judge(fine: bool, check: str, value: str, remedy: str, bad: Status = Status.WARNING) -> Finding:
-    """Return a finding of status `ok` where `fine`, else of status `bad` with the remedy."""
+    """Return an `ok` finding if `fine`, else one of status `bad` with the remedy."""
     return ok(check, value) if fine else Finding(check, bad, value, remedy)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A check, or several that share what they read.
+    """One or more checks that run in a thread of their own.
 
-    look:       returns findings; whatever it raises becomes a finding
-    deadline_s: after this it is given up; its thread stays behind and does not hold up the exit
+    look:       returns findings; an exception becomes a warning
+    deadline_s: after it a warning is reported; the thread goes on and ends with the process
     """
 
     name: str
@@ -71,7 +72,10 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """Run all probes at once, each with its own deadline; return their findings in order."""
+    """Run all probes at once in threads; return their findings in the order of `probes`.
+
+    Waits until each has answered or its deadline has passed; a late one becomes a warning.
+    """
     started = time.monotonic()
     queues: list[Queue[list[Finding]]] = [Queue() for _ in probes]
     for probe, queue in zip(probes, queues, strict=True):
@@ -88,7 +92,7 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
 
 
 def _run_probe(probe: Probe, queue: Queue[list[Finding]]) -> None:
-    """Run one probe and put its findings into the queue; an exception becomes a warning."""
+    """Call one probe and put its findings into the queue; an exception becomes a warning."""
     try:
         found = probe.look()
         queue.put([found] if isinstance(found, Finding) else list(found))
@@ -103,7 +107,7 @@ def describe(problem: Exception) -> str:
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join equal findings of several hosts to one that names them all; keeps the order."""
+    """Join findings that differ only in their hosts into one with all hosts; keep the order."""
     together: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts = together.setdefault(replace(finding, hosts=()), [])

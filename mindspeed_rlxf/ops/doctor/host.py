@@ -1,4 +1,4 @@
-"""Limits of this host: files, processes, memory, shared memory, processors, text, clock."""
+"""Check limits of this host: files, processes, memory, shared memory, processors, locale, clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ RELEASED = 1_767_225_600  # seconds, 2026-01-01: no clock of a run is before it
 
 
 def open_files(limits: tuple[int, int] | None = None) -> Finding:
-    """Check the limit of open files. limits: soft and hard; -1 = none"""
+    """Warn if fewer than OPEN_FILES files may be open.
+
+    limits: (soft, hard), -1 = unlimited; None = those of this process
+    """
     soft, hard = map(_limit, limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     remedy = f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run, on every host"
     if hard < OPEN_FILES:
@@ -39,7 +42,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def processes() -> Finding:
-    """Check how many processes and threads this user may start."""
+    """Warn if this user may start fewer than PROCESSES processes and threads."""
     soft = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     return judge(
         soft >= PROCESSES,
@@ -58,7 +61,7 @@ def _format_limit(limit: float) -> str:
 
 
 def pids(folder: Path = CGROUP) -> Finding:
-    """Check the container's limit of processes; torch and Ray start many threads."""
+    """Warn if the container's control group has room for fewer than PROCESSES more processes."""
     limit, used = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")
     used = 0 if used == math.inf else used
     return judge(
@@ -70,7 +73,10 @@ def pids(folder: Path = CGROUP) -> Finding:
 
 
 def shared_memory(wanted: int, free: int | None = None) -> Finding:
-    """Check the room for Ray's object store. wanted: its bytes"""
+    """Warn if /dev/shm has less room than Ray's object store takes.
+
+    wanted: bytes of the store; free: bytes, None = measure
+    """
     if free is None:
         found = os.statvfs("/dev/shm")
         free = found.f_bavail * found.f_frsize
@@ -84,7 +90,10 @@ def shared_memory(wanted: int, free: int | None = None) -> Finding:
 
 
 def memory(total: int | None = None, available: int | None = None) -> Finding:
-    """Check the available memory. total: of the container where that is less than the host's"""
+    """Check the available memory: an error under LEAST_BYTES, a warning under a tenth of `total`.
+
+    Both in bytes, None = measure; a container's limit counts where it is lower than the host's.
+    """
     total = device.host_memory() if total is None else total
     if available is None:
         limit, used = (_cgroup_number(CGROUP / f"memory.{name}") for name in ("max", "current"))
@@ -108,7 +117,7 @@ def memory(total: int | None = None, available: int | None = None) -> Finding:
 
 
 def processors(folder: Path = CGROUP) -> Finding:
-    """Check how many processors this process may use, by affinity and container quota."""
+    """Warn if this process may use fewer than two processors, by affinity and container quota."""
     usable, existing = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} usable" + (f" of {existing}" if usable < existing else "")
     quota = _cpu_quota(folder)
@@ -123,7 +132,7 @@ def processors(folder: Path = CGROUP) -> Finding:
 
 
 def text_encoding(encoding: str | None = None) -> Finding:
-    """Check that the locale is UTF-8; libraries and the console follow it."""
+    """Warn if the locale is not UTF-8. encoding: None = that of this process"""
     encoding = encoding or locale.getpreferredencoding(False)
     is_utf8 = encoding.lower().replace("-", "") == "utf8"
     names = f"{encoding}, file names {sys.getfilesystemencoding()}"
@@ -131,7 +140,7 @@ def text_encoding(encoding: str | None = None) -> Finding:
 
 
 def clock(now: float | None = None) -> Finding:
-    """Check that the clock is not before the release of this package."""
+    """Report an error if the clock is before RELEASED. now: seconds since 1970, None = read it"""
     now = time.time() if now is None else now
     return judge(
         now >= RELEASED,
@@ -143,7 +152,7 @@ def clock(now: float | None = None) -> Finding:
 
 
 def threads() -> Finding:
-    """Check that OMP_NUM_THREADS is a number or unset."""
+    """Warn if OMP_NUM_THREADS is set to something else than a whole number from 1 on."""
     found = os.environ.get("OMP_NUM_THREADS", "unset")
     is_number = found.isdigit() and int(found) >= 1
     return judge(
@@ -160,7 +169,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def _cgroup_number(file: Path) -> float:
-    """Read the number in a control group's file; infinite if there is no file, or it has `max`."""
+    """Read the number in a control group's file; infinity if unreadable or `max`."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -168,7 +177,7 @@ def _cgroup_number(file: Path) -> float:
 
 
 def _cpu_quota(folder: Path) -> float:
-    """Return the processors that the container may use; infinite without a limit."""
+    """Return how many processors the control group may use; infinity without a limit."""
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)

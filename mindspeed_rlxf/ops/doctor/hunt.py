@@ -1,12 +1,14 @@
-"""Find the parties that break collectives: few rounds of disjoint groups, planned without I/O.
+"""Find the parties that break all-reduces, in few rounds; plans the rounds and runs nothing.
 
-A round is a list of groups that are tried at the same time. No party is in two of them.
-1. Pairs: in round k, party i meets party i XOR 2^k. log2(n) rounds cross every level of a tree of
-   switches.
-2. Doubts: a party that passed with nobody meets others that are known to work. A pair that failed
-   though both its parties passed elsewhere is tried again.
-3. All that is left together. When that fails, both halves are tried at once. When both pass, the
-   fault lies between them, and quarters are crossed: 2 log2(n) rounds lead to the pair.
+A party is a host or a rank. A round is a list of groups of parties that are tried at the same
+time; no party is in two of them.
+1. Pairs: in round k, party i is paired with party i XOR 2^k. log2(n) rounds cross every level of a
+   tree of switches.
+2. Doubtful pairs: a party that passed with nobody is paired with others that passed. A pair that
+   failed, though both its parties passed with others, is tried again.
+3. All parties without a known failure, together. If that fails, both halves are tried at once. If
+   both pass, the fault lies between them, and quarters of both are combined: 2 log2(n) rounds lead
+   to the pair.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Group: TypeAlias = tuple[Party, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one group. absent: ranks that never joined; cause: the first error."""
+    """Result of one group's all-reduce. absent: ranks that never joined; cause: the first error."""
 
     passed: bool
     absent: tuple[int, ...] = ()
@@ -49,11 +51,13 @@ Rounds: TypeAlias = Generator[list[Group], Sequence[Outcome], None]
 class Verdict:
     """Parties and groups that fail.
 
-    broken:       parties that fail with everyone
-    links:        pairs that fail although both parties work with others
-    undecided:    groups that fail and of which no smaller part is known to fail
-    num_together: parties that passed together
-    complete:     False = the deadline came first
+    broken:          parties that fail with every partner
+    links:           pairs that fail although both parties pass with others
+    undecided:       groups that fail, without a known failing pair or party inside
+    num_pairs:       pairs tried
+    any_pair_passed: at least one pair passed
+    num_together:    parties that passed all together; 0 = none did, or that was not tried
+    complete:        False = the rounds were not run to their end
     """
 
     broken: list[Party]
@@ -66,9 +70,10 @@ class Verdict:
 
 
 def pair_rounds(parties: Sequence[Party]) -> list[list[Group]]:
-    """Pair every party with others, in log2(n) rounds (rounded up) of pairs that share no party.
+    """Return log2(n) rounds (rounded up) of pairs; no party is in two pairs of a round.
 
-    In round k, party i meets party i XOR 2^k; those without such a partner meet one another.
+    In round k, party i is paired with party i XOR 2^k; parties whose partner does not exist are
+    paired with one another. [] for fewer than two parties.
     """
     count = len(parties)
     rounds: list[list[Group]] = []
@@ -86,7 +91,7 @@ def pair_rounds(parties: Sequence[Party]) -> list[list[Group]]:
 
 
 class Hunt:
-    """Search among `parties`. `rounds` drives it; `verdict` may be asked at any time."""
+    """A search among `parties`: `rounds` drives it, `verdict` may be called at any time."""
 
     def __init__(self, parties: Sequence[Party]) -> None:
         self._parties = list(parties)
@@ -96,7 +101,10 @@ class Hunt:
         self._num_together, self._complete = 0, False
 
     def rounds(self) -> Rounds:
-        """Yield the groups of each round and take their outcomes: pairs, then doubts, then all."""
+        """Yield the groups of each round, be sent their outcomes, and record them.
+
+        A generator. The rounds are the pairs, then the doubtful pairs, then all parties together.
+        """
         for pairs in pair_rounds(self._parties):
             broken = self._broken()
             yield from self._try([pair for pair in pairs if broken.isdisjoint(pair)])
@@ -106,7 +114,7 @@ class Hunt:
         self._complete = True
 
     def verdict(self) -> Verdict:
-        """Judge from the outcomes so far which parties are broken, and which links."""
+        """Judge from the outcomes so far which parties, links and groups fail."""
         broken, working = self._broken(), self._working()
         latest = dict(self._tries)
         links: list[Group] = []
@@ -125,11 +133,12 @@ class Hunt:
         )
 
     def last_failure(self, party: Party) -> Outcome:
-        """Return the latest failed outcome of a broken party."""
+        """Return the latest failed outcome of a pair with `party`; there must be one."""
         failed = [outcome for pair, outcome in self._tries if party in pair and not outcome.passed]
         return failed[-1]
 
     def _try(self, pairs: list[Group]) -> Rounds:
+        """Yield one round of pairs, if there are any, and record the outcomes that are sent."""
         if pairs:
             outcomes = yield pairs
             self._tries += zip(pairs, outcomes, strict=True)
@@ -143,14 +152,21 @@ class Hunt:
         return {other for pair, _ in self._tries if party in pair for other in pair} - {party}
 
     def _broken(self) -> set[Party]:
-        """List parties that never passed, and failed with enough parties that passed elsewhere."""
+        """Return the parties that never passed, and were tried with enough that pass elsewhere.
+
+        Enough is FAILURES_WITH_WORKING, or all others where there are fewer.
+        """
         working = self._working()
         enough = min(FAILURES_WITH_WORKING, max(len(self._parties) - 1, 1))
         idle = [party for party in self._parties if party not in working]
         return {party for party in idle if len(self._partners(party) & working) >= enough}
 
     def _doubtful_pairs(self) -> list[Group]:
-        """List pairs that decide: doubtful parties with working ones, and failed pairs again."""
+        """Return disjoint pairs to try for a decision.
+
+        Each doubtful party with a working one that it was not tried with; and failed pairs of
+        working parties again, until a pair was tried CONFIRM_ROUNDS + 1 times.
+        """
         broken, working = self._broken(), self._working()
         free = [party for party in self._parties if party in working]
         pairs: list[Group] = []
@@ -171,7 +187,11 @@ class Hunt:
         return pairs
 
     def _try_together(self) -> Rounds:
-        """Try all parties without known failures at once; leave out a fault, and try the rest."""
+        """Yield rounds that try all parties without a known failure; record the result.
+
+        If they fail, yields rounds to find the pair or group at fault. A pair found so is left out
+        and the rest tried again, MAX_FAULTS_TOGETHER times at most.
+        """
         verdict = self.verdict()
         out = set(verdict.broken) | {pair[0] for pair in verdict.links}
         out |= {party for group in verdict.undecided for party in group}
@@ -192,12 +212,16 @@ class Hunt:
 
 
 def _halves(group: Group) -> tuple[Group, Group]:
+    """Split a group in two; the first half has one party more where the number is odd."""
     middle = (len(group) + 1) // 2
     return group[:middle], group[middle:]
 
 
 def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
-    """Halve a failing group until no half fails; return the smallest group seen to fail."""
+    """Yield rounds that halve a failing group, be sent outcomes, and return what fails.
+
+    Returns the smallest failing group found: two parties, or more if none of its parts fails.
+    """
     while len(group) > 2:
         left, right = _halves(group)
         parts = [part for part in (left, right) if len(part) > 1]
@@ -210,7 +234,10 @@ def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
 
 
 def _isolate_between(left: Group, right: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
-    """Isolate as `_isolate` does, where each side passes alone and both together fail."""
+    """Yield rounds that narrow down a fault between two groups that each pass alone.
+
+    Returns the smallest group found to fail: one party of each side, or more if no part fails.
+    """
     while len(left) + len(right) > 2:
         (a, b), (c, d) = _halves(left), _halves(right)
         failing: list[tuple[Group, Group]] = []

@@ -1,4 +1,4 @@
-"""Ray processes and folders of dead clusters that earlier runs of this user left behind."""
+"""Check for Ray processes, and folders of ended Ray clusters, that earlier runs left behind."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ MANY_BYTES = GIB
 
 
 def check_leftovers() -> list[Finding]:
+    """Check the Ray processes and the Ray folders of this user."""
     lines = list(_own_commands())
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
     return [check_processes(lines, is_joined), check_folders(ray_temp_dir(), lines)]
 
 
 def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
-    """Check that no Ray of this user runs here, except the cluster to join.
+    """Warn of Ray clusters of this user that run here: any, or with `is_joined` more than one.
 
-    commands: command lines of this user; is_joined: RAY_ADDRESS is set
-    A cluster of our own ends by itself.
+    commands: command lines of this user's processes; is_joined: RAY_ADDRESS is set
+    Clusters that our own runs started do not count.
     """
     programs = [line.partition(" ")[0] for line in commands if OWN_PREFIX not in line]
     count = sum(Path(program).name == RAYLET for program in programs)
@@ -43,7 +44,10 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
 
 
 def check_folders(root: Path, commands: Sequence[str]) -> Finding:
-    """Report the size of sessions in `root` that no running process names, when it is large."""
+    """Warn if Ray session folders in `root` that no process uses take MANY_BYTES or more.
+
+    commands: command lines of running processes; a folder named in one is in use
+    """
     named = "\n".join(commands)
     sessions = [*root.glob(f"{OWN_PREFIX}*"), *root.glob("ray/session_2*")]
     dead = [folder for folder in sessions if _is_own(folder) and str(folder) not in named]
@@ -68,7 +72,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _bytes(folder: Path) -> int:
-    """Sum the sizes of all files below a folder."""
+    """Return the total size of the files below a folder, in bytes."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

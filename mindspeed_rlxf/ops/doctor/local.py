@@ -1,4 +1,4 @@
-"""All checks of one host. Picklable, so that the same runs on every host of a cluster."""
+"""List and run all checks of one host; each host of a cluster runs the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NPU_S = 30.0  # npu-smi takes some seconds; two commands for each link
 
 
 def probes(subject: Subject) -> list[Probe]:
-    """List the checks of this host, each with its deadline."""
+    """Return the checks of this host, each with its deadline; none has run yet."""
     kind, several = subject.kind, subject.several_hosts
     return [
         Probe("versions", partial(software.check_software, kind), VERSIONS_S),
@@ -38,14 +38,14 @@ def probes(subject: Subject) -> list[Probe]:
 
 
 def check_host(subject: Subject) -> list[Finding]:
-    """Return the findings of this host, within the longest of the deadlines."""
+    """Run all checks of this host; return the findings after the longest deadline at the latest."""
     return run_probes(probes(subject))
 
 
 def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    """Check that every file that the run reads exists and may be read.
+    """Check that every input file exists and that this user may read it.
 
-    paths: (key of the configuration, file or pattern)
+    paths: (key of the configuration, path or glob pattern); nothing is yielded without any
     """
     files = {(key, path): glob.glob(path) for key, path in paths}
     missing = [f"{key}={path}" for (key, path), found in files.items() if not found]

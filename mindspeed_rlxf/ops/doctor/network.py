@@ -1,4 +1,4 @@
-"""Interfaces, names, ports and proxies: common causes of failing collectives between hosts."""
+"""Check interfaces, host name, ports and proxies, which often break collectives between hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VIRTUAL = re.compile(r"^(lo|docker|veth|br-|virbr|cni|flannel|ifb|dummy|tunl)")
 
 
 def check_network(several_hosts: bool) -> list[Finding]:
-    """Run all network checks but that of the host's name, which may ask a server."""
+    """Run all network checks except that of the host name, which may have to wait for a server."""
     return [
         *interface_findings(interfaces(), os.environ, several_hosts),
         proxy_finding(os.environ),
@@ -35,7 +35,7 @@ def check_network(several_hosts: bool) -> list[Finding]:
 
 
 def interfaces() -> dict[str, bool]:
-    """Map each interface that has an address to whether it is up."""
+    """Map each network interface with an IP address to whether it is up."""
     states = psutil.net_if_stats()
     families = (socket.AF_INET, socket.AF_INET6)
     return {
@@ -48,9 +48,10 @@ def interfaces() -> dict[str, bool]:
 def interface_findings(
     existing: Mapping[str, bool], environment: Mapping[str, str], several_hosts: bool
 ) -> Iterator[Finding]:
-    """Check that interfaces named by variables exist and are up, and reach other hosts if needed.
+    """Check that each interface named by a variable exists and is up; warn of an ambiguous choice.
 
-    existing: name -> is up
+    existing:      interface -> whether it is up
+    several_hosts: a loopback interface is an error; gloo needs a named or a single interface
     """
     for variable in (*EXACT, *BY_PREFIX):
         value = environment.get(variable)
@@ -85,7 +86,10 @@ def interface_findings(
 
 
 def _chosen(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
-    """List the existing interfaces that the value of a variable selects."""
+    """Return the existing interfaces that a variable's value selects.
+
+    Variables in EXACT list names; others list prefixes, `=` before them means names, `^` all but.
+    """
     if variable in EXACT:
         return [name for name in value.split(",") if name in existing]
     excluded, rest = value.startswith("^"), value.lstrip("^")
@@ -98,7 +102,10 @@ def _chosen(variable: str, value: str, existing: Mapping[str, bool]) -> list[str
 
 
 def host_name(several_hosts: bool) -> Finding:
-    """Check the address of the host's name, which gloo takes where no interface is named."""
+    """Warn if the host's name has no address, or a loopback address in a run over several hosts.
+
+    Gloo uses this address where no interface is named. May wait for a name server.
+    """
     check, name = "network.host_name", socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -112,7 +119,7 @@ def host_name(several_hosts: bool) -> Finding:
 
 
 def proxy_finding(environment: Mapping[str, str]) -> Finding:
-    """Check that connections to this host do not go through a proxy."""
+    """Warn if proxy variables also apply to connections to this host. Passwords are not shown."""
     named = {k: v for k, v in environment.items() if k.lower() in PROXIES and v}
     if not named:
         return ok("network.proxy", "none set")
@@ -130,6 +137,7 @@ def proxy_finding(environment: Mapping[str, str]) -> Finding:
 
 
 def _without_password(url: str) -> str:
+    """Return scheme, host and port of a URL; "(set)" if it has no host."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}:{parts.port}" if parts.hostname else "(set)"
 
@@ -137,7 +145,12 @@ def _without_password(url: str) -> str:
 def port_findings(
     environment: Mapping[str, str], ephemeral: range, listening: Collection[int]
 ) -> Iterator[Finding]:
-    """Check that the device library's port ranges can be parsed, do not overlap, and are free."""
+    """Check number of local ports, and HCCL's port ranges: valid, disjoint, unused, no local ports.
+
+    environment: variables that set HCCL's ranges; an unset one, or `auto`, is not checked
+    ephemeral:   local ports, which the kernel gives to outgoing connections
+    listening:   ports in use
+    """
     yield judge(
         len(ephemeral) >= EPHEMERAL_PORTS,
         "ports.local",
@@ -185,7 +198,7 @@ def port_findings(
 
 
 def _port_range(variable: str, text: str) -> range:
-    """Parse the ports that the value of a variable names. Raises ValueError."""
+    """Parse the ports that a variable names. Raises ValueError if they are none in 1024-65535."""
     numbers = [int(word) for word in re.split(r"[-,]", text)]
     first, last = min(numbers), max(numbers)
     if variable == BASE_PORT:
@@ -204,16 +217,14 @@ def _overlap(a: range, b: range) -> bool:
 
 
 def ephemeral_ports() -> range:
+    """Return the ports that the kernel gives to outgoing connections."""
     text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
     first, last = map(int, text.split())
     return range(first, last + 1)
 
 
 def listening_ports() -> set[int]:
-    """Read the listening ports from the kernel's tables.
-
-    Columns are `sl local_address rem_address st ...`; st 0A = listening.
-    """
+    """Return the TCP ports that any process on this host listens on, from /proc/net."""
     files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     lines = [
         line.split()

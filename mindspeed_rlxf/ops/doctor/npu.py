@@ -1,4 +1,4 @@
-"""The lines of the installation guide for NPU (docs/npu.md), each with what it found here."""
+"""Findings of the checks in the installation guide for NPU (docs/npu.md)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mindspeed_rlxf.ops.doctor.findings import Finding, Status, judge
 
 
 def check_install(kind: DeviceKind) -> list[Finding]:
-    """Findings about driver, CANN and Python of an NPU host; none on another device."""
+    """Check driver, CANN and Python of an NPU host; [] on another device kind."""
     return list(map(_finding, _install(Host()))) if _is_npu(kind) else []
 
 
 def check_cards(kind: DeviceKind, several_hosts: bool) -> list[Finding]:
-    """Findings about its cards and their network ports; none on another device."""
+    """Check cards and their network ports on an NPU host; [] on another device kind."""
     return list(map(_finding, _cards(Host(), several_hosts))) if _is_npu(kind) else []
 
 

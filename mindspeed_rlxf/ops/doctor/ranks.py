@@ -1,4 +1,4 @@
-"""All-reduces among the processes of a Ray cluster: the transport of real checks."""
+"""Run all-reduces in the processes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ MARGIN_S = 2.0  # a rank's deadline is earlier than the driver's, as its message
 
 
 class RayRanks:
-    """Implements `collectives.Transport`. Rank i is process i, on the node with address i."""
+    """Implements `collectives.Transport`: rank i is `processes[i]`, `ips[i]` its node's address."""
 
     def __init__(self, kind: DeviceKind, processes: Sequence[RayAgent], ips: Sequence[str]) -> None:
         self._kind, self.processes, self._ips = kind, list(processes), list(ips)
         self._dead: set[int] = set()  # did not start again
 
     def run(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Run an all-reduce in each group; return the outcomes.
+        """Run an all-reduce in each group, all at once; return one outcome per group, in order.
 
-        A process that does not come back is replaced.
+        Processes that fail to reply are replaced. A group with a process whose replacement did not
+        start either fails without a try.
         """
         alive = [group for group in groups if self._dead.isdisjoint(group)]
         found = dict(zip(alive, self._run_alive(alive, timeout_s), strict=True))
@@ -42,9 +43,9 @@ class RayRanks:
         ]
 
     def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Run an all-reduce in each group, all groups at once; replace processes that are lost.
+        """Run an all-reduce in each group, all at once; replace processes that do not reply.
 
-        groups: without the processes that did not start again
+        groups: of processes that run; the first of each group opens the group's store
         """
         started = time.monotonic()
         opening = [
@@ -73,11 +74,12 @@ class RayRanks:
         ]
 
     def end(self) -> None:
+        """End all processes."""
         for process in self.processes:
             process.end()
 
     def _replace(self, numbers: Sequence[int]) -> None:
-        """Replace processes and wait until the new ones have started, or are known as dead."""
+        """End these processes, start new ones and wait; record those that do not start as dead."""
         processes = [self.processes[number] for number in numbers]
         for process in processes:
             process.end()
@@ -87,9 +89,10 @@ class RayRanks:
 
 
 def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
-    """Merge the replies of a group's processes; those that did not come back are named first.
+    """Merge the replies of a group's processes into one outcome.
 
-    replies: Outcome or HostError of each process, by its number
+    replies: Outcome or HostError by process number. Its cause is the first of: a process that
+    died, an error that a process reported, a process that was late.
     """
     own = {number: replies[number] for number in group}
     lost = {n: reply for n, reply in own.items() if isinstance(reply, HostError)}

@@ -1,6 +1,6 @@
 """Remove secrets, prompts and responses from text, as far as rules can recognize them.
 
-Each removal is marked in the text. In doubt, rules remove.
+A mark replaces what is removed. In doubt, the rules remove.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ SHORTEST = 4  # characters of a prompt or a secret that is looked for
 
 
 def is_open_variable(name: str) -> bool:
+    """Whether a variable's value may be shown: its prefix is in OPEN_VARIABLES, it is no secret."""
     return name.startswith(OPEN_VARIABLES) and not is_secret_name(name)
 
 
@@ -73,13 +74,20 @@ class Redactor:
     """Removes the secrets of an environment and the private texts of a run."""
 
     def __init__(self, environment: Mapping[str, str], texts: Collection[str] = ()) -> None:
-        """texts: prompts, responses and answers."""
+        """Keep the values of secret variables, and the texts to remove.
+
+        environment: variable -> value; texts: prompts, responses and answers
+        Values and lines of texts under SHORTEST characters are ignored.
+        """
         secrets = {v for k, v in environment.items() if is_secret_name(k) and len(v) >= SHORTEST}
         self._secrets = sorted(secrets, key=len, reverse=True)
         self._texts = sorted(_spellings(texts), key=len, reverse=True)
 
     def clean(self, text: str) -> str:
-        """Remove secrets, private texts, long quotes, and values of secret names from a text."""
+        """Return the text with secrets, private texts, long quotes and lists of numbers removed.
+
+        Known secrets and texts go by their value, others by patterns; lines over MAX_LINE are cut.
+        """
         for secret in self._secrets:
             text = text.replace(secret, GONE)
         parts = {text[i : i + SHORTEST] for i in range(len(text))}
@@ -94,11 +102,11 @@ class Redactor:
 
 def _clean_line(line: str) -> str:
     line = _without_values(line)
-    return line if TRACE_FILE.match(line) else QUOTED.sub(_quoted, line)
+    return line if TRACE_FILE.match(line) else QUOTED.sub(_shorten_quote, line)
 
 
 def _cut(line: str) -> str:
-    """Cut a line that is too long for a log between two words."""
+    """Cut a line to MAX_LINE characters, at a space if possible, and say how many were removed."""
     if len(line) <= MAX_LINE:
         return line
     end = max(line.rfind(" ", MAX_LINE - LONGEST_WORD, MAX_LINE), MAX_LINE - LONGEST_WORD)
@@ -106,7 +114,10 @@ def _cut(line: str) -> str:
 
 
 def _without_values(line: str) -> str:
-    """Return the line without the values of names that are secret."""
+    """Return the line without the values of `NAME=value` and `name: value` that may be secret.
+
+    Removed are values of names of secrets, and of variables that are not in OPEN_VARIABLES.
+    """
     parts, start, place = [], 0, 0
     while found := ASSIGNMENT.search(line, place):
         place = found.end()
@@ -119,8 +130,11 @@ def _without_values(line: str) -> str:
     return "".join([*parts, line[start:]])
 
 
-def _quoted(found: re.Match[str]) -> str:
-    """Replace a long quote by its length; short ones, and those without a space, stay."""
+def _shorten_quote(found: re.Match[str]) -> str:
+    """Replace a quote that has a space and over LONG_QUOTE characters by its length.
+
+    Other quotes stay. found: a match of QUOTED
+    """
     text = found["double"] or found["single"] or ""
     if len(text) <= LONG_QUOTE or " " not in text:
         return found[0]
@@ -128,7 +142,10 @@ def _quoted(found: re.Match[str]) -> str:
 
 
 def _spellings(texts: Iterable[str]) -> set[str]:
-    """Return each text and each of its lines, also as Python and JSON would write them."""
+    """Return each text and each of its lines, plain and as Python and JSON would escape them.
+
+    Those under SHORTEST characters are left out.
+    """
     found = set()
     for text in texts:
         for part in (text, *text.splitlines()):

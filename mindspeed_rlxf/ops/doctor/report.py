@@ -1,4 +1,4 @@
-"""Report of the findings, as text and as JSON."""
+"""Format the findings as text and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.ERROR: "31;1"}
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one command. host: where it ran; build: version and source hash"""
+    """Findings of one command.
+
+    host:  name of the host that the command ran on
+    build: version and source hash of this package
+    time:  UTC, ISO 8601
+    """
 
     host: str
     build: str
@@ -33,16 +38,21 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 when there is an error; warnings alone are 0."""
+        """Return 1 if there is an error, else 0; warnings do not count."""
         return EXIT_ERRORS if self.counts["error"] else EXIT_FINE
 
     @property
     def counts(self) -> Mapping[str, int]:
+        """Number of findings of each status, by its value; 0 where there are none."""
         found = Counter(finding.status for finding in self.findings)
         return {status.value: found[status] for status in Status}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report for JSON; keys are only ever added under the same `schema`."""
+        """Return the report as a dictionary that can be written as JSON.
+
+        A finding without hosts gets the host of the command. Removing or redefining a key requires
+        a new `schema` number; adding one does not.
+        """
         return {
             "schema": SCHEMA,
             "host": self.host,
@@ -63,17 +73,20 @@ class Report:
         }
 
     def as_text(self, width: int = 100, colour: bool = False) -> str:
-        """Return one line per finding, worst first, with the remedy under what needs one."""
+        """Return one entry per finding, worst first, with its remedy below, and a line of counts.
+
+        width: columns; colour: add ANSI colours to the status words
+        """
         ranked = sorted(self.findings, key=lambda f: list(Status).index(f.status), reverse=True)
         checks = max((len(finding.check) for finding in ranked), default=0)
-        lines = [_lines(finding, checks, width, colour) for finding in ranked]
+        lines = [_format_finding(finding, checks, width, colour) for finding in ranked]
         counts = self.counts
         total = f"{_count(counts, 'error')}, {_count(counts, 'warning')}, {counts['ok']} ok"
         return "\n".join([*lines, "", f"{self.host}: {total}  ({self.build})"])
 
 
 def make_report(findings: Sequence[Finding]) -> Report:
-    """Report the findings with the time, this host and this installation."""
+    """Return a Report of the findings, with the current time, this host and this build."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Report(socket.gethostname(), build_id(), now, tuple(findings))
 
@@ -82,21 +95,27 @@ def _count(counts: Mapping[str, int], word: str) -> str:
     return f"{counts[word]} {word}{'' if counts[word] == 1 else 's'}"
 
 
-def _lines(finding: Finding, checks: int, width: int, colour: bool) -> str:
-    """Return the lines of one finding: status, check, value and hosts; below them the remedy."""
+def _format_finding(finding: Finding, check_width: int, width: int, colour: bool) -> str:
+    """Format one finding: status, check name, value and hosts; on lines below, the remedy.
+
+    check_width: columns of the check name
+    """
     word = f"{finding.status.value:<7}"
     if colour:
         word = f"\033[{COLOURS[finding.status]}m{word}\033[0m"
-    margin = 7 + 2 + checks + 2
+    margin = 7 + 2 + check_width + 2
     room = max(width - margin, 30)
     value = printable(finding.value + _hosts(finding.hosts))
     lines = (_wrap(value, room) or [""]) + _wrap(printable(finding.remedy), room, "-> ")
-    head = f"{word}  {printable(finding.check):<{checks}}  "
+    head = f"{word}  {printable(finding.check):<{check_width}}  "
     return "\n".join([head + lines[0], *(" " * margin + line for line in lines[1:])])
 
 
 def _wrap(text: str, width: int, arrow: str = "") -> list[str]:
-    """Wrap a text to lines; paths and commands stay whole, so that they can be copied."""
+    """Wrap a text to lines, the first after `arrow`, the others indented by its length; [] for "".
+
+    Words are never broken, so that paths and commands can be copied.
+    """
     return textwrap.wrap(
         text,
         width,
@@ -113,10 +132,11 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal with colours, and NO_COLOR is not set."""
+    """Whether `stream` is a terminal that is not `dumb`, and NO_COLOR is unset or empty."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not is_plain
 
 
 def line_width(stream: TextIO) -> int:
+    """Return the width of a terminal, at most 120 columns; 100 for other streams."""
     return min(shutil.get_terminal_size().columns, 120) if stream.isatty() else 100

@@ -1,4 +1,4 @@
-"""Versions of installed packages, and whether they go together."""
+"""Check versions of installed packages, alone and in combination."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUIRED = ("torch", "ray", "transformers", "safetensors", "numpy")
 
 
 def check_software(kind: DeviceKind) -> list[Finding]:
-    """Check Python, every package that matters, CANN, and the pairs among them."""
+    """Check versions of Python and packages; for NPU also CANN and which versions fit together."""
     kind = device.resolve_kind(kind)
     is_npu = kind is DeviceKind.NPU
     required = (*REQUIRED, npu_versions.TORCH_NPU if is_npu else packages.MEGATRON)
@@ -29,7 +29,7 @@ def check_software(kind: DeviceKind) -> list[Finding]:
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
-    """Check that Python is new enough."""
+    """Return an error if Python is older than OLDEST_PYTHON."""
     return judge(
         version >= OLDEST_PYTHON,
         "versions.python",
@@ -44,7 +44,12 @@ def package_findings(
     required: tuple[str, ...],
     requirements: Mapping[str, Requirement] | None = None,
 ) -> Iterator[Finding]:
-    """Check the version of each package that is required or installed."""
+    """Yield an error per required package that is absent, and a warning per version out of range.
+
+    versions:     package -> version, None = not installed
+    required:     packages that must be installed
+    requirements: package -> range; None = those of this package's metadata
+    """
     ranges = _requirements() if requirements is None else requirements
     for name, version in versions.items():
         check, wanted = f"versions.{name}", ranges.get(name)
@@ -60,7 +65,7 @@ def package_findings(
 
 
 def npu_findings() -> Iterator[Finding]:
-    """Check versions by the rules that a worker follows when it starts."""
+    """Check CANN, imported source folders and combinations of versions, as a worker does."""
     versions = npu_versions.read_versions()
     yield _cann(versions.cann)
     yield from _sources()
@@ -70,7 +75,7 @@ def npu_findings() -> Iterator[Finding]:
 
 
 def _cann(cann: str | None) -> Finding:
-    """Report the version of CANN; `npu.set_env` says whether its environment is set up."""
+    """Report the version of CANN; None = not installed, an error."""
     if cann is None:
         return error(
             "versions.cann",
@@ -81,7 +86,7 @@ def _cann(cann: str | None) -> Finding:
 
 
 def _sources() -> list[Finding]:
-    """List the folders that checkouts are imported from, which versions do not show."""
+    """Name the folders that Megatron and MindSpeed are imported from; [] if none is a checkout."""
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}
     there = [f"{module} from {folder}" for module, folder in folders.items() if folder]
@@ -89,10 +94,7 @@ def _sources() -> list[Finding]:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """Map each package that this one requires to its range.
-
-    Empty where this one is not installed.
-    """
+    """Map each dependency of this package to its requirement; {} if it is not installed."""
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The subject of the checks: a configuration's devices, files and room, or a run in general."""
+"""What the doctor checks: device kind, output folder and input files, of a configuration or not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OUTPUTS = "outputs"
 
 @dataclass(frozen=True)
 class Subject:
-    """The device, folder and files to check. It is sent to every host.
+    """The device kind, folder and files to check. Picklable: every host of a cluster gets it.
 
-    output_dir:    of the run; absolute
-    paths:         (key of the configuration, file, folder or pattern that the run reads)
-    several_hosts: collectives have to reach other hosts
-    resource:      of Ray for one device; None = that of the kind
+    output_dir:    absolute path of the run directory
+    paths:         (key of the configuration, file, folder or glob pattern that the run reads)
+    several_hosts: the run uses more than one host, so network checks need non-loopback addresses
+    resource:      name of the Ray resource for one device; None = the default name of the kind
     """
 
     kind: DeviceKind
@@ -32,25 +32,27 @@ class Subject:
 
 
 def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bool) -> Subject:
-    """Take devices and files from the configuration, where there is one.
+    """Return what to check: the device, run directory and input files of the configuration.
 
-    kind: overrides that of the configuration unless it is `auto`
+    config: None = no input files, and `./outputs` as the output folder
+    kind:   replaces the configuration's kind unless it is `auto`
+    Paths are made absolute; nothing is created.
     """
     if config is None:
         return Subject(kind, str(Path(OUTPUTS).absolute()), (), several_hosts)
     return Subject(
         kind if kind is not DeviceKind.AUTO else config.device.kind,
         str(RunDirectory.choose(config).path),
-        tuple((key, str(Path(path).absolute())) for key, path in _paths(config) if path),
+        tuple((key, str(Path(path).absolute())) for key, path in _input_paths(config) if path),
         several_hosts,
         config.device.resource_name,
     )
 
 
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, file or pattern) for everything that the run reads; may be empty text."""
+def _input_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, path or glob pattern) of each input of a run; the path of an unset key is ""."""
     training, data = config.training, config.data
-    yield "training.tokenizer_name_or_path", _tokenizer(training.tokenizer_name_or_path)
+    yield "training.tokenizer_name_or_path", _tokenizer_path(training.tokenizer_name_or_path)
     yield from ((f"{role.value}.load", config.role(role).load or "") for role in config.roles)
     for key in ("train_files", "val_files"):
         yield from ((f"data.{key}", name) for name in getattr(data, key))
@@ -59,7 +61,7 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "actor_rollout.fixed_responses", config.actor_rollout.fixed_responses or ""
 
 
-def _tokenizer(name: str) -> str:
-    """Return the folder, or the cached model of this name where there is one."""
+def _tokenizer_path(name: str) -> str:
+    """Return `name`, or its folder in the Hugging Face cache if only that exists."""
     cached = huggingface_home() / "hub" / f"models--{name.replace('/', '--')}"
     return name if Path(name).exists() or not cached.exists() else str(cached)

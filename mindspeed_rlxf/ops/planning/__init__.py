@@ -1,1 +1,1 @@
-"""Plan a run before a device is claimed: places of ranks, memory, disk, time."""
+"""Plan a run before a device is claimed: placement of ranks, memory, disk, predicted time."""

@@ -1,4 +1,4 @@
-"""Find the memory of devices and hosts, and the free disk, without claiming or writing any."""
+"""Find the memory of devices and hosts, and the free disk; claims no device, writes no file."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from mindspeed_rlxf.ops.sizes import existing_folder
 
 
 def is_joined(config: RunConfig) -> bool:
-    """Whether the run joins a cluster, whose hosts are unknown here."""
+    """Whether the run joins a Ray cluster, whose hosts cannot be looked at here."""
     return config.runtime.kind is RuntimeKind.RAY and joined_address(config) is not None
 
 
 def on_cpu(config: RunConfig) -> bool:
-    """Whether roles use the hosts' memory: the device is a CPU."""
+    """Whether the device is a CPU, so that roles use the memory of the hosts."""
     return device.resolve_kind(config.device.kind) is DeviceKind.CPU
 
 
 def device_memory(config: RunConfig) -> int | None:
-    """Return the bytes of a device: as configured, else of this host's smallest; None = unknown."""
+    """Return the bytes of a device; None = unknown.
+
+    `device.memory_gib` if set, else the memory of this host's smallest device.
+    """
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)
     return None if is_joined(config) else device.memory_unclaimed(config.device.kind)
 
 
 def rollout_memory(config: RunConfig) -> int | None:
-    """Return the bytes that a rollout process may use; None = unknown.
+    """Return the bytes that a generating process may use; None = unknown.
 
     On CPU the generating ranks share the host's memory equally, unless `device.memory_gib` is set.
     """
@@ -40,10 +43,10 @@ def rollout_memory(config: RunConfig) -> int | None:
 
 
 def host_memory(config: RunConfig) -> int | None:
-    """Return the bytes of the host that all workers run on; None = some run on other hosts."""
+    """Return the bytes of the host that all workers run on; None if the run joins a cluster."""
     return None if is_joined(config) else device.host_memory()
 
 
 def free_disk(folder: Path) -> int:
-    """Return the bytes that are free on the disk where `folder` is or will be made."""
+    """Return the free bytes of the disk that `folder` is on, or will be."""
     return shutil.disk_usage(existing_folder(folder)).free

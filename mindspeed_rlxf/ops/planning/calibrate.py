@@ -1,8 +1,8 @@
-"""Measure the rates of this machine: short trainings of small random models in one process.
+"""Measure the costs of work on this machine by short trainings of small random models.
 
 Each training is a process of its own (`runtime: local`) with all phases of a run: generation,
-log-probs, values, a reward model, updates. The rates follow from the seconds of its phases and the
-counts of `work`.
+log-probs, values, a reward model, updates. The costs are fitted to the seconds of the phases and
+the amounts of work that `work` counts.
 """
 
 from __future__ import annotations
@@ -47,9 +47,13 @@ OWN_CLOCK = "import time; time.monotonic = time.perf_counter = time.process_time
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a batch to measure.
+    """Sizes of a model and of a batch to measure.
 
-    ffn: width of the MLP; prompt, response: tokens; micro: samples of a micro-batch
+    ffn:              width of the MLP
+    groups:           key-value heads
+    samples:          per iteration
+    prompt, response: tokens
+    micro:            samples of a micro-batch
     """
 
     layers: int
@@ -65,6 +69,7 @@ class Shape:
 
     @property
     def architecture(self) -> dict[str, int]:
+        """Return the keys of the model's YAML."""
         return {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
@@ -95,16 +100,17 @@ ON_DEVICES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of an iteration by phase and in all (`all`), with the configuration of the run."""
+    """A run's configuration, and seconds by phase and of a whole iteration (`all`)."""
 
     config: RunConfig
     seconds: dict[str, float]
 
 
 def calibrate(kind: DeviceKind, threads: int, note: Callable[[str], None]) -> Calibration:
-    """Measure this host's first device. Errors: UserError where a training fails.
+    """Measure this host's first device by one training per shape, in turn; fit the costs.
 
-    note: receives a line for each model
+    note: called with a line of progress before each model
+    Takes minutes. Raises UserError if a training fails or takes over LIMIT_S.
     """
     kind = device.resolve_kind(kind)
     shapes = SHAPES.get(kind, ON_DEVICES)
@@ -112,11 +118,11 @@ def calibrate(kind: DeviceKind, threads: int, note: Callable[[str], None]) -> Ca
     for number, shape in enumerate(shapes, 1):
         note(f"calibration: model {number} of {len(shapes)}")
         measured.append(measure(shape, kind, threads))
-    return fitted(measured, kind, threads)
+    return fit_costs(measured, kind, threads)
 
 
-def fitted(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> Calibration:
-    """Fit the costs of each kind of work to measured phases."""
+def fit_costs(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> Calibration:
+    """Fit the costs of each kind of work to the measured phases; return them as a calibration."""
     costs, worst = {}, 0.0
     for each in Kind:
         rows, seconds = _rows(measured, each)
@@ -143,7 +149,10 @@ def fitted(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> Cali
 
 
 def _rows(measured: Sequence[Measured], kind: Kind) -> tuple[np.ndarray, np.ndarray]:
-    """Return the counts [phases, 4] and seconds [phases] of all phases of a kind."""
+    """Return amounts of work [phases, 4] and seconds [phases] of all phases of a kind.
+
+    The columns are FLOP, bytes moved, calls and 1 (the start of a phase).
+    """
     rows, seconds = [], []
     for run in measured:
         for phase in iteration_work(run.config):
@@ -155,17 +164,22 @@ def _rows(measured: Sequence[Measured], kind: Kind) -> tuple[np.ndarray, np.ndar
 
 
 def _outside_phases(run: Measured) -> float:
+    """Return the seconds of an iteration that no phase accounts for, at least 0."""
     phases = sum(run.seconds[phase.name] for phase in iteration_work(run.config))
     return max(0.0, run.seconds["all"] - phases)
 
 
 def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
-    """Train a random model of this shape for some iterations; return the medians of its phases."""
+    """Train a random model of this shape in a process; return the medians of its phases' seconds.
+
+    The first WARM_UP iterations are left out; files lie in a temporary folder. Raises UserError if
+    the training fails.
+    """
     with tempfile.TemporaryDirectory(prefix="rlxf-calibration-") as name:
         folder = Path(name)
         _write_models(folder, shape)
         _write_prompts(folder, shape)
-        tree = _tree(folder, shape, kind, threads)
+        tree = _configuration(folder, shape, kind, threads)
         # JSON is YAML.
         (folder / f"{NAME}.yaml").write_text(json.dumps(tree), encoding="utf-8")
         own_clock = kind is DeviceKind.CPU and threads == 1
@@ -182,11 +196,10 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
 
 
 def _train(folder: Path, before: str) -> None:
-    """Run the training in a process of its own.
-
-    Errors: UserError with its last line when it fails, or does not end within `LIMIT_S`.
+    """Run the training of `folder` in a process, and wait for it.
 
     before: Python code that the process runs first
+    Raises UserError if it fails, or does not end within LIMIT_S.
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     environment.pop("WORLD_SIZE", None)
@@ -232,7 +245,7 @@ def _write_models(folder: Path, shape: Shape) -> None:
 
 
 def _write_prompts(folder: Path, shape: Shape) -> None:
-    """Write prompts in which each word is one token, and a tokenizer of these words."""
+    """Write random prompts, in which each word is one token, and a tokenizer of these words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -250,7 +263,7 @@ def _write_prompts(folder: Path, shape: Shape) -> None:
     (folder / "train.jsonl").write_text(text, encoding="utf-8")
 
 
-def _tree(folder: Path, shape: Shape, kind: DeviceKind, threads: int) -> dict[str, Any]:
+def _configuration(folder: Path, shape: Shape, kind: DeviceKind, threads: int) -> dict[str, Any]:
     """Return the configuration of a measured training: PPO with four models in one process."""
     half = max(1, shape.samples // 2)
     role = {"micro_batch_size": shape.micro, "load": str(folder / "scorer")}

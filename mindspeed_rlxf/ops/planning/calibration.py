@@ -1,4 +1,4 @@
-"""Read and write calibrations: rates measured on this machine, and the conditions of their use."""
+"""Calibration files: costs of work measured on this machine, and the conditions of their use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MeasuredCosts(Section):
 
 
 class Calibration(Section):
-    """The result of `doctor --calibrate`, with the device and the versions that it holds for."""
+    """Result of `doctor --calibrate`, and the device, settings and versions it is valid for."""
 
     version: int = key(..., "of this form")
     kind: Annotated[DeviceKind, Word] = key(..., "npu, cuda or cpu")
@@ -51,7 +51,10 @@ class Calibration(Section):
     worst: float = key(..., "largest relative error of the fit", ge=0)
 
     def rates(self, others: Rates | None) -> Rates:
-        """Return the measured costs, with the links of `others`, as one process measures none."""
+        """Return the measured costs as Rates; costs of transfers come from `others`.
+
+        others: None = transfers cost nothing. One process cannot measure transfers.
+        """
         costs = {Kind(name): Costs(**dict(found)) for name, found in self.costs.items()}
         precision = "bf16" if self.bf16 else "fp32"
         basis = (
@@ -65,13 +68,16 @@ class Calibration(Section):
 
 
 def default_file(kind: DeviceKind) -> Path:
-    """Return the path of this user's calibration file for a kind of device."""
+    """Return the path of this user's calibration file for a kind of device; it may not exist."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mindspeed_rlxf" / f"calibration-{device.resolve_kind(kind).value}.json"
 
 
 def device_name(kind: DeviceKind) -> str | None:
-    """Return the name of this host's first device, on CPU of its processor; None = no device."""
+    """Return the name of this host's first device, on CPU of its processor.
+
+    None if the driver's tool lists no device, or fails.
+    """
     view = driver.driver_view(device.resolve_kind(kind))
     if view is not None:
         return view.devices[0].name if view.devices else None
@@ -85,18 +91,22 @@ def today() -> str:
 
 
 def versions() -> tuple[str, str]:
-    """Return the versions of torch and Megatron, as speed depends on them."""
+    """Return the installed versions of torch and Megatron ("none" if it is absent)."""
     return torch.__version__, packages.version(packages.MEGATRON) or "none"
 
 
 def write_calibration(file: Path, calibration: Calibration) -> None:
-    """Replace the file atomically; only its owner may read it."""
+    """Write the file atomically, readable by its owner only; make its folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, calibration.model_dump_json(indent=2) + "\n", 0o600)
 
 
 def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> Calibration:
-    """Read a calibration. Errors: UserError, also when it does not hold for this host and run."""
+    """Read a calibration file and check that it was measured on this host with these settings.
+
+    Raises UserError if it cannot be read, has another form, or is of another device, version or
+    setting.
+    """
     name = f"plan.calibration={file}"
     try:
         found = Calibration.model_validate(read_json(file))
@@ -104,13 +114,13 @@ def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> 
         cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
         rule = f"must be a file of `doctor --calibrate`: {cause}"
         raise UserError(Problem(name, rule, remedy=AGAIN)) from error
-    if rule := _unfit(found, kind, threads, bf16):
+    if rule := _find_mismatch(found, kind, threads, bf16):
         raise UserError(Problem(name, rule, remedy=AGAIN))
     return found
 
 
-def _unfit(found: Calibration, kind: DeviceKind, threads: int, bf16: bool) -> str:
-    """Return the reason why a calibration does not hold here; empty = it holds."""
+def _find_mismatch(found: Calibration, kind: DeviceKind, threads: int, bf16: bool) -> str:
+    """Return the rule that the calibration breaks on this host with these settings; "" if none."""
     there = device_name(kind)
     here = {
         "form": (found.version, VERSION),

@@ -1,4 +1,4 @@
-"""Published figures of devices: peak rates, memory, links. Each row names its source and date.
+"""Published figures of devices: peak rates, memory, links; each row names its source and date.
 
 A figure without a public source is left out. Programs reach lower rates: see `SHARES`.
 """
@@ -70,13 +70,13 @@ USUAL = {NPU: "ascend-910b3", CUDA: "h100"}
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the published figures that programs reach, and times without published figures.
+    """Assumed shares of the published figures that programs reach, and assumed times.
 
-    All are assumptions, which a calibration replaces.
+    A calibration replaces the shares of matrices and memory, and `call_s`.
 
-    call_s:    time to launch a layer's kernels, in addition to its work
-    message_s: time of a collective, in addition to its bytes
-    host_gb_s: rate of copies to host memory, if there is no public figure
+    call_s:    seconds to launch a layer's kernels, added to its work
+    message_s: seconds of a collective, added to its bytes
+    host_gb_s: GB/s of copies to host memory, if there is no public figure
     """
 
     matrices: float = 0.45

@@ -1,4 +1,4 @@
-"""Compare the needed memory and disk with the available: sections of the plan, and problems."""
+"""Compare needed memory and disk with what is available: sections of the plan, and problems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host import HostMemory, disk_needed, host_memory_needed
-from mindspeed_rlxf.ops.planning.memory import Phase, PoolMemory, State, pool_memories
+from mindspeed_rlxf.ops.planning.memory import PoolMemory, State, pool_memories
+from mindspeed_rlxf.ops.planning.pipeline_stage import Phase
 from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.remedies import find_remedy
 from mindspeed_rlxf.ops.sizes import format_bytes
@@ -18,11 +19,12 @@ from mindspeed_rlxf.run.directory import RunDirectory
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes wanted and available, with the fields of a problem for the case that they do not fit.
+    """Bytes wanted and available, and the fields of the problem if they do not fit.
 
     key, remedy: fields of the problem
-    subject:     name of what needs the bytes, followed by a space; may be empty
-    available:   None = unknown; `unknown` has the reason
+    subject:     what needs the bytes, followed by a space; may be ""
+    available:   None = unknown
+    unknown:     why it is unknown
     """
 
     key: str
@@ -34,7 +36,7 @@ class Need:
 
     @property
     def problem(self) -> Problem | None:
-        """The problem if more is wanted than available; None = it fits, or that is unknown."""
+        """Return the problem if more is wanted than available; None if it fits or is unknown."""
         if self.available is None or self.wanted <= self.available:
             return None
         rule = f"{self.subject}{self._sizes}"
@@ -42,7 +44,7 @@ class Need:
 
     @property
     def verdict(self) -> str:
-        """The plan's line: the sizes, whether they fit, and what to change or what is unknown."""
+        """Return the plan's line: sizes, whether they fit, and the remedy or what is unknown."""
         if self.available is None:
             return f"{self._sizes}; {self.unknown}"
         if self.problem is None:
@@ -57,16 +59,16 @@ class Need:
 
 @dataclass(frozen=True)
 class Fit:
-    """Sections of the plan, by title, and what does not fit."""
+    """Text of the plan's sections by title, and a problem for each need that does not fit."""
 
     sections: dict[str, str]
     problems: list[Problem]
 
 
 def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
-    """Compare needs with the memory of devices and hosts, and with the free disk.
+    """Compare the needs of a run with the memory of devices and hosts, and with the free disk.
 
-    rates: used to choose the remedy with the shortest predicted time
+    rates: to name the remedy with the shortest predicted time; None = the first that suffices
     """
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
@@ -82,28 +84,34 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """Make the table of a pool's memory: a row for each phase of each role, and one for all."""
+    """Return the rows of a pool's memory table: each phase of each role, then all roles together.
+
+    The last row is of the phase that needs most.
+    """
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
          "sum"]
     ]  # fmt: skip
     for role in pool.roles:
         name, other = role.role.value, role.other
-        rows += [_row(name, role.held(phase), other, phase) for phase in role.phases]
+        rows += [_row(name, role.on_device(phase), other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
     if pool.peak is None:
         return [*rows, _row("together", (0, 0, 0), other, Phase("-"))]
-    return [*rows, _row("together", pool.held(*pool.peak), other, pool.peak[1])]
+    return [*rows, _row("together", pool.on_device(*pool.peak), other, pool.peak[1])]
 
 
-def _row(name: str, held: State, other: int, phase: Phase) -> list[object]:
-    """Make a row of the memory table: the bytes on the device while `phase` runs."""
-    needs = [*held, phase.activations, phase.kv_cache, other + phase.other]
+def _row(name: str, state: State, other: int, phase: Phase) -> list[object]:
+    """Return a row of the memory table: the bytes on the device while `phase` runs.
+
+    state: bytes of weights, gradients and optimizer; other: lasting bytes beside them
+    """
+    needs = [*state, phase.activations, phase.kv_cache, other + phase.other]
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
 def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Need:
-    """Compare the memory that a rank of the pool wants with a device's."""
+    """Compare the memory that a rank of the pool needs with a device's; find a remedy."""
     there = available.device_memory(config)
     return Need(
         f"resource_pool.{pool.pool}",
@@ -118,7 +126,7 @@ def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Ne
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
-    """Return the table of the host's memory by phase, and whether it fits."""
+    """Return the table of the host's memory by phase, and the host's need."""
     host = host_memory_needed(config, pools)
     remedy = "use fewer processes, smaller micro-batches, or more hosts"
     if host.offloaded:
@@ -134,7 +142,7 @@ def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need
 
 
 def _host_rows(host: HostMemory) -> list[list[object]]:
-    """Make the table of a host's memory: a row for each part, a column for each phase of a run."""
+    """Return the rows of the host's memory table: a part per row, a phase of the run per column."""
     load, iteration, checkpoint, final = range(4)
     always = (load, iteration, checkpoint, final)
     parts: list[tuple[str, int, tuple[int, ...]]] = [
@@ -157,7 +165,7 @@ def _host_rows(host: HostMemory) -> list[list[object]]:
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:
-    """Return the table of the disk that the run needs, and whether it fits."""
+    """Return the table of disk space that the run needs, and the need."""
     disk, folder = disk_needed(config), RunDirectory.choose(config).path
     rows = {f"final weights of {role.value}": count for role, count in disk.exports.items()}
     checkpoints = f"checkpoints ({disk.num_checkpoints}, one being written)"
@@ -168,4 +176,5 @@ def _disk_section(config: RunConfig) -> tuple[str, Need]:
 
 
 def _rows(sizes: dict[str, int]) -> str:
+    """Format names and bytes as aligned lines."""
     return pairs([(name, format_bytes(count)) for name, count in sizes.items()])

@@ -1,4 +1,4 @@
-"""Fit non-negative costs of units of work to measured seconds."""
+"""Fit non-negative costs per unit of work to measured seconds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import numpy as np
 
 
 def fit(counts: np.ndarray, seconds: np.ndarray) -> tuple[list[float], float]:
-    """Return the costs that make `counts @ costs` nearest to `seconds`, and the largest error.
+    """Return the costs >= 0 with the least relative squared error of `counts @ costs` to `seconds`.
 
-    counts: [phases, few] fp64; seconds: [phases] fp64, above 0; errors are relative.
-    It tries every subset of the few columns. The best fit with only positive costs is the solution
-    of non-negative least squares (Lawson and Hanson, 1974, chapter 23).
+    counts:  [phases, few] fp64; seconds: [phases] fp64, above 0
+    Returns the cost of each column, and the largest relative error of a phase.
+    Tries every subset of the columns: the best one is the solution of non-negative least squares
+    (Lawson and Hanson, 1974, chapter 23).
     """
     relative = counts / seconds[:, None]
     scale = np.abs(relative).max(axis=0)

@@ -24,12 +24,14 @@ def _trained_roles(config: RunConfig) -> list[Role]:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes on the host with most processes, which may also have the driver and all rows.
+    """Bytes on the host with most processes, if it also has the driver and all rows.
 
-    exports:     final weights, while they are written
-    checkpoints: copies of the state, while they are written
-    copies:      offloaded parts of roles, during the whole run
-    page_cache:  loaded weight files, which the system can drop
+    devices:     memory of the roles if the device is a CPU, else 0
+    rows:        samples of an iteration that the ranks keep
+    exports:     copies of the final weights of each role while they are written
+    checkpoints: copies of the state of each role while it is written
+    copies:      offloaded state of each role, during the whole run
+    page_cache:  loaded weight files, which the system can drop; in no sum
     """
 
     num_processes: int
@@ -56,7 +58,7 @@ class HostMemory:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes in each phase of a run; rows are freed before the final weights are written."""
+        """Return the bytes in each phase of a run; rows are freed before the export."""
         lasting = self.processes + self.driver + self.devices + self.offloaded
         return {
             "load": lasting,
@@ -67,14 +69,15 @@ class HostMemory:
 
     @property
     def total(self) -> int:
+        """Return the bytes of the phase that needs most."""
         return max(self.phases.values())
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes in the run directory: final weights, and checkpoints of the run.
+    """Bytes in the run directory: final weights of each role, and checkpoints.
 
-    checkpoint: bytes of one; num_checkpoints: number kept, plus the one being written
+    checkpoint: bytes of one; num_checkpoints: those kept, plus the one being written
     """
 
     exports: dict[Role, int]
@@ -87,7 +90,10 @@ class Disk:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """Compute the memory of the largest host. pools: on CPU their memory is host memory"""
+    """Compute the memory of the host with most processes.
+
+    pools: memory of the pools' devices; it counts as host memory on CPU
+    """
     actor, samples = config.actor_rollout, config.samples_per_iteration
     nodes = {need.pool: config.resource_pool[need.pool] for need in pools}
     sizes = [_processes_on_one_host(config, processes) for processes in nodes.values()]
@@ -101,15 +107,15 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         devices=sum(devices) if on_cpu(config) else 0,
         rows=memory.store_bytes(_num_responses(config), row),
         driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
-        exports={r: _bytes_written_on_one_host(config, r) for r in _trained_roles(config)},
-        checkpoints={r: _copied_on_one_host(config, r) for r in _trained_roles(config)},
+        exports={r: _export_bytes_on_one_host(config, r) for r in _trained_roles(config)},
+        checkpoints={r: _checkpoint_bytes_on_one_host(config, r) for r in _trained_roles(config)},
         copies=_copies_on_one_host(config, pools),
         page_cache=_bytes_loaded(config),
     )
 
 
 def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role, int]:
-    """Return the bytes that each role's offloaded parts take on the host."""
+    """Return the bytes of offloaded state on that host by role, without roles that have none."""
     found: dict[Role, int] = {}
     for pool in pools:
         count = _processes_on_one_host(config, pool.processes)
@@ -120,7 +126,7 @@ def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role
 
 
 def _bytes_loaded(config: RunConfig) -> int:
-    """Return the bytes of all weight folders, each counted once: a host's ranks read all of it."""
+    """Return the bytes of all weight folders; a folder that several roles load counts once."""
     folders: dict[str | None, int] = {}
     for role in config.roles:
         section = config.role(role)
@@ -130,7 +136,7 @@ def _bytes_loaded(config: RunConfig) -> int:
     return sum(folders.values())
 
 
-def _copied_on_one_host(config: RunConfig, role: Role) -> int:
+def _checkpoint_bytes_on_one_host(config: RunConfig, role: Role) -> int:
     """Return the bytes of a role's checkpoint that the ranks of one host write."""
     whole = memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
     ranks = config.processes_of(role)
@@ -138,7 +144,7 @@ def _copied_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _num_responses(config: RunConfig) -> int:
-    """Count the most responses of an iteration, also those that are not trained on."""
+    """Return the most responses of an iteration, also those that are not trained on."""
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
     greedy = algorithm.estimator.reads_greedy
@@ -146,7 +152,7 @@ def _num_responses(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
-    """Compute the disk of the final weights, of the kept checkpoints and of one being written."""
+    """Compute the disk space of the final weights, the kept checkpoints and one being written."""
     itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
     checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
     exports = {role: _export_bytes(config, role) for role in itemsizes}
@@ -154,18 +160,20 @@ def disk_needed(config: RunConfig) -> Disk:
 
 
 def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
-    """Count the processes on one host: all of them, or those of a joined cluster's largest node."""
+    """Return the most processes on one host: of a joined cluster's largest node, else all."""
     return max(processes) if is_joined(config) else sum(processes)
 
 
 def _numbers(config: RunConfig, role: Role) -> int:
+    """Return the number of parameters of a role's whole model."""
     return model_numbers(config.role(role).architecture, HEADS[role])
 
 
-def _bytes_written_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes of weights that the ranks of one host write, for the host with most writers.
+def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
+    """Return the bytes of final weights that are written on the host with most writers.
 
-    The first rank of each stage writes; with experts on several ranks, the first rank of each.
+    The writers are the first rank of each pipeline stage and, with experts, of each group of
+    experts in it.
     """
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
@@ -183,15 +191,16 @@ def _bytes_written_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _export_bytes(config: RunConfig, role: Role) -> int:
+    """Return the bytes of a role's final weights on disk."""
     itemsize = memory.itemsize(config.role(role))
     stored = stored_itemsize(config.role(role).load, itemsize)
     return memory.export_bytes(_numbers(config, role), itemsize, stored)
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
-    """Return the bytes of one number in a Hugging Face folder.
+    """Return the bytes of one weight in a Hugging Face folder.
 
-    otherwise: returned if the folder cannot be read, which the preflight reports
+    otherwise: returned if the folder cannot be read; other checks report that
     """
     try:
         return HfFolder(str(folder)).dtype("model.norm.weight").itemsize

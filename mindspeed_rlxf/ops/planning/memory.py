@@ -1,7 +1,7 @@
 """Compute the memory of a pool's devices: lasting memory of each role, and memory of its phases.
 
 Roles of a pool share a process, so their lasting memory adds up. Their phases follow one another,
-so only the largest phase counts. An offloaded part counts only in the phases that use it.
+so only the largest phase counts. Offloaded state counts only in the phases that use it.
 """
 
 from __future__ import annotations
@@ -11,47 +11,30 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import memory
-from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, RewardKind, Role
-from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.layout import count_per_node
 from mindspeed_rlxf.config.schema import (
-    ArchitectureConfig,
-    LearningConfig,
     OffloadConfig,
     OptimizerConfig,
     RunConfig,
 )
-from mindspeed_rlxf.models.heads import CHUNK_TOKENS
-from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
-from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes, split_sizes
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.sizes import received_numbers, shard_sizes
 from mindspeed_rlxf.ops.planning.available import rollout_memory
+from mindspeed_rlxf.ops.planning.pipeline_stage import (
+    POOL_GROUP,
+    Phase,
+    PipelineStage,
+    is_split,
+    optimizer_of,
+)
 from mindspeed_rlxf.rollout.transfer import BUCKET_BYTES
 
 TRAINS, GENERATES = "ranks that train", "ranks that generate"
-POOL_GROUP = 1  # a split pool has one more communicator, for weights
 
 
 State = tuple[int, int, int]
 """Bytes of weights, gradients and optimizer."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Bytes that a phase of a role needs beside the role's lasting memory.
-
-    learns: the phase also uses gradients and optimizer
-    beside: another role whose weights the phase uses
-    """
-
-    name: str
-    activations: int = 0
-    kv_cache: int = 0
-    other: int = 0
-    learns: bool = False
-    beside: Role | None = None
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.kv_cache + self.other
 
 
 @dataclass(frozen=True)
@@ -68,25 +51,37 @@ class RoleMemory:
 
     @property
     def state(self) -> State:
-        """Weights, gradients, optimizer."""
+        """Return the bytes of weights, gradients and optimizer, offloaded or not."""
         return self.weights, self.gradients, self.optimizer
 
-    def held(self, phase: Phase | None = None) -> State:
-        """Return what the role has on the device in one of its phases; None = in other roles'."""
+    def on_device(self, phase: Phase | None = None) -> State:
+        """Return the bytes of weights, gradients and optimizer on the device while `phase` runs.
+
+        phase: of this role; None = another role works, so that what is offloaded counts 0
+        """
         weights = not self.offload.weights or phase is not None
         rest = not self.offload.optimizer or (phase is not None and phase.learns)
         return self.weights * weights, self.gradients * rest, self.optimizer * rest
 
     @property
     def copies(self) -> int:
-        """Return the bytes of the role's copies in host memory; gradients are not copied."""
+        """Return the bytes of the role's offloaded weights and optimizer in host memory.
+
+        Gradients are not copied.
+        """
         offload = self.offload
         return self.weights * offload.weights + self.optimizer * offload.optimizer
 
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of one rank of a pool. process: bytes of the process without roles"""
+    """Bytes of one rank of a pool.
+
+    roles:     memory of each role with a model
+    process:   bytes of the process without roles
+    processes: number on each node, of the pool or of its part
+    part:      TRAINS or GENERATES if the pool is split, else ""
+    """
 
     pool: str
     rank: int
@@ -97,15 +92,17 @@ class PoolMemory:
 
     @property
     def peak(self) -> tuple[RoleMemory, Phase] | None:
-        """The role and phase with the largest need; None if no role has a model."""
+        """Return the role and its phase that need most bytes; None if no role has a model."""
         phases = [(role, phase) for role in self.roles for phase in role.phases]
-        return max(phases, key=lambda each: sum(self.held(*each)) + each[1].total, default=None)
+        return max(
+            phases, key=lambda each: sum(self.on_device(*each)) + each[1].total, default=None
+        )
 
-    def held(self, busy: RoleMemory, phase: Phase) -> State:
-        """Sum up what the roles have on the device while a role is in a phase."""
+    def on_device(self, busy: RoleMemory, phase: Phase) -> State:
+        """Return weight, gradient and optimizer bytes of all roles while `busy` runs `phase`."""
         idle = Phase(phase.name)
         found = [
-            role.held(phase if role is busy else idle if role.role is phase.beside else None)
+            role.on_device(phase if role is busy else idle if role.role is phase.beside else None)
             for role in self.roles
         ]
         weights, gradients, optimizer = (sum(values) for values in zip(*found, strict=True))
@@ -113,12 +110,13 @@ class PoolMemory:
 
     @property
     def total(self) -> int:
-        needed = sum(self.held(*self.peak)) + self.peak[1].total if self.peak else 0
+        """Return the most bytes that a device of the pool needs at any time."""
+        needed = sum(self.on_device(*self.peak)) + self.peak[1].total if self.peak else 0
         return self.process + sum(role.other for role in self.roles) + needed
 
     @property
     def copies(self) -> int:
-        """Return the bytes of offloaded parts in the host's memory."""
+        """Return the bytes of offloaded state in host memory, for this rank."""
         return sum(role.copies for role in self.roles)
 
 
@@ -128,18 +126,17 @@ def has_model(config: RunConfig, role: Role) -> bool:
 
 
 def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
-    """Return the memory of the rank with the largest need: one item, or one per part of a pool."""
+    """Return the memory of the pool's rank with the largest need.
+
+    One item, or two for a split pool: of the ranks that train, then of those that generate.
+    """
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
     return [replace(pool_memory(config, pool), part=TRAINS), _generating_rank(config, pool)]
 
 
-def is_split(config: RunConfig, pool: str) -> bool:
-    return config.parts is not None and pool == config.pool_of(Role.ACTOR_ROLLOUT)
-
-
 def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of a rank that only generates: all layers, and the KV cache."""
+    """Return the memory of a rank that only generates: all layers, its experts, the KV cache."""
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     item = memory.itemsize(actor)
@@ -166,14 +163,17 @@ def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def _buckets(name: str, weights: int) -> Phase:
-    """Send or receive weights between the parts of a pool."""
+    """Return the memory of a phase that sends or receives weights between the parts of a pool.
+
+    weights: bytes of all weights that are sent or received
+    """
     return Phase(name, other=min(BUCKET_BYTES, weights))
 
 
 def generate_phase(config: RunConfig, received: int) -> Phase:
-    """Return the memory of generation on a replica, which has no pipeline.
+    """Return the memory of generation on a rank, which has every layer and its share of experts.
 
-    received: number of weight elements that are held only during generation
+    received: number of weights held during generation only, beside those the rank trains
     """
     actor, tp = config.actor_rollout, config.rollout_tp
     rows, held = cache_rows(config), _cache_tokens(config)
@@ -202,7 +202,10 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of the first rank with the largest need, apart from generating ranks."""
+    """Return the memory of the pool's rank with the largest need, without ranks that only generate.
+
+    Of equal ranks, the first.
+    """
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
     process = device.process_bytes(config.device.kind)
     ranks: dict[tuple[int, ...], int] = {}
@@ -224,7 +227,7 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
 
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
     """Return the memory of a role on the ranks of one pipeline stage."""
-    stage = _Stage(config, role, pp_rank)
+    stage = PipelineStage(config, role, pp_rank)
     optimizer = optimizer_of(config, role)
     numbers, item = sum(stage.sizes), stage.itemsize
     gradients = state = 0
@@ -241,14 +244,14 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         memory.weight_bytes(numbers, item),
         gradients,
         state,
-        stage.communication(trains=optimizer is not None),
+        stage.communication_bytes(trains=optimizer is not None),
         tuple(_phases(stage, optimizer)),
         stage.section.offload,
     )
 
 
 def cache_rows(config: RunConfig) -> int:
-    """Count the sequences that a rollout replica generates at once."""
+    """Return the number of sequences that a rollout replica generates at once."""
     actor = config.actor_rollout
     waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
     sizes = actor.max_prompt_length, actor.max_new_tokens
@@ -256,21 +259,21 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
-    """Count the tokens that the cache may hold; None if the number of rows is configured."""
+    """Return the tokens that the KV cache may hold; None = no limit.
+
+    No limit is set where `num_samples_per_step` gives the rows, or the memory is unknown.
+    """
     actor, tp = config.actor_rollout, config.rollout_tp
     token = memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))
     limited = actor.num_samples_per_step is None
     return memory.kv_cache_tokens(token, rollout_memory(config) if limited else None)
 
 
-def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
-    """Return the settings of a role's optimizer; None if the role does not learn."""
-    section = config.role(role)
-    return section.optimizer if isinstance(section, LearningConfig) else None
+def _phases(stage: PipelineStage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
+    """Yield the memory of a role's phases: forward, update, optimizer step, generation or sending.
 
-
-def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
-    """Yield the phases of a stage: forward, update, optimizer step, and sending or generating."""
+    optimizer: None = the role does not learn, so only forward passes
+    """
     config, role = stage.config, stage.role
     yield stage.forward()
     if optimizer:
@@ -289,118 +292,3 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
     elif role is Role.ACTOR_ROLLOUT:
         # Weights of other stages, received by a rank that also generates.
         yield generate_phase(config, received_numbers(*stage.shard))
-
-
-class _Stage:
-    """One role on one pipeline stage, with the sizes that its phases depend on."""
-
-    def __init__(self, config: RunConfig, role: Role, pp_rank: int) -> None:
-        self.config, self.role, self.pp_rank = config, role, pp_rank
-        self.section, self.head = config.role(role), HEADS[role]
-        self.layout: ParallelLayout = config.layout(role)
-        self.architecture = self.section.architecture
-        self.itemsize = memory.itemsize(self.section)
-        self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
-        self.ep = self.section.expert_model_parallel_size
-        place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
-        self.shard = (self.architecture, self.head, self.layout.tp, *place)
-        self.shared, self.experts = split_sizes(*self.shard)
-        self.sizes = self.shared + self.experts
-        # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
-        self.buffers = [(self.sizes, self.layout.dp)]
-        if self.ep > 1:
-            expert_replicas = self.layout.dp // self.ep
-            self.buffers = [(self.shared, self.layout.dp), (self.experts, expert_replicas)]
-        actor = config.actor_rollout
-        self.response = actor.max_new_tokens
-        self.length = actor.max_prompt_length + self.response
-        self.samples = config.samples_per_iteration // self.layout.dp  # on this rank
-
-    def communication(self, trains: bool) -> int:
-        """Return the bytes of buffers of process groups and of sequence parallelism."""
-        layout = self.layout
-        generates = self.role is Role.ACTOR_ROLLOUT and not self.config.parts
-        experts = self.architecture.num_experts is not None
-        sizes = (layout.tp, layout.pp, layout.dp)
-        groups = memory.communicators(*sizes, trains, generates, self.ep, experts)
-        groups += POOL_GROUP if is_split(self.config, self.config.pool_of(self.role)) else 0
-        held = groups * device.communicator_bytes(self.config.device.kind)
-        if self.sequence_parallel:
-            hidden = self.architecture.hidden_size
-            held += memory.gather_buffer_bytes(self._tokens(self.samples), hidden, self.itemsize)
-        return held
-
-    def forward(self) -> Phase:
-        """Return the memory of a pass without gradients: one layer at a time."""
-        tokens = self._tokens(self.samples)
-        layer = memory.layer_forward_bytes(*self._layer_arguments(tokens))
-        held = max(layer, self._head(self.samples))
-        compares = self.config.algorithm.kl_penalty is KlPenalty.FULL
-        beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
-        return Phase("forward", held, other=self._sent(tokens), beside=beside)
-
-    def update(self, samples: int) -> Phase:
-        """Return the memory of an update: activations of the micro-batches in the pipeline.
-
-        samples: samples of an optimizer step on this rank
-        """
-        tokens, layout, hidden = self._tokens(samples), self.layout, self.architecture.hidden_size
-        own = tokens // layout.tp if self.sequence_parallel else tokens
-        mlp = memory.mlp_activation_bytes(*self._layer_arguments(tokens))
-        entry = own * hidden * self.itemsize
-        assert isinstance(self.section, LearningConfig), "frozen roles have no update"
-        held, again = memory.chunk_activation_bytes(self.section, self._layer(tokens), mlp, entry)
-        if layout.pp > 1:
-            held += memory.stage_transfer_bytes(own, hidden, self.itemsize)
-        micro_batches = memory.micro_batches(self.section, samples, self.length)
-        chunks = self.section.model_chunks
-        count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
-        grouped = self.config.device.kind is not DeviceKind.NPU
-        together = (self.architecture.num_experts or 0) // self.ep if grouped else 1
-        gradient = memory.weight_gradient_bytes(self.shared, self.experts, together, self.itemsize)
-        other = gradient + self._sent(tokens) + self._head_gradient(samples)
-        # The head's activations are freed before the backward pass reaches a layer.
-        activations = count * held + max(self._head(samples), again)
-        return Phase("update", activations, other=other, learns=True)
-
-    def _tokens(self, samples: int) -> int:
-        return memory.micro_batch_tokens(self.section, samples, self.length)
-
-    def _layer(self, tokens: int) -> int:
-        return memory.layer_activation_bytes(*self._layer_arguments(tokens))
-
-    def _sent(self, tokens: int) -> int:
-        """Return the bytes of hidden states that the experts of a layer exchange."""
-        return memory.dispatch_bytes(*self._layer_arguments(tokens))
-
-    def _layer_arguments(self, tokens: int) -> tuple[ArchitectureConfig, int, int, bool, int]:
-        """Return the arguments that the memory formulas of one layer share."""
-        return self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
-
-    def _head(self, samples: int) -> int:
-        """Return the bytes of hidden states and outputs on the last stage, for a micro-batch."""
-        if self.pp_rank < self.layout.pp - 1:
-            return 0
-        hidden, read = self.architecture.hidden_size, self._read(samples)
-        held = memory.last_hidden_bytes(self._tokens(samples), read, hidden, self.itemsize)
-        if self.head is Head.SCORE:
-            return held + memory.score_head_bytes(read, hidden)
-        return held + memory.log_prob_head_bytes(read, self._vocab(), CHUNK_TOKENS)
-
-    def _head_gradient(self, samples: int) -> int:
-        """Return the bytes of the fp32 sum of the head's gradient; 0 if a buffer has it."""
-        optimizer = optimizer_of(self.config, self.role)
-        early = optimizer is not None and optimizer.overlap_grad_reduce and self.section.bf16
-        last = self.head is Head.LANGUAGE_MODEL and self.pp_rank == self.layout.pp - 1
-        if not (early and last and self._read(samples) > CHUNK_TOKENS):
-            return 0
-        return memory.head_gradient_bytes(self._vocab(), self.architecture.hidden_size)
-
-    def _read(self, samples: int) -> int:
-        """Return the tokens of a micro-batch whose hidden states its head reads."""
-        slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
-        return memory.micro_batch_tokens(self.section, samples, slots)
-
-    def _vocab(self) -> int:
-        """Return this rank's rows of the vocabulary."""
-        return padded_vocab_size(self.architecture, self.layout.tp) // self.layout.tp

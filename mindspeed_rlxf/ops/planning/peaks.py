@@ -19,7 +19,7 @@ ROWS = {
 
 
 def find_peak(name: str) -> float | None:
-    """Return the bf16 operations per second of a device; None if no figure is public.
+    """Return the peak bf16 FLOP/s of a device; None if the table of figures lacks it.
 
     name: as the library's `get_device_name` returns it
     """

@@ -1,4 +1,4 @@
-"""The plan that `dry_run=true` prints: places and sizes of all roles, batches, output, memory."""
+"""The plan that `dry_run=true` prints: placement, sizes, batches, memory, predicted time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_rlxf.ops.planning.prediction import (
     show_prediction,
 )
 from mindspeed_rlxf.ops.planning.rates import Rates
-from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest, usable
+from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest, usable_bytes
 from mindspeed_rlxf.ops.planning.topology import topology
 from mindspeed_rlxf.reporting.table import pairs, table
 
@@ -33,7 +33,7 @@ OLD_LOG_PROBS = {
 
 
 def ignore(text: str) -> None:
-    """Drop a line of progress."""
+    """Do nothing with a line of progress."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Plan:
 
 
 def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
-    """Write the plan of a run as text, with its problems; claims no device, writes no file.
+    """Make the plan of a run as text, and list its problems; claims no device, writes no file.
 
-    nested: the YAML has actor and reference under `actor_rollout_ref`
-    note:   receives lines of progress
+    nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`
+    note:   called with lines of progress of `plan.suggest`
     """
     problems: list[Problem] = []
     try:
@@ -78,7 +78,10 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
 def _suggestions(
     config: RunConfig, rates: Rates | None, nested: bool, note: Note
 ) -> tuple[str, list[Problem]]:
-    """Return the section of suggested layouts, and a problem if none can be made."""
+    """Search layouts; return the plan's section on them, and problems.
+
+    The only problem: memory or rates are unknown.
+    """
     room = available.device_memory(config)
     if available.on_cpu(config) and room is None:
         room = available.rollout_memory(config)
@@ -87,14 +90,14 @@ def _suggestions(
         remedy = "set it" if room is None else "run `mindspeed-rlxf doctor --calibrate`"
         rule = f"needs {missing}, which {'is' if room is None else 'are'} unknown here"
         return f"  {rule}; {remedy}", [Problem("plan.suggest", rule, True, remedy)]
-    limit = usable(room)
+    limit = usable_bytes(room)
     found = suggest(config, rates, limit, note)
     now = predict(config, rates).iteration_s
     return show_suggestions(config, found, now, nested, limit), []
 
 
 def _run(config: RunConfig) -> list[tuple[str, object]]:
-    """List (title, value) of the plan's section on the run: output, prompts, runtime, reward."""
+    """Return (title, value) of the plan's section on the run: output, prompts, runtime, reward."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
@@ -129,6 +132,7 @@ def _checkpoints(config: RunConfig) -> str:
 
 
 def _validation(config: RunConfig) -> str:
+    """Describe when and how validation runs."""
     keys, found = config.validation, []
     if keys.only:
         found.append("and no training")
@@ -144,7 +148,7 @@ def _decoding(do_sample: bool, temperature: float) -> str:
 
 
 def _environment(config: RunConfig) -> str:
-    """Make the table of variables that every worker gets.
+    """Return the table of variables that are set in every worker, as text.
 
     On our own cluster a worker also inherits the driver's other variables.
     """
@@ -155,7 +159,7 @@ def _environment(config: RunConfig) -> str:
 
 
 def _roles(config: RunConfig) -> list[list[object]]:
-    """Make the table of roles: model, pool, parallel sizes, precision and weights."""
+    """Return the table of roles: model, pool, parallel sizes, precision and weights."""
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
     ]
@@ -176,7 +180,7 @@ def _roles(config: RunConfig) -> list[list[object]]:
 
 
 def _rollout(config: RunConfig, precision: str) -> list[object]:
-    """Make the row of ranks that only generate."""
+    """Return the row of the ranks that only generate, for the table of roles."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
     sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
     model = config.actor_rollout.model
@@ -184,7 +188,7 @@ def _rollout(config: RunConfig, precision: str) -> list[object]:
 
 
 def _batch(config: RunConfig) -> list[tuple[str, object]]:
-    """List (title, value) of the plan's section on prompts and samples of an iteration."""
+    """Return (title, value) of the plan's section on prompts and samples of an iteration."""
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     return [
@@ -206,7 +210,7 @@ def _at_once(config: RunConfig) -> str:
 
 
 def _forwards(config: RunConfig) -> list[list[object]]:
-    """Make the table of forward passes: samples and micro-batches of each role with a model."""
+    """Return the table of forward passes: samples and micro-batches of each role with a model."""
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
     for role in config.roles:
         if has_model(config, role):
@@ -216,7 +220,7 @@ def _forwards(config: RunConfig) -> list[list[object]]:
 
 
 def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    """Describe size and number of the micro-batches that a rank makes of `samples`."""
+    """Describe the (size, number) of the micro-batches that a rank makes of `samples`."""
     section, actor = config.role(role), config.actor_rollout
     count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch
@@ -226,7 +230,7 @@ def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, st
 
 
 def _updates(config: RunConfig) -> list[list[object]]:
-    """Make the table of updates: mini-batches, epochs and steps of actor and critic."""
+    """Return the table of updates: mini-batches, epochs and steps of actor and critic."""
     actor = config.actor_rollout
     rows: list[list[object]] = [
         ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",

@@ -19,7 +19,7 @@ from mindspeed_rlxf.reporting.table import table
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds: by phase, and of an iteration, in which pools work at the same time."""
+    """Predicted seconds of each phase, and of an iteration, in which pools work in parallel."""
 
     phases: tuple[tuple[PhaseWork, float], ...]
     iteration_s: float
@@ -27,16 +27,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class KnownRates:
-    """Rates for the prediction. None = there are none; `note` has the reason"""
+    """Rates for the prediction, None = there are none; note: why a calibration is not used"""
 
     rates: Rates | None
     note: str = ""
 
 
 def find_rates(config: RunConfig) -> KnownRates:
-    """Return rates of the configured calibration, else of this user's, else of the device table.
+    """Return the rates of `plan.calibration`, else of this user's calibration, else published ones.
 
-    Errors: UserError when the configured calibration does not hold here, or the device is unknown.
+    The user's file is skipped, with a note, if it is not valid here, and unread if `plan.device` is
+    set. Raises UserError if `plan.calibration` is not valid here or `plan.device` is unknown.
     """
     kind, given = device.resolve_kind(config.device.kind), config.plan
     others = _published(config, kind)
@@ -53,6 +54,10 @@ def find_rates(config: RunConfig) -> KnownRates:
 
 
 def _published(config: RunConfig, kind: DeviceKind) -> Rates | None:
+    """Return the published rates of `plan.device`, else of the kind's usual device; None on CPU.
+
+    Raises UserError if the device is unknown or of another kind.
+    """
     name = config.plan.device or USUAL.get(kind)
     if name is None:
         return None
@@ -67,7 +72,10 @@ def _published(config: RunConfig, kind: DeviceKind) -> Rates | None:
 
 
 def predict(config: RunConfig, rates: Rates) -> Prediction:
-    """Predict an iteration: stages, and roles of a pool, run in turn; pools run in parallel."""
+    """Predict the seconds of an iteration and of its phases.
+
+    Stages, and phases of a pool, take place one after the other; pools in parallel.
+    """
     phases = tuple((each, rates.seconds(each.kind, each.work)) for each in iteration_work(config))
     total = rates.iteration_s
     for stage in Stage:
@@ -80,7 +88,7 @@ def predict(config: RunConfig, rates: Rates) -> Prediction:
 
 
 def show_prediction(config: RunConfig, known: KnownRates) -> str:
-    """Make the plan's section on the predicted time."""
+    """Return the plan's section on the predicted time, as text."""
     note = f"\n  {known.note}" if known.note else ""
     if known.rates is None:
         kind = device.resolve_kind(config.device.kind).value

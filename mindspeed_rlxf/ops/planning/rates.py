@@ -1,4 +1,4 @@
-"""Rates of a device: seconds for a unit of each kind of work."""
+"""Rates of a device: seconds per unit of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per FLOP, per byte of the device's memory, per call of a layer, and per phase."""
+    """Seconds per FLOP, per byte of device memory moved, per call of a layer, and per phase."""
 
     flop: float
     moved: float
@@ -24,9 +24,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Rates:
-    """Costs by kind of work, and of transfers from the device.
+    """Costs of each kind of work, and of transfers between devices and hosts.
 
-    link, network, host: seconds per byte; message: seconds per collective
+    link, network, host: seconds per byte to a device of the host, to another host, to host memory
+    message:             seconds per collective
     iteration_s:         seconds of an iteration outside its phases
     basis:               source of the figures, as text for people
     """
@@ -40,7 +41,7 @@ class Rates:
     basis: str
 
     def seconds(self, kind: Kind, work: Work) -> float:
-        """Return the seconds that the work takes if no part of it overlaps another."""
+        """Return the seconds of one phase: the sum of all its costs, as if nothing overlapped."""
         own = self.costs[kind]
         computed = work.flop * own.flop + work.moved * own.moved + work.calls * own.call
         sent = work.link * self.link + work.network * self.network + work.host * self.host
@@ -48,7 +49,10 @@ class Rates:
 
 
 def published_rates(figures: DeviceFigures, itemsize: int) -> Rates:
-    """Return rates from the device table; the rate of fp32 matrices is half that of bf16."""
+    """Return rates from a row of the device table, reduced to the assumed SHARES.
+
+    itemsize: bytes of a weight; for fp32 the rate of matrices is half that of bf16
+    """
     share, host = SHARES, figures.host_gb_s
     flop = figures.bf16_tflops * TERA * share.matrices / (2 if itemsize == FP32 else 1)
     costs = Costs(1 / flop, 1 / (figures.memory_gb_s * GIGA * share.memory), share.call_s)

@@ -1,4 +1,4 @@
-"""Find the cheapest change of the configuration that makes a pool fit its devices."""
+"""Find the cheapest change of the configuration after which a pool fits its devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tried:
-    """A set of changes, the bytes that a device then needs, and the predicted time or None."""
+    """A configuration with `changes`, the bytes that a device then needs, and predicted seconds.
+
+    seconds: of an iteration; None = no rates are known
+    """
 
     changes: Changes
     config: RunConfig
@@ -37,18 +40,18 @@ class Tried:
 
 
 def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str:
-    """Name the cheapest change after which a device of the pool needs at most `limit` bytes.
+    """Return as text the cheapest change after which a rank needs at most `limit` bytes.
 
-    The candidates are single changes that suffice, and several changes found step by step. The one
-    with the shortest predicted time is named; without rates, the first single change in the order
-    of `_single_changes`. If none suffices, it names the lowest need that was reached.
+    Considers single changes, and a combination found step by step; the shortest predicted time
+    wins. Without rates, the first single change in the order of `_single_changes`. If none
+    suffices, the text says so, with the lowest need that was reached.
     """
     search = _Search(config, pool, limit, rates)
-    singles = search.steps(search.before)
+    singles = search.try_single_changes(search.before)
     enough = [tried for tried in singles if tried.total <= limit]
     least = search.before
     if rates is not None or not enough:
-        least = search.several()
+        least = search.combine_changes()
         enough += [least] if least.total <= limit else []
     if enough:
         return f"set {search.describe(min(enough, key=_cost))}"
@@ -58,12 +61,13 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
 
 
 def _cost(tried: Tried) -> tuple[float, int]:
+    """Return the sort key of changes that suffice: predicted seconds, then number of changes."""
     seconds = 0.0 if tried.seconds is None else round(tried.seconds, 3)
     return seconds, len(tried.changes)
 
 
 class _Search:
-    """Changes of a configuration whose pool does not fit `limit` bytes of a device."""
+    """Search of changes after which a device of the pool needs at most `limit` bytes."""
 
     def __init__(
         self, config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None
@@ -72,15 +76,15 @@ class _Search:
         self.before = Tried({}, config, pool.total, self._seconds(config))
 
     def describe(self, found: Tried) -> str:
-        """Write the overrides, the bytes that a device then needs, and the added time."""
+        """Format the overrides, the bytes that a device then needs, and the added time."""
         slower = ""
         if found.seconds is not None and self.before.seconds:
             share = found.seconds / self.before.seconds - 1
             slower = f" ({share:+.0%} predicted time)"
         return f"{' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
 
-    def steps(self, start: Tried) -> list[Tried]:
-        """Try each single change in addition to `start`'s; return those that save bytes."""
+    def try_single_changes(self, start: Tried) -> list[Tried]:
+        """Try each single change in addition to those of `start`; return those that save bytes."""
         pool = _same_part(start.config, self.pool)
         found = [
             self._try({**start.changes, **changes})
@@ -88,23 +92,26 @@ class _Search:
         ]
         return [tried for tried in found if tried and tried.total < start.total]
 
-    def several(self) -> Tried:
-        """Add the change of the lowest price until the pool fits; then remove unneeded changes."""
+    def combine_changes(self) -> Tried:
+        """Add the change of the lowest price until the pool fits, then drop unneeded changes.
+
+        Returns the last combination, even if it does not fit: after MOST_CHANGES changes, or when
+        no change saves bytes.
+        """
         best = self.before
         for _ in range(MOST_CHANGES):
-            steps = self.steps(best)
+            steps = self.try_single_changes(best)
             if not steps:
                 break
             best = min(steps, key=partial(self._price, best))
             if best.total <= self.limit:
-                return self._pruned(best)
+                return self._drop_unneeded(best)
         return best
 
     def _price(self, before: Tried, tried: Tried) -> float:
         """Return the seconds that a change costs per byte saved; the lower, the better.
 
-        Only bytes above the limit count as saved. Without predicted seconds it is minus the
-        bytes saved.
+        Bytes saved below the limit do not count. Without predicted seconds: minus the bytes saved.
         """
         saved = min(before.total - tried.total, before.total - self.limit)
         if tried.seconds is None or before.seconds is None:
@@ -112,7 +119,8 @@ class _Search:
         slower = max(0.0, tried.seconds - before.seconds)
         return (slower + LEAST_SHARE * before.seconds) / saved
 
-    def _pruned(self, found: Tried) -> Tried:
+    def _drop_unneeded(self, found: Tried) -> Tried:
+        """Drop each change without which the pool still fits; return what remains."""
         for key in list(found.changes):
             fewer = {name: value for name, value in found.changes.items() if name != key}
             tried = self._try(fewer)
@@ -121,7 +129,7 @@ class _Search:
         return found
 
     def _try(self, changes: Changes) -> Tried | None:
-        """Return the need and time after changes; None if a rule forbids them."""
+        """Apply changes and compute need and time; None if a rule forbids them."""
         try:
             varied = vary(self.config, changes)
         except ConfigError:
@@ -133,7 +141,7 @@ class _Search:
 
 
 def _same_part(config: RunConfig, pool: PoolMemory) -> PoolMemory:
-    """Return the memory of the same part of the same pool in another configuration."""
+    """Return the memory of the same pool, and of the same part if it is split, in `config`."""
     found = pool_memories(config, pool.pool)
     return next(each for each in found if each.part == pool.part)
 
@@ -164,11 +172,11 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
             yield {f"{role.value}.recompute": Recompute.FULL.value}
         if not learner.offload.weights:
             yield {f"{role.value}.offload.weights": True}
-    yield from _spread(config, roles)
+    yield from _larger_layouts(config, roles)
 
 
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes that halve the rows of generation, or of micro-batches."""
+    """Yield changes that halve the rows generated at once, then micro-batches, again and again."""
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
         while rows > 1:
@@ -186,8 +194,8 @@ def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterat
             yield {f"{role.value}.micro_batch_size": size}
 
 
-def _spread(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield layouts that spread each model over more ranks."""
+def _larger_layouts(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
+    """Yield changes that double expert, tensor or pipeline parallelism of the roles."""
     for role, section in roles.items():
         if section.architecture.num_experts:
             yield {

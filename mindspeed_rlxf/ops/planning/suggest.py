@@ -1,7 +1,7 @@
-"""Search for the fastest layouts that fit the given devices: `dry_run=true plan.suggest=true`.
+"""Search for the fastest layouts that fit the devices: `dry_run=true plan.suggest=true`.
 
-The search tries a fixed list of layouts in a fixed order, so that its answer depends on the
-configuration alone. Every layout passes the rules of the configuration.
+The search tries a fixed list of layouts in a fixed order, so that the result depends on the
+configuration and the limit alone. Every layout passes the rules of the configuration.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The changes for a layout, the need of its fullest device, the predicted iteration."""
+    """A layout as changes of keys.
+
+    total:   bytes that its fullest device needs
+    seconds: predicted, of an iteration
+    """
 
     changes: Changes
     total: int
@@ -47,7 +51,10 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class _Layout:
-    """One point of the search. offload: number of steps taken of `_offloads`"""
+    """One point of the search.
+
+    sequences: of full length, that a micro-batch has tokens for
+    """
 
     tp: int
     pp: int
@@ -55,16 +62,16 @@ class _Layout:
     sequences: int  # how many sequences of full length fit a micro-batch
 
 
-def usable(device_bytes: int) -> int:
-    """Return the bytes of a device that a suggestion may plan with."""
+def usable_bytes(device_bytes: int) -> int:
+    """Return the bytes of a device that a suggestion may use: without runtime and fragmentation."""
     return int((device_bytes - RUNTIME_BYTES) * (1 - KEPT_FREE))
 
 
 def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Suggestion]:
-    """Return the fastest layouts that need at most `limit` bytes of a device, the best first.
+    """Try all layouts; return the fastest that need at most `limit` bytes of a device.
 
-    The list has the best layout of each pair of TP and PP. If too few pairs fit, other layouts
-    follow. note: receives a line of progress every `REPORT_EVERY_S`
+    At most SHOWN, fastest first: the best of each pair of TP and PP, then others if pairs are few.
+    note: called with a line of progress every REPORT_EVERY_S
     """
     layouts = list(_layouts(config))
     found: list[tuple[_Layout, Suggestion]] = []
@@ -87,7 +94,7 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
 
 
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
-    """Yield the layouts for which at least one pool has enough ranks."""
+    """Yield the layouts to try, for which the largest pool has enough ranks."""
     largest = max(map(config.pool_size, config.resource_pool))
     actor = config.actor_rollout
     full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
@@ -100,7 +107,10 @@ def _layouts(config: RunConfig) -> Iterator[_Layout]:
 def _best_offload(
     config: RunConfig, layout: _Layout, rates: Rates, limit: int
 ) -> Suggestion | None:
-    """Offload more and more until all rows of a replica fit at once; return the fastest."""
+    """Try the layout with more and more offloading; return the fastest that fits, or None.
+
+    Stops as soon as a replica can generate all its samples at once.
+    """
     best: Suggestion | None = None
     for offloaded in _offloads(config):
         made = _evaluate(config, {**_changes(config, layout), **offloaded}, rates, limit)
@@ -115,7 +125,10 @@ def _best_offload(
 
 
 def _offloads(config: RunConfig) -> Iterator[Changes]:
-    """Yield what to offload, the cheapest first: nothing, frozen weights, optimizers, all."""
+    """Yield changes that set what to offload, cheapest first.
+
+    Nothing; the weights of frozen roles; optimizers too; weights of all roles too.
+    """
     roles = [role for role in config.roles if has_model(config, role)]
     learning = [role for role in roles if isinstance(config.role(role), LearningConfig)]
     steps: list[tuple[list[Role], bool, bool]] = [([], False, False)]
@@ -132,7 +145,10 @@ def _offloads(config: RunConfig) -> Iterator[Changes]:
 
 
 def _changes(config: RunConfig, layout: _Layout) -> Changes:
-    """Return the keys that make a layout, for every role with a model."""
+    """Return the changes of keys that make a layout, for every role with a model.
+
+    Parallel sizes are reduced to what a role's ranks allow.
+    """
     actor = config.actor_rollout
     tokens = layout.sequences * (actor.max_prompt_length + actor.max_new_tokens)
     changes: Changes = {}
@@ -157,7 +173,10 @@ def _changes(config: RunConfig, layout: _Layout) -> Changes:
 
 
 def _uniform(role: Role, section: LearningConfig | Any) -> Changes:
-    """Return changes to full recomputation layer by layer, its least memory, if not set so."""
+    """Return the changes that make full recomputation go layer by layer, which needs least memory.
+
+    Keys that are set so already are left out.
+    """
     wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
     given = {name: getattr(section, name) for name in wanted}
     return {
@@ -170,15 +189,16 @@ def _uniform(role: Role, section: LearningConfig | Any) -> Changes:
 def _evaluate(
     config: RunConfig, changes: Changes, rates: Rates, limit: int
 ) -> tuple[Suggestion, bool] | None:
-    """Return a layout with as many rows at once as fit, and whether all rows fit.
+    """Find the most rows generated at once with which a layout fits; predict its time.
 
-    None if a rule forbids the layout, or not even one row fits.
+    Returns the suggestion, and whether all samples of a replica are generated at once. None if a
+    rule forbids the layout, or it does not fit device or host even with one row.
     """
     rows_key = "actor_rollout.num_samples_per_step"
     try:
-        rows = waiting = _waiting(vary(config, changes))
+        rows = waiting = _samples_per_replica(vary(config, changes))
         varied = vary(config, {**changes, rows_key: rows})
-        if (excess := _largest(varied) - limit) > 0:
+        if (excess := _largest_need(varied) - limit) > 0:
             rows -= -(-excess // _row_bytes(varied))
             if rows < 1:
                 return None
@@ -186,7 +206,7 @@ def _evaluate(
             varied = vary(config, {**changes, rows_key: rows})
     except ConfigError:
         return None
-    total = _largest(varied)
+    total = _largest_need(varied)
     if total > limit or not _host_fits(varied):
         return None
     seconds = predict(varied, rates).iteration_s
@@ -197,22 +217,23 @@ def _pools(config: RunConfig) -> list[PoolMemory]:
     return [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
 
 
-def _largest(config: RunConfig) -> int:
+def _largest_need(config: RunConfig) -> int:
     return max(pool.total for pool in _pools(config))
 
 
 def _host_fits(config: RunConfig) -> bool:
+    """Whether the run fits the memory of the host; True if that is unknown."""
     there = available.host_memory(config)
     return there is None or host_memory_needed(config, _pools(config)).total <= there
 
 
-def _waiting(config: RunConfig) -> int:
-    """Count the samples that a rollout replica has to generate."""
+def _samples_per_replica(config: RunConfig) -> int:
+    """Return the number of samples that a rollout replica has to generate in an iteration."""
     return -(-config.samples_per_iteration // config.rollout_layout.dp)
 
 
 def _row_bytes(config: RunConfig) -> int:
-    """Return the least bytes that one row less frees: those of its KV cache."""
+    """Return the bytes of KV cache of a row of full length: one row less frees at least these."""
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
     return memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
@@ -221,7 +242,10 @@ def _row_bytes(config: RunConfig) -> int:
 def show_suggestions(
     config: RunConfig, found: list[Suggestion], now: float, nested: bool, limit: int
 ) -> str:
-    """Make the plan's section on suggestions: figures and overrides of each."""
+    """Return the plan's section on suggestions: predicted time, memory and overrides of each.
+
+    now: predicted seconds of an iteration with the configuration as it is
+    """
     if not found:
         return (
             f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
@@ -238,7 +262,7 @@ def show_suggestions(
 
 
 def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
-    """Return the changes without those that the configuration has already."""
+    """Return the changes without keys that have the same value in `config` already."""
     varied, before = vary(config, changes).model_dump(), config.model_dump()
     return {
         key: value for key, value in changes.items() if _value(varied, key) != _value(before, key)
@@ -246,6 +270,7 @@ def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
 
 
 def _value(payload: Changes, path: str) -> Any:
+    """Return the value at a dotted key; a role's optimizer keys may lie flat in the role."""
     *parents, last = path.split(".")
     for part in parents:
         payload = payload[part]

@@ -1,4 +1,4 @@
-"""Show the places of the ranks: host x device -> rank and its coordinates in each role."""
+"""Tabulate the placement of ranks: host and device -> rank, and its coordinates in each role."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.ops.planning.memory import is_split
+from mindspeed_rlxf.ops.planning.pipeline_stage import is_split
 from mindspeed_rlxf.reporting.table import table
 
 Placed: TypeAlias = tuple[ParallelLayout, int]
@@ -20,7 +20,10 @@ MAX_LINES = 32  # with more devices, hosts with the same layout share a line
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive ranks of a pool, on the same devices of each of some hosts."""
+    """Consecutive ranks of a pool on the same device numbers of each host in a range.
+
+    hosts, devices, ranks: numbers; ranks count within the pool
+    """
 
     hosts: range
     devices: range
@@ -28,29 +31,32 @@ class Block:
 
 
 def topology(config: RunConfig) -> str:
-    """Make a table for each pool: a line for each device, or for each range of equal hosts."""
+    """Return a table per pool as text: a line per device, or per range of equal hosts."""
     whole = sum(map(config.pool_size, config.resource_pool)) <= MAX_LINES
     return "\n\n".join(
         _table(pool, blocks, layouts, whole)
         for pool in config.resource_pool
-        for blocks, layouts in _parts(config, pool)
+        for blocks, layouts in _pool_parts(config, pool)
     )
 
 
-def _parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dict[str, Placed]]]:
-    """Yield hosts and roles of a pool; of a split one, its training part, then its rollout."""
+def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dict[str, Placed]]]:
+    """Yield hosts and layouts of a pool; of a split one its training, then its generating part.
+
+    The layouts are by role name, each with the pool's rank that is its first.
+    """
     hosts = _hosts(config.resource_pool[pool])
     layouts = {role.value: (config.layout(role), 0) for role in config.roles_of(pool)}
     if not is_split(config, pool) or config.parts is None:
         yield hosts, layouts
         return
     first, size = config.parts[0], config.pool_size(pool)
-    yield _within(hosts, range(first)), layouts
-    yield _within(hosts, range(first, size)), {"rollout": (config.rollout_layout, first)}
+    yield _cut_to_ranks(hosts, range(first)), layouts
+    yield _cut_to_ranks(hosts, range(first, size)), {"rollout": (config.rollout_layout, first)}
 
 
 def _hosts(sizes: Sequence[int]) -> list[Block]:
-    """Make a block for each host. sizes: processes of the hosts"""
+    """Return a block for each host. sizes: number of processes on each host"""
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [
         Block(range(i, i + 1), range(size), range(end - size, end))
@@ -58,8 +64,8 @@ def _hosts(sizes: Sequence[int]) -> list[Block]:
     ]
 
 
-def _within(blocks: list[Block], ranks: range) -> list[Block]:
-    """Return the parts of the blocks that hold `ranks`."""
+def _cut_to_ranks(blocks: list[Block], ranks: range) -> list[Block]:
+    """Return the blocks cut to the ranks in `ranks`; blocks without any are left out."""
     found = []
     for block in blocks:
         first = max(block.ranks.start, ranks.start)
@@ -72,7 +78,10 @@ def _within(blocks: list[Block], ranks: range) -> list[Block]:
 
 
 def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: bool) -> str:
-    """Make a pool's table. whole: a line for each device, else for each range of equal hosts"""
+    """Return the table of a pool as text.
+
+    layouts: by role name; whole: a line per device, else per range of hosts with equal layout
+    """
     places = list(layouts.values())
     rows: list[list[object]] = [
         ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
@@ -85,7 +94,7 @@ def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: boo
 
 
 def _single_devices(blocks: list[Block]) -> list[Block]:
-    """Split blocks into one for each device."""
+    """Split blocks into one per device. Each block must be of one host."""
     return [
         Block(block.hosts, range(device, device + 1), range(rank, rank + 1))
         for block in blocks
@@ -107,12 +116,13 @@ def _join_alike(hosts: list[Block], places: Sequence[Placed]) -> Iterator[Block]
 
 
 def _coordinates(placed: Placed, ranks: range) -> list[list[int]]:
-    """Return the TP, PP and DP ranks of these ranks of the pool, each list sorted."""
+    """Return three sorted lists: TP, PP and DP ranks that `ranks` of the pool have in a layout."""
     layout, first = placed
     functions = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
     return [sorted({function(rank - first) for rank in ranks}) for function in functions]
 
 
 def _span(numbers: Sequence[int]) -> str:
+    """Format sorted numbers as FIRST-LAST; as one number if they are equal."""
     first, last = numbers[0], numbers[-1]
     return str(first) if first == last else f"{first}-{last}"

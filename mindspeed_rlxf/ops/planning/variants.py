@@ -1,4 +1,4 @@
-"""Change keys of a checked configuration, and check the result again."""
+"""Change keys of a valid configuration, and check the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Changes = Mapping[str, Any]
 
 
 def vary(config: RunConfig, changes: Changes) -> RunConfig:
-    """Return the configuration with these keys changed. Errors: ConfigError for a broken rule."""
+    """Return a copy of the configuration with these keys changed.
+
+    changes: YAML key -> value
+    Raises ConfigError if a rule of the configuration is broken.
+    """
     payload = config.model_dump()
     for path, value in changes.items():
         *parents, last = path.split(".")
@@ -37,9 +41,9 @@ def vary(config: RunConfig, changes: Changes) -> RunConfig:
 
 
 def as_overrides(changes: Changes, nested: bool = False) -> list[str]:
-    """Write changes as arguments of a command.
+    """Format changes as `key=value` arguments of a command.
 
-    nested: the YAML has actor and reference under `actor_rollout_ref`
+    nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`
     """
     inside = ("actor_rollout.", "ref.")
     return [

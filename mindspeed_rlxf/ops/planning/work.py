@@ -1,6 +1,6 @@
 """Count the work of each phase of an iteration on its busiest rank: FLOP, bytes, calls.
 
-Formulas are in `docs/planning.md`. Lengths are the means that the plan assumes.
+Formulas are in `docs/planning.md`. Prompts and responses have the mean lengths of the plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
 
 
 class Kind(Enum):
-    """Kinds of work, each with its own rates."""
+    """Kinds of work, each with costs of its own."""
 
     FORWARD = "forward"
     UPDATE = "update"
@@ -29,7 +29,7 @@ class Kind(Enum):
 
 
 class Stage(Enum):
-    """Parts of an iteration, one after the other; in each, pools work at the same time."""
+    """Stages of an iteration, one after the other; pools work in parallel within a stage."""
 
     GENERATE = 0
     SCORE = 1
@@ -38,12 +38,13 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one rank.
+    """Amount of work of one rank.
 
     flop:     floating-point operations of matrices and attention
     moved:    bytes of the device's memory read or written
     calls:    number of calls of a layer
-    link:     bytes sent to devices of the same host; network: bytes sent to other hosts
+    link:     bytes sent to devices of the same host
+    network:  bytes sent to other hosts
     host:     bytes copied between device and host memory
     messages: number of collectives
     """
@@ -60,12 +61,13 @@ class Work:
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, factor: float) -> Work:
+        """Return this work with every amount multiplied by `factor`."""
         return Work(*(getattr(self, f.name) * factor for f in fields(self)))
 
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """One phase of one role."""
+    """Work of one phase of a role, on the busiest rank. name: as in the metric `timing/NAME`"""
 
     name: str
     role: Role
@@ -88,7 +90,7 @@ class Lengths:
 
 
 def mean_lengths(config: RunConfig) -> Lengths:
-    """Return the lengths that the prediction assumes: the configured ones, capped at the limits."""
+    """Return the mean lengths of `plan`, capped at the actor's limits; the limits where unset."""
     actor, given = config.actor_rollout, config.plan
     return Lengths(
         min(given.prompt_tokens or actor.max_prompt_length, actor.max_prompt_length),
@@ -97,20 +99,20 @@ def mean_lengths(config: RunConfig) -> Lengths:
 
 
 def iteration_work(config: RunConfig) -> list[PhaseWork]:
-    """Return the work of all phases of an iteration, in their order."""
+    """Return the work of all phases of an iteration, in the order in which they run."""
     lengths = mean_lengths(config)
     actor = Role.ACTOR_ROLLOUT
-    found = [_phase(config, "gen", actor, Kind.GENERATE, Stage.GENERATE, generation(config))]
+    found = [_phase(config, "gen", actor, Kind.GENERATE, Stage.GENERATE, generation_work(config))]
     names = {actor: "old_log_prob", Role.REF: "ref", Role.CRITIC: "values", Role.REWARD: "reward"}
     for role, name in names.items():
         reads = role is not actor or config.old_log_probs.value == "recompute"
         if role in config.roles and has_model(config, role) and reads:
-            work = _Model(config, role, lengths).all_samples()
+            work = _ModelWork(config, role, lengths).all_samples()
             found.append(_phase(config, name, role, Kind.FORWARD, Stage.SCORE, work))
     for role in (Role.CRITIC, actor):
         if role in config.roles:
             name = "update_critic" if role is Role.CRITIC else "update_actor"
-            work = _Model(config, role, lengths).updates()
+            work = _ModelWork(config, role, lengths).updates()
             found.append(_phase(config, name, role, Kind.UPDATE, Stage.UPDATE, work))
     return found
 
@@ -128,28 +130,31 @@ def _numbers(a: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int, 
 
 
 def layer_flop(a: ArchitectureConfig, tokens: float, tp: int) -> tuple[float, float]:
-    """Return the FLOP of all of a layer's matrices for `tokens`, and of those of its MLP."""
+    """Return the FLOP of one layer's matrices for `tokens` on a rank: (all, those of the MLP)."""
     attention, mlp = layer_matrices(a)
     return 2 * tokens * (attention + mlp) / tp, 2 * tokens * mlp / tp
 
 
 def attention_flop(a: ArchitectureConfig, queries: float, context: float, tp: int) -> float:
-    """Return the FLOP of scores and values of a layer. context: mean tokens that a query sees"""
+    """Return the FLOP of one layer's attention scores and values on a rank.
+
+    context: mean number of tokens that a query attends to
+    """
     return 4 * queries * context * a.num_attention_heads * a.head_dim / tp
 
 
 def _spans_hosts(config: RunConfig, role: Role, size: int) -> bool:
-    """Whether a group of `size` consecutive ranks of a role spans several hosts."""
+    """Whether `size` consecutive ranks of a role can lie on more than one host."""
     return size > min(config.processes_of(role))
 
 
-def _ring(size: int) -> float:
-    """Return how many times its bytes a rank sends in a ring all-reduce among `size` ranks."""
+def _ring_factor(size: int) -> float:
+    """Return the bytes that a rank sends per byte of a ring all-reduce among `size` ranks."""
     return 2 * (size - 1) / size
 
 
-class _Model:
-    """One role's model on its busiest pipeline stage: the last one, which has the head."""
+class _ModelWork:
+    """Counts the work of a role's model on its busiest pipeline stage: the last, with the head."""
 
     def __init__(self, config: RunConfig, role: Role, lengths: Lengths) -> None:
         self.config, self.role, self.lengths = config, role, lengths
@@ -162,12 +167,12 @@ class _Model:
         self.numbers = _numbers(self.a, self.head, self.layout.tp, self.last, self.layout.pp)
 
     def all_samples(self) -> Work:
-        """Return the work of a forward pass over this rank's samples."""
+        """Return the work of a forward pass over this rank's samples, and offload copies."""
         samples = self.config.samples_per_iteration // self.layout.dp
-        return self._forward(samples, head_passes=1) + self._offload(trains=False)
+        return self._forward(samples, head_passes=1) + self._offload_copies(trains=False)
 
     def updates(self) -> Work:
-        """Return the work of all optimizer steps of an iteration."""
+        """Return the work of all optimizer steps of an iteration, and offload copies."""
         config, section = self.config, self.section
         assert isinstance(section, LearningConfig), "frozen roles have no update"
         if self.role is Role.CRITIC:
@@ -179,11 +184,11 @@ class _Model:
             size, epochs = config.actor_rollout.ppo_mini_batch_size, config.actor_rollout.ppo_epochs
         steps = config.samples_per_iteration // size * epochs
         step = self._step(size // self.layout.dp, section)
-        return step.times(steps) + self._offload(trains=True)
+        return step.times(steps) + self._offload_copies(trains=True)
 
     def _step(self, samples: int, section: LearningConfig) -> Work:
-        """Return the work of one optimizer step on `samples` of this rank."""
-        tokens = min(samples, self._at_once(samples)) * self.lengths.response
+        """Return the work of one optimizer step on `samples` samples of this rank."""
+        tokens = min(samples, self._samples_at_once(samples)) * self.lengths.response
         # The backward pass computes chunks of the log-prob head a second time.
         head = 4 if self.head is Head.LANGUAGE_MODEL and tokens > CHUNK_TOKENS else 3
         once = self._forward(samples, head_passes=0)
@@ -197,29 +202,33 @@ class _Model:
         count = self._micro_batches(samples)
         fp32 = memory.FP32
         summed = Work(moved=count * self.numbers * (2 * fp32 + self.item))
-        work = once.times(passes) + again + self._head(samples, head) + summed
-        return work + self._optimizer(section) + self._reduced(section)
+        work = once.times(passes) + again + self._head_passes(samples, head) + summed
+        return work + self._optimizer_step(section) + self._sum_of_gradients(section)
 
     def _forward(self, samples: int, head_passes: int) -> Work:
-        """Return the work of a forward pass, increased by the idle share of the pipeline."""
+        """Return the work of a forward pass with the idle time of the pipeline.
+
+        head_passes: passes of the output layer to include; 0 = without it
+        """
         a, tp, length = self.a, self.layout.tp, self.lengths.total
         tokens, count = samples * length, self._micro_batches(samples)
         flop = layer_flop(a, tokens, tp)[0] + attention_flop(a, tokens, length / 2, tp)
+        hidden = tokens * a.hidden_size * self.item  # bytes of the hidden states
         sequence_parallel = self.section.sequence_parallel and tp > 1
         kept = memory.layer_activation_bytes(a, tokens, tp, sequence_parallel, self.item)
         layer = Work(flop=flop, moved=2 * kept, calls=count)
         if tp > 1:
-            layer += self._sent(2 * tokens * a.hidden_size * self.item * _ring(tp), 2 * count, tp)
+            layer += self._transfer(2 * hidden * _ring_factor(tp), 2 * count, tp)
         weights = Work(moved=count * self.numbers * self.item)
         work = layer.times(self.layers) + weights
         if head_passes:
-            work += self._head(samples, head_passes)
+            work += self._head_passes(samples, head_passes)
         if (pp := self.layout.pp) > 1:
-            work += self._sent(tokens * a.hidden_size * self.item, count, pp * tp * self.layout.dp)
+            work += self._transfer(hidden, count, pp * tp * self.layout.dp)
             work = work.times((count + pp - 1) / count)
         return work
 
-    def _head(self, samples: int, passes: int) -> Work:
+    def _head_passes(self, samples: int, passes: int) -> Work:
         """Return the work of `passes` passes of the output layer over the response tokens."""
         read = samples * self.lengths.response
         if self.head is Head.SCORE:
@@ -228,35 +237,41 @@ class _Model:
         flop = 2 * passes * read * self.a.hidden_size * vocab
         return Work(flop=flop, moved=passes * read * vocab * 4 * memory.FP32, calls=passes)
 
-    def _optimizer(self, section: LearningConfig) -> Work:
-        """Return the work of one optimizer step on the elements of this rank."""
+    def _optimizer_step(self, section: LearningConfig) -> Work:
+        """Return the work of the optimizer on this rank's parameters or shard, for one step."""
         distributed = section.optimizer.use_distributed_optimizer
         mine = self.numbers / (self.layout.dp if distributed else 1)
         state = 2 * memory.optimizer_number_bytes(self.item) + 2 * memory.FP32 + self.item
         # Gradients are set to zero, read for the norm, and scaled when clipped.
         return Work(moved=mine * state + 4 * self.numbers * memory.FP32, calls=self.layers)
 
-    def _reduced(self, section: LearningConfig) -> Work:
-        """Return the work of the data-parallel sum of the gradients."""
+    def _sum_of_gradients(self, section: LearningConfig) -> Work:
+        """Return the work of summing gradients over data-parallel ranks.
+
+        With a distributed optimizer, also of gathering the weights.
+        """
         dp = self.layout.dp
         if dp == 1:
             return Work()
-        sent = self.numbers * memory.FP32 * _ring(dp)
+        sent = self.numbers * memory.FP32 * _ring_factor(dp)
         if section.optimizer.use_distributed_optimizer:
-            sent = self.numbers * (memory.FP32 + self.item) * _ring(dp) / 2
-        return self._sent(sent, 2, dp * self.layout.tp)
+            sent = self.numbers * (memory.FP32 + self.item) * _ring_factor(dp) / 2
+        return self._transfer(sent, 2, dp * self.layout.tp)
 
-    def _sent(self, count: float, messages: float, ranks: int) -> Work:
-        """Return the work of sending bytes among ranks within the first `ranks` of the role."""
+    def _transfer(self, count: float, messages: float, ranks: int) -> Work:
+        """Return the work of sending `count` bytes in `messages` collectives.
+
+        ranks: number of consecutive ranks involved; decides between link and network
+        """
         if _spans_hosts(self.config, self.role, ranks):
             return Work(network=count, messages=messages)
         return Work(link=count, messages=messages)
 
-    def _offload(self, trains: bool) -> Work:
-        """Return the bytes that offloading copies between device and host in a phase.
+    def _offload_copies(self, trains: bool) -> Work:
+        """Return the bytes that offloading copies between device and host in one phase.
 
-        Weights are copied to the device, and back when they are trained. The optimizer's state
-        is copied both ways, and only when they are trained.
+        trains: the phase updates the weights; they are then copied to the device and back, like the
+        optimizer's state. Otherwise only weights are copied, to the device.
         """
         found, copied = self.section.offload, 0.0
         if found.weights:
@@ -267,14 +282,16 @@ class _Model:
         return Work(host=copied)
 
     def _micro_batches(self, samples: int) -> int:
+        """Return the number of micro-batches that a rank makes of `samples`, at least 1."""
         return max(1, memory.micro_batches(self.section, samples, self.lengths.total))
 
-    def _at_once(self, samples: int) -> int:
+    def _samples_at_once(self, samples: int) -> int:
+        """Return the number of samples in a micro-batch, rounded up."""
         return -(-samples // self._micro_batches(samples))
 
 
-def generation(config: RunConfig) -> Work:
-    """Return the work of a rollout replica's rank: prefill, decoding, choosing tokens."""
+def generation_work(config: RunConfig) -> Work:
+    """Return the work of a generating rank: receiving weights, prefill, decoding, sampling."""
     actor, layout, lengths = config.actor_rollout, config.rollout_layout, mean_lengths(config)
     a, tp, item = actor.architecture, layout.tp, memory.itemsize(actor)
     samples = -(-config.samples_per_iteration // layout.dp)
@@ -293,12 +310,12 @@ def generation(config: RunConfig) -> Work:
     moved += steps * memory.kv_cache_bytes(rows * int(context), a, tp, item)
     moved += 2 * memory.sampling_bytes(decoded, a.vocab_size, actor.do_sample)
     calls = (steps + passes) * (a.num_layers + 1)
-    sent = 2 * (prompts + decoded) * a.hidden_size * item * a.num_layers * _ring(tp)
+    sent = 2 * (prompts + decoded) * a.hidden_size * item * a.num_layers * _ring_factor(tp)
     messages = 2 * a.num_layers * (steps + passes) if tp > 1 else 0
     copied = numbers / config.layout(Role.ACTOR_ROLLOUT).pp * item if actor.offload.weights else 0
     work = Work(flop * a.num_layers + head, moved, calls, sent, 0.0, copied, messages)
     work += _exchanged(config, item, prompts + decoded, steps + passes)
-    return work + _received(config, item)
+    return work + _weight_transfer(config, item)
 
 
 def _exchanged(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
@@ -316,8 +333,11 @@ def _exchanged(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
     return Work(link=sent, messages=messages)
 
 
-def _received(config: RunConfig, item: int) -> Work:
-    """Return the work of receiving the weights that a generating rank does not train itself."""
+def _weight_transfer(config: RunConfig, item: int) -> Work:
+    """Return the work of receiving the weights that a generating rank does not train itself.
+
+    item: bytes of a weight. No work if it has all weights.
+    """
     actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
     a, tp = actor.architecture, layout.tp
     if config.parts:

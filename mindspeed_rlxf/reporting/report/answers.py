@@ -37,7 +37,7 @@ PHASES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the first screen. level: good, bad, or plain"""
+    """One answer of the first screen. level: good, watch, bad, or plain"""
 
     question: str
     short: str
@@ -50,7 +50,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Change:
-    """Means at both ends of a curve, and the standard error of their difference."""
+    """Means at both ends of a curve.
+
+    error: standard error of their difference; count: number of values in each mean
+    """
 
     first: float
     last: float
@@ -68,7 +71,10 @@ class Change:
 
 
 def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
-    """Return `validation.best_metric`, averaged over the data sources unless it names one."""
+    """Return (iteration, value) of a validation metric.
+
+    metric: a name below `val/<data_source>/`, averaged over the data sources; or a whole name
+    """
     if metric.startswith("val/"):
         return curve_of(iterations, metric)
     found = []
@@ -92,7 +98,7 @@ def compare_ends(curve: Curve) -> Change | None:
 
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
-    """Compare both ends of the validation score, else of the training score."""
+    """Answer whether the score rose: of validation, if there are two, else of training."""
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
     change = compare_ends(trained)
@@ -125,7 +131,7 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[s
 
 
 def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on how both kinds of responses are drawn, which sets their scores apart."""
+    """Yield a sentence on how validation and training decode; nothing if that is unknown."""
     modes = []
     for section in ("validation", "actor_rollout"):
         samples, heat = config.get(f"{section}.do_sample"), config.get(f"{section}.temperature")
@@ -137,11 +143,11 @@ def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
-    """Name the iterations at which half and nine tenths of the rise were reached."""
+    """Answer at which iterations half and nine tenths of the rise of the score were reached."""
     validated = validation_curve(iterations, metric)
-    smooth = smoothed(curve_of(iterations, SCORE))
+    trained = smooth(curve_of(iterations, SCORE))
     sentences, short = [], ""
-    for name, curve in (("training score", smooth), (f"validation {metric}", validated)):
+    for name, curve in (("training score", trained), (f"validation {metric}", validated)):
         if len(curve) < 4 or (found := milestones(curve)) is None:
             continue
         half, most = found
@@ -172,8 +178,8 @@ def milestones(curve: Curve) -> tuple[int, int] | None:
     return reached[0], reached[1]
 
 
-def smoothed(curve: Curve) -> Curve:
-    """Return the curve with each value replaced by the mean of five neighbouring ones."""
+def smooth(curve: Curve) -> Curve:
+    """Return the curve with each value replaced by the mean of up to five values around it."""
     values = [value for _, value in curve]
     return [
         (number, statistics.fmean(values[max(i - 2, 0) : i + 3]))
@@ -182,9 +188,9 @@ def smoothed(curve: Curve) -> Curve:
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
-    """State the share of each role in the time of the run, and the phases of the largest one."""
+    """Answer which role takes most of the run's time, with its phases and the other roles."""
     question = "Which role takes the time?"
-    sums = {name: sum(_finite(i.metrics.get(f"timing/{name}")) for i in iterations)
+    sums = {name: sum(_or_zero(i.metrics.get(f"timing/{name}")) for i in iterations)
             for names in (*PHASES.values(), ("all",)) for name in names}  # fmt: skip
     wall = wall_seconds(iterations)
     if not sums["all"] + sums["val"] + sums["save"]:
@@ -209,17 +215,17 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
-    """Return the time of all iterations with their validations and saves."""
+    """Return the seconds of all iterations with their validations and saves."""
     names = ("timing/val", "timing/save")
     return sum(
-        sum(_finite(each.metrics.get(n)) for n in names)
-        + (_finite(each.metrics.get("timing/all")) or (each.time_s if each.number else 0.0))
+        sum(_or_zero(each.metrics.get(n)) for n in names)
+        + (_or_zero(each.metrics.get("timing/all")) or (each.time_s if each.number else 0.0))
         for each in iterations
     )
 
 
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
-    """State the KL to the reference at both ends and at its largest, and judge it."""
+    """Answer how large the KL to the reference is: first, last, largest; judge it by `limit`."""
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:
         return Answer(question, "not measured", "The run has no reference (logging.reference_kl).")
@@ -235,7 +241,7 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
 
 
 def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the answers of the first screen, except the one about health."""
+    """Return the answers of the first screen as JSON values."""
     metric = str(config.get("validation.best_metric", "score"))
     answers = (
         did_it_learn(iterations, metric, config),
@@ -246,7 +252,7 @@ def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> li
     return [answer.as_json() for answer in answers]
 
 
-def _finite(value: float | None) -> float:
+def _or_zero(value: float | None) -> float:
     return 0.0 if value is None else value
 
 

@@ -24,11 +24,13 @@ Check = dict[str, str]
 
 @dataclass(frozen=True)
 class RangeCheck:
-    """A metric beside its healthy range.
+    """A metric compared with its healthy range.
 
-    mean:    over the last `last` iterations, which counts
-    outside: of `count` iterations; worst: the value farthest outside, None = none is
-    is_long: False for the skew of a phase that takes no time, which does not count
+    begin:   first of the last iterations
+    mean:    over the last `last` iterations; this decides
+    outside: iterations with a value outside, of `count`
+    worst:   the value farthest outside; None = there is none
+    is_long: False for the skew of a phase that takes little time, which is no finding
     """
 
     name: str
@@ -75,21 +77,21 @@ def list_checks(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> l
 
 
 def read_kl_limit(config: Mapping[str, Any]) -> float:
-    """Return the KL per token that is a runaway in a run of this configuration."""
+    """Return the KL, in nats per token, that counts as a runaway with this configuration."""
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     return runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
 
 
 def replay(iterations: Sequence[Iteration], kl_limit: float) -> tuple[Health, list[Finding]]:
-    """Apply the rules of health to the metrics of a run."""
+    """Apply the health rules to the metrics of training; return their state and all findings."""
     health = Health(kl_limit=kl_limit)
     trained = (each for each in iterations if each.number > 0)
     return health, [f for each in trained for f in health.check(each.number, each.metrics)]
 
 
 def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
-    """Yield the metrics that have a healthy range, and how they stand to it."""
+    """Yield a check of each metric that has a healthy range and values in the last iterations."""
     trained = [each for each in iterations if each.number > 0]
     lately = trained[-LATELY:]
     means = _means(lately)
@@ -108,6 +110,7 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
 
 
 def _rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
+    """Yield a check per health rule."""
     health, findings = replay(iterations, kl_limit)
     for rule, limit in LIMITS.items():
         began = [f.iteration for f in findings if f.rule == rule.value and f.event == "began"]
@@ -146,7 +149,7 @@ def _distance(metric: Metric, value: float) -> float:
 
 
 def _means(iterations: Sequence[Iteration]) -> dict[str, float]:
-    """Return the mean of each metric where it is finite."""
+    """Return the mean of each metric's finite values; metrics without any are left out."""
     names = {name for each in iterations for name in each.metrics}
     values = {n: [v for i in iterations if (v := i.metrics.get(n)) is not None] for n in names}
     return {name: sum(found) / len(found) for name, found in values.items() if found}

@@ -1,4 +1,4 @@
-"""Gather the content of the page for each run, as JSON."""
+"""Gather the content of the page for each run, as values for JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunFolder:
 
     name:  shown instead of the path
     state: finished, running, failed, or stopped
-    split: splits responses into tokens; None if there is no tokenizer
+    split: splits responses into tokens; None = there is no tokenizer
     """
 
     path: Path
@@ -53,7 +53,7 @@ class RunFolder:
 
 
 def gather(run: RunFolder) -> dict[str, Any]:
-    """Return everything about a run except its samples."""
+    """Read the files of a run; return everything that the page shows except samples."""
     iterations, failures = read_iterations(run.path), read_failures(run.path)
     configs = read_configs(run.path)
     config = configs[-1][1] if configs else {}
@@ -84,7 +84,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
 
 
 def name_subject(config: Mapping[str, Any]) -> str:
-    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; empty where unknown."""
+    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; "" if either is unknown."""
     stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
     method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
     model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
@@ -95,7 +95,7 @@ def name_subject(config: Mapping[str, Any]) -> str:
 
 
 def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return keys that another key leaves without effect -> that key with its value."""
+    """Map each key that has no effect to the `key=value` that disables it."""
     return {
         f"{section}.{name}": f"{section}.{switch}={str(config[f'{section}.{switch}']).lower()}"
         for section, switch, value, names in SWITCHES
@@ -105,7 +105,7 @@ def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return names for the paths: as many of their last parts as make them differ."""
+    """Return a different name for each path: its last parts, as few as suffice."""
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):
         names = [printable("/".join(path.parts[-count:])) for path in full]
@@ -115,7 +115,7 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
 
 
 def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the keys that each later configuration of a run changed."""
+    """Return one row per key that a later configuration changed, with both values."""
     found = []
     for (_, before), (name, after) in itertools.pairwise(configs):
         for key in sorted({*before, *after}):

@@ -15,13 +15,13 @@ Point = tuple[int, float | None]
 
 
 def curve_of(iterations: Sequence[Iteration], name: str) -> list[tuple[int, float]]:
-    """Return (iteration, value) of a metric for the iterations that have it."""
+    """Return (iteration, value) of a metric; iterations without a finite value are left out."""
     found = ((each.number, each.metrics.get(name)) for each in iterations)
     return [(number, value) for number, value in found if value is not None]
 
 
 def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any]]]:
-    """Return name -> {"x": iterations, "y": values}; None = a value that was not finite."""
+    """Return metric -> {"x": iterations, "y": values}; None = a value that was not finite."""
     columns: dict[str, list[Point]] = {}
     for each in iterations:
         for name, value in each.metrics.items():
@@ -30,9 +30,9 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Keep at most `limit` points: the lowest, the highest and a None of each equal stretch.
+    """Return at most `limit` points: the first, the last, and extremes of equal stretches.
 
-    The first and the last point are kept.
+    Of each stretch: the lowest, the highest and one None, if it has any.
     """
     if len(points) <= limit:
         return list(points)
@@ -48,7 +48,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return name -> unit, meaning, healthy range and remedy, of the names in the metric table."""
+    """Return metric -> unit, meaning, healthy range, remedy; unknown metrics are left out."""
     found = {}
     for name in names:
         if metric := find_metric(name):

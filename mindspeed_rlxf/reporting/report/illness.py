@@ -1,4 +1,4 @@
-"""List the problems of a run: findings of rules, failures, slow stretches, odd numbers."""
+"""List the problems of a run: findings of health rules, failures, slow stretches, odd numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def find_illnesses(
     failures: Sequence[Mapping[str, Any]],
     kl_limit: float = KL_LIMIT,
 ) -> list[Finding]:
-    """Return findings: level (bad, or watch), iteration, text, remedy; the worst first."""
+    """Return findings with level (bad or watch), iteration, text and remedy; bad ones first.
+
+    kl_limit: nats per token
+    """
     found = [
         *_failures(failures),
         *_rules(run, iterations, kl_limit),
@@ -34,6 +37,7 @@ def find_illnesses(
 
 
 def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield a finding per failure: bad for the one that ended the run, watch for restarted ones."""
     for failure in failures:
         when, ends = failure.get("iteration"), bool(failure.get("last"))
         text = f"{'failed' if ends else 'failed, then started again'}: {failure.get('message', '')}"
@@ -41,7 +45,10 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _rules(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Finding]:
-    """Yield the findings in health.jsonl; without this file, apply the rules to the metrics."""
+    """Yield the findings in health.jsonl; without this file, apply the rules to the metrics.
+
+    An illness that has ended is only to be watched.
+    """
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
     else:

@@ -33,7 +33,10 @@ LEVEL = 6  # of gzip
 
 
 def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> str:
-    """Return the HTML text of a report of runs, in the given order; at most about 10 MB."""
+    """Return the HTML text of a report of runs, in the given order; at most about 10 MB.
+
+    max_samples: of all runs together
+    """
     main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
     blobs = {"main": pack(main), "samples": pack_samples(runs, max_samples, room)}
@@ -41,9 +44,10 @@ def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> st
 
 
 def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
-    """Return the compressed samples of runs, in at most `room` bytes.
+    """Return the samples of runs as compressed JSON, in at most `room` bytes if possible.
 
-    If they do not fit, fewer samples have numbers per token; then half of the samples are dropped.
+    If they are too large, fewer samples get numbers per token; then samples are halved again and
+    again. max_samples: of all runs together
     """
     chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
     fewer = iter(FEWER)
@@ -57,13 +61,16 @@ def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byte
         if len(blob := pack(samples)) <= room or not any(each.count for each in chosen):
             return blob
         if (after := next(fewer, None)) is None:
-            chosen = [each.halved() for each in chosen]
+            chosen = [each.halve() for each in chosen]
         else:
             every = after
 
 
 def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:
-    """Return the HTML text. blobs: name -> compressed JSON; a `live` page requests them instead"""
+    """Return the HTML text of a page.
+
+    blobs: name -> compressed JSON to embed; live: the page requests them from the server instead
+    """
     style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
     script = f"'use strict';\n(() => {{\n{script}\n}})();"
     data = "\n".join(
@@ -72,7 +79,7 @@ def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str
     )
     return Template(_read("page.html")).substitute(
         title=html.escape(title),
-        policy=policy(style, script, live),
+        policy=content_policy(style, script, live),
         live="yes" if live else "no",
         style=style,
         script=script,
@@ -80,8 +87,8 @@ def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str
     )
 
 
-def policy(style: str, script: str, live: bool) -> str:
-    """Return the Content-Security-Policy: our script and style, no network but a live server."""
+def content_policy(style: str, script: str, live: bool) -> str:
+    """Return the Content-Security-Policy: our script and style; requests only if `live`."""
     asks = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
@@ -90,7 +97,7 @@ def policy(style: str, script: str, live: bool) -> str:
 
 
 def pack(value: Any) -> bytes:
-    """Compress a value as JSON: NaN and inf become null, a lone surrogate `\\\\udXXX`."""
+    r"""Compress a value as JSON: NaN and infinity become null, a lone surrogate `\\udXXX`."""
     text = json.dumps(
         _finite(value),
         ensure_ascii=False,
@@ -102,7 +109,7 @@ def pack(value: Any) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return the tree with None instead of NaN and infinite numbers."""
+    """Return a copy with None instead of NaN and infinite numbers, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Read the files of a run, which may be growing, cut by a kill, or damaged.
 
-No function raises because of a file's content. Unreadable parts are left out.
+No function raises because of a file's content; what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESUMED = "resumed from "
 
 @dataclass(frozen=True)
 class Iteration:
-    """One line of metrics.jsonl; None = a value that was not finite."""
+    """One line of metrics.jsonl; None = a value that was not finite. time_s: seconds"""
 
     number: int
     metrics: dict[str, float | None]
@@ -32,7 +32,10 @@ class Iteration:
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the readable objects of a file of JSON lines and of its older parts."""
+    """Yield the JSON objects of a file of lines and its older parts, oldest first.
+
+    Lines that cannot be parsed are skipped; a damaged or absent file ends the reading.
+    """
     with contextlib.suppress(OSError, EOFError, zlib.error):
         for line in LineFile(file).lines():
             with contextlib.suppress(ValueError):  # half a line of a killed process
@@ -41,7 +44,7 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_iterations(run: Path) -> list[Iteration]:
-    """Read metrics.jsonl in the order of iterations; two lines of one iteration are merged."""
+    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged."""
     found: dict[int, Iteration] = {}
     for record in read_records(run / "metrics.jsonl"):
         number, values = record.get("iteration"), record.get("metrics")
@@ -65,7 +68,7 @@ def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings; an empty mapping counts as a value."""
+    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value."""
     if not isinstance(value, dict) or (prefix and not value):
         return {prefix: value} if prefix else {}
     parts = (flatten(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
@@ -73,7 +76,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_failures(run: Path) -> list[dict[str, Any]]:
-    """Return the failures of the run, the oldest first; the last may be the one that ended it."""
+    """Return the failures of the run, oldest first; that of failure.json has `last`: True."""
     found = list(read_records(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
         if isinstance(last := read_json(run / "failure.json"), dict):
@@ -83,7 +86,7 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
 
 
 def read_resumes(run: Path) -> list[str]:
-    """Return up to 100 lines from the end of driver.log that say where the run was resumed."""
+    """Return at most 100 lines from the end of driver.log that say where the run resumed."""
     with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
         stream.seek(0, 2)
         stream.seek(max(stream.tell() - LOG_TAIL, 0))
@@ -93,7 +96,7 @@ def read_resumes(run: Path) -> list[str]:
 
 
 def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints, oldest first, and the versions and layouts of the newest one."""
+    """Return the checkpoints, oldest first, and the versions and layouts of the last one."""
     folder, found, about = run / "checkpoints", [], {}
     best = -1
     with contextlib.suppress(OSError, ValueError):
@@ -110,6 +113,6 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return the value if it is a number, else None."""
+    """Return a finite number as float, None for any other value."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < float("inf") else None

@@ -28,7 +28,7 @@ TokenSplitter = Callable[[list[int]], list[str]]
 
 @dataclass(frozen=True)
 class Chosen:
-    """Samples of a report. seen: how many the files have"""
+    """Samples of a report. seen: number of samples in the files"""
 
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
@@ -38,17 +38,18 @@ class Chosen:
     def count(self) -> int:
         return len(self.training) + len(self.validation)
 
-    def halved(self) -> Chosen:
-        """Return every second sample of training, and every second prompt of validation."""
+    def halve(self) -> Chosen:
+        """Return every second training sample, and samples of every second validation prompt."""
         prompts = sorted({_prompt_of(sample) for sample in self.validation})[::2]
         kept = [sample for sample in self.validation if _prompt_of(sample) in set(prompts)]
         return Chosen(self.training[::2], kept if len(prompts) > 1 else kept[::2], self.seen)
 
 
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
-    """Choose training samples evenly, and all validation responses to evenly chosen prompts.
+    """Choose at most `limit` samples: training samples evenly, and validation prompts evenly.
 
-    Keeps at most four times as many samples in memory as it returns.
+    All responses to a chosen validation prompt are kept. They are at most half of the samples if
+    there are training samples. Memory: at most four times the samples that it returns.
     """
     validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
     has_training = next(read_records(run / "samples.jsonl"), None) is not None
@@ -63,9 +64,9 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
 def cut_for_page(
     chosen: Chosen, run: Path, split: TokenSplitter | None = None, every: int = 1
 ) -> list[dict[str, Any]]:
-    """Return the samples in the form that the page reads, with short names.
+    """Return the samples in the form that the page reads, with short names and shortened texts.
 
-    every: one in `every` samples has its numbers per token
+    split: None = no tokens and no numbers; every: one in `every` training samples has its numbers
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = read_token_numbers(run, wanted) if split else {}
@@ -76,7 +77,10 @@ def cut_for_page(
 def read_token_numbers(
     run: Path, wanted: set[tuple[Any, Any]]
 ) -> dict[tuple[int, int], dict[str, list[float | None]]]:
-    """Return (iteration, sample id) -> name -> one number per response token, of some samples."""
+    """Return (iteration, sample id) -> name -> one number per response token.
+
+    wanted: (iteration, sample id) to look for; those without numbers are absent from the result
+    """
     found = {}
     for file in token_files(run / "samples_tokens"):
         with contextlib.suppress(OSError, EOFError, zlib.error):
@@ -106,7 +110,10 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return all responses to prompts at equal distances, and the number of all records."""
+    """Return all responses to prompts at equal distances, and the number of all records.
+
+    At most 4 * limit responses.
+    """
     kept: list[dict[str, Any]] = []
     step, count = 1, 0
     for record in read_records(file):
@@ -120,6 +127,7 @@ def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _prompt_of(sample: dict[str, Any]) -> int:
+    """Return the number of a sample's prompt, else its own; 0 if it is no whole number."""
     number = sample.get("prompt_id", sample.get("sample_id"))
     return number if isinstance(number, int) else 0
 
@@ -130,7 +138,10 @@ def _cut(
     split: TokenSplitter | None,
     numbers: dict[Any, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Make the entry of a sample: short names, no control characters, tokens if known."""
+    """Return the entry of a sample for the page: short names, shortened and escaped texts.
+
+    numbers: by (iteration, sample id). Tokens and numbers are added if `split` and they are there.
+    """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []
     parts = sample.get("reward_parts")
@@ -153,12 +164,15 @@ def _cut(
 
 
 def _short(value: Any) -> float | None:
-    """Round a number to three digits, as the page only shows it as a colour."""
+    """Round a number to three digits, as the page only shows it as a colour; None for others."""
     return float(f"{value:.3g}") if isinstance(value, (int, float)) else None
 
 
 def _text(value: Any) -> str:
-    """Remove characters that change the direction or the order of other characters."""
+    """Return at most MAX_TEXT characters of a text; control characters are escaped.
+
+    What is cut off is replaced by its number of characters.
+    """
     text = value if isinstance(value, str) else str(value)
     more = len(text) - MAX_TEXT
     return printable(text[:MAX_TEXT]) + (f" [{more} more characters]" if more > 0 else "")

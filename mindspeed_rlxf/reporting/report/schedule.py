@@ -20,12 +20,13 @@ Event = dict[str, Any]
 
 
 def read_schedules(run: Path) -> dict[str, Any]:
-    """Return the spans of some iterations, in the form that the page reads.
+    """Return the spans of at most MAX_ITERATIONS iterations, in the form that the page reads.
 
-    lanes:      texts, `pool, role, rank`, the driver first
+    lanes:      texts, `pool, role, rank`
     names:      names of spans
-    seen:       iterations that the timeline has
-    iterations: iteration -> [[lane, name, is a wait, start, length], ...]; ms since its first span
+    seen:       number of iterations in the timeline
+    iterations: iteration -> [[lane, name, is a wait, start, length], ...]; lane and name are
+                indices, times are ms since the iteration's first span
     """
     by_iteration, labels = _read_events(run / "timeline")
     lanes, names = _Numbers(), _Numbers()
@@ -49,13 +50,14 @@ def read_schedules(run: Path) -> dict[str, Any]:
 
 
 class _Numbers:
-    """Gives texts numbers in the order of their first use."""
+    """Numbers texts in the order of their first use."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._known: dict[str, int] = {}
 
     def of(self, text: str) -> int:
+        """Return the number of a text, a new one for a new text."""
         if text not in self._known:
             self._known[text] = len(self.texts)
             self.texts.append(text)
@@ -83,7 +85,7 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
 
 
 def _events(folder: Path) -> Iterator[Event]:
-    """Yield the readable and complete events of all files; a file has one event per line."""
+    """Yield the complete events of all files; lines that cannot be read are skipped."""
     for file in sorted(folder.glob("iterations_*.json")):
         with contextlib.suppress(OSError), open_plain(file) as stream:
             while line := stream.readline(MAX_LINE):
@@ -96,7 +98,7 @@ def _events(folder: Path) -> Iterator[Event]:
 
 
 def _choose(by_iteration: dict[int, list[Event]]) -> list[int]:
-    """Choose iterations evenly, and the first, the last and the slowest one."""
+    """Return at most MAX_ITERATIONS iterations, evenly, with first, last and slowest."""
     everything = sorted(by_iteration)
     if len(everything) <= MAX_ITERATIONS:
         return everything

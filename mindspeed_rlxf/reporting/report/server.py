@@ -31,7 +31,7 @@ TIMEOUT_S = 30.0  # of an idle connection
 
 
 class LiveRun:
-    """The parts of the page; a part is made again if the files have changed."""
+    """Makes the page and its data; data is made again only if the files of the run have changed."""
 
     def __init__(self, open_run: Callable[[], RunFolder], max_samples: int) -> None:
         """open_run: returns the run with its present state"""
@@ -40,7 +40,7 @@ class LiveRun:
         self._lock = threading.Lock()
 
     def version(self) -> str:
-        """Return a text that changes whenever the files of the run change."""
+        """Return a text that changes whenever the state or the size of a file of the run does."""
         run = self._open()
         seen = [run.state]
         for name in FILES:
@@ -49,10 +49,14 @@ class LiveRun:
         return hashlib.sha256(" ".join(seen).encode()).hexdigest()[:16]
 
     def page(self) -> bytes:
+        """Return the HTML page, which requests its data from the server."""
         return make_page(self._open().name, {}, live=True).encode("utf-8", "backslashreplace")
 
     def part(self, name: str) -> bytes:
-        """Return a compressed part of the data: main or samples."""
+        """Return the data `main` or `samples` as compressed JSON.
+
+        Only one thread makes it; others wait and get the same bytes.
+        """
         with self._lock:  # one request makes it, the others wait for it
             version = self.version()
             if self._made.get(name, ("", b""))[0] != version:
@@ -67,7 +71,7 @@ class LiveRun:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Listens on the loopback address; port 0 = any free one."""
+    """HTTP server on the loopback address; port 0 = any free port."""
 
     daemon_threads = True
 
@@ -80,10 +84,12 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report no errors of connections that the browser closed."""
+        """Ignore errors of a connection, such as one that the browser closed."""
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers GET requests for the page, its version and its data; 403 for another host name."""
+
     server: LiveServer
     timeout = TIMEOUT_S
 
@@ -119,4 +125,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing for a request."""
+        """Log nothing."""

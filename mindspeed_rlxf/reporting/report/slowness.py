@@ -1,4 +1,4 @@
-"""Find stretches of a run whose iterations take much longer than those before."""
+"""Find stretches of a run whose iterations take much longer than earlier ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TIME = "timing/all"
 
 @dataclass(frozen=True)
 class Stretch:
-    """Slow iterations. last: None = they go on to the end; before, now: median seconds"""
+    """Consecutive slow iterations, `first` to `last`.
+
+    last: None = they go on to the end; before, now: median seconds of an iteration
+    """
 
     first: int
     last: int | None
@@ -36,7 +39,7 @@ class Stretch:
 
 
 def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
-    """Return stretches in which the median of 10 iterations is over 1.5 times that before them."""
+    """Return stretches whose median of 10 iterations is over 1.5 times that of all before."""
     curve = [point for point in curve_of(iterations, TIME) if point[0] > 0]
     values = [value for _, value in curve]
     found: list[Stretch] = []
@@ -62,7 +65,7 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
 
 
 def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
-    """Say which of the long phases became slower, and where to look."""
+    """Return a text: which long phases became slower in the stretch, and where to look."""
     before = [i for i in iterations if 0 < i.number < stretch.first]
     last = stretch.last if stretch.last is not None else iterations[-1].number
     during = [i for i in iterations if stretch.first <= i.number <= last]
@@ -81,7 +84,10 @@ def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
 def _ratios(
     before: Sequence[Iteration], during: Sequence[Iteration]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the phases with a tenth of the time or more, and how much longer they became."""
+    """Yield (phase, how many times longer it takes in `during` than in `before`).
+
+    Only phases with at least a tenth of the time in `during`, without validation and saves.
+    """
     names = sorted({n for i in during for n in i.metrics if n.startswith("timing/")} - {TIME})
     whole = statistics.median(v for _, v in curve_of(during, TIME))
     for name in (n for n in names if n not in ("timing/val", "timing/save")):

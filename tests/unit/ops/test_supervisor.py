@@ -276,21 +276,21 @@ def test_ranks_of_torchrun_have_no_supervisor(monkeypatch: pytest.MonkeyPatch) -
 def test_restarts_are_counted_from_the_newest_checkpoint() -> None:
     restarts = Restarts()
     seen = [
-        restarts.after(Failure(iteration, str(iteration), saved), 2)[0]
+        restarts.decide(Failure(iteration, str(iteration), saved), 2)[0]
         for iteration, saved in [(1, ""), (2, ""), (3, "2"), (4, "2"), (5, "2")]
     ]
     assert seen == [True, True, True, True, False]
-    assert restarts.after(Failure(6, "6", "2"), 2)[1] == (
+    assert restarts.decide(Failure(6, "6", "2"), 2)[1] == (
         "training.max_restarts=2 are used up since the last checkpoint"
     )
-    assert Restarts().after(Failure(1, "", ""), 0) == (False, "")
+    assert Restarts().decide(Failure(1, "", ""), 0) == (False, "")
     back = Restarts()  # the newest checkpoint was damaged: the one before is no progress
-    assert back.after(Failure(5, "5", "4"), 1)[0]
-    assert not back.after(Failure(3, "3", "2"), 1)[0]
+    assert back.decide(Failure(5, "5", "4"), 1)[0]
+    assert not back.decide(Failure(3, "3", "2"), 1)[0]
     again = Restarts()
-    again.after(Failure(3, "x", "2"), 9)
-    assert again.after(Failure(4, "x", "2"), 9)[0]  # another iteration
-    assert again.after(Failure(4, "y", "2"), 9)[0]  # another cause
+    again.decide(Failure(3, "x", "2"), 9)
+    assert again.decide(Failure(4, "x", "2"), 9)[0]  # another iteration
+    assert again.decide(Failure(4, "y", "2"), 9)[0]  # another cause
 
 
 def test_smaller_pools_are_whole_replicas_on_the_devices_that_are_left() -> None:

@@ -140,8 +140,8 @@ def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(
     changes = {"algorithm.kl_penalty": "full", "training.offload.weights": True}
     pool = pool_memory(config(changes), "main")
     actor, ref, _ = pool.roles
-    assert pool.held(ref, ref.phases[0])[0] == actor.weights + ref.weights
-    assert pool.held(actor, actor.phases[0])[0] == actor.weights
+    assert pool.on_device(ref, ref.phases[0])[0] == actor.weights + ref.weights
+    assert pool.on_device(actor, actor.phases[0])[0] == actor.weights
 
 
 def test_pipeline_receives_weights_for_generation(config: Callable[..., RunConfig]) -> None:

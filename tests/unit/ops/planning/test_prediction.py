@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import calibration
-from mindspeed_rlxf.ops.planning.calibrate import Measured, fitted
+from mindspeed_rlxf.ops.planning.calibrate import Measured, fit_costs
 from mindspeed_rlxf.ops.planning.calibration import (
     Calibration,
     default_file,
@@ -27,7 +27,7 @@ from mindspeed_rlxf.ops.planning.fitting import fit
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.ops.planning.prediction import find_rates, predict, show_prediction
 from mindspeed_rlxf.ops.planning.rates import Costs, Rates
-from mindspeed_rlxf.ops.planning.work import Kind, generation, iteration_work
+from mindspeed_rlxf.ops.planning.work import Kind, generation_work, iteration_work
 
 Make = Callable[..., RunConfig]
 NPU = {"device.kind": "npu", "device.memory_gib": 64, "runtime.address": "head:6379"}
@@ -63,9 +63,9 @@ def test_matrices_and_attention_are_counted_as_by_hand(config: Make) -> None:
 
 def test_decoding_takes_as_many_steps_as_rounds_of_rows_need(config: Make) -> None:
     # 96 rows, 3 at a time: 32 rounds of 16 steps, and as many prefills; 4 layers and the head
-    assert generation(config(BY_HAND)).calls == (32 * 16 + 32) * 5
+    assert generation_work(config(BY_HAND)).calls == (32 * 16 + 32) * 5
     short = {**BY_HAND, "plan.response_tokens": 8}
-    assert generation(config(short)).calls == (32 * 8 + 32) * 5
+    assert generation_work(config(short)).calls == (32 * 8 + 32) * 5
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_calibration_predicts_the_runs_that_it_was_fitted_to(
     config: Make, tmp_path: Path
 ) -> None:
     runs = measured(config)
-    made = fitted(runs, DeviceKind.CPU, 1)
+    made = fit_costs(runs, DeviceKind.CPU, 1)
     assert made.worst < 1e-6 and made.iteration_s == pytest.approx(0.25)
     file = tmp_path / "a" / "rates.json"
     write_calibration(file, made)
@@ -162,7 +162,7 @@ def test_without_a_calibration_a_cpu_has_no_prediction(config: Make) -> None:
 
 
 def test_the_users_calibration_is_found_and_a_stale_one_is_named(config: Make) -> None:
-    made = fitted(measured(config), DeviceKind.CPU, 1)
+    made = fit_costs(measured(config), DeviceKind.CPU, 1)
     write_calibration(default_file(DeviceKind.CPU), made)
     assert "measured on " in plan(config(BY_HAND)).text
     stale = made.model_copy(update={"torch": "1.0"})
@@ -191,7 +191,7 @@ def test_a_calibration_of_elsewhere_is_a_problem_with_a_remedy(
 ) -> None:
     file = tmp_path / "rates.json"
     if change is not None:
-        made = fitted(measured(config), DeviceKind.CPU, 1)
+        made = fit_costs(measured(config), DeviceKind.CPU, 1)
         file.write_text(json.dumps({**json.loads(made.model_dump_json()), **change}))
     (problem,) = (
         each
@@ -219,7 +219,7 @@ def test_a_calibration_needs_no_device_of_its_kind_here(
 ) -> None:
     """The head of a cluster may have none."""
     monkeypatch.setattr(calibration, "device_name", lambda kind: None)
-    made = fitted(measured(config), DeviceKind.CPU, 1)
+    made = fit_costs(measured(config), DeviceKind.CPU, 1)
     other = made.model_copy(update={"kind": DeviceKind.NPU, "bf16": True, "device": "910B3"})
     write_calibration(tmp_path / "npu.json", other)
     found = read_calibration(tmp_path / "npu.json", DeviceKind.NPU, 1, True)

@@ -13,7 +13,7 @@ from mindspeed_rlxf.ops.planning import plan as planning
 from mindspeed_rlxf.ops.planning.memory import pool_memories
 from mindspeed_rlxf.ops.planning.plan import Plan, plan
 from mindspeed_rlxf.ops.planning.prediction import find_rates, predict
-from mindspeed_rlxf.ops.planning.suggest import usable
+from mindspeed_rlxf.ops.planning.suggest import usable_bytes
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 CLUSTER = ["device.kind=npu", "device.memory_gib=64", "runtime.address=head:6379"]
@@ -65,7 +65,7 @@ def test_every_suggestion_is_accepted_when_it_is_pasted_and_reaches_its_figures(
         seconds = predict(pasted, rates).iteration_s
         assert f"{seconds:,.3g}" == found[1]
         assert format_bytes(largest(pasted)) == found[2]
-        assert largest(pasted) <= usable(64 * GIB)
+        assert largest(pasted) <= usable_bytes(64 * GIB)
         times.append(seconds)
     assert times == sorted(times)
     assert times[0] <= predict(configured(name, *overrides), rates).iteration_s
