@@ -90,5 +90,5 @@ class SharedWeights:
         # reads the device of a sleeping module.
         where = device.current_device()
         for parameter in self._by_source.values():
-            parameter.data = parameter.data.new_empty(0, device=where)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=where)
         self._held.close()

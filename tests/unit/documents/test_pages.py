@@ -59,6 +59,12 @@ def test_links_lead_to_files_and_headings(file: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_lines_of_the_readme_are_under_120_characters(name: str) -> None:
+    lines = (DOCS.parent / name).read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) >= 120] == []
+
+
 def test_pictures_are_small() -> None:
     large = [
         picture.name
