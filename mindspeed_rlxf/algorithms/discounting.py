@@ -11,13 +11,13 @@ BLOCK = 128
 
 
 def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
-    """Return x [rows, width] with x_t = inputs_t + factor^stride * x_(t+1), and 0 after the end.
+    """Return x [rows, width] with x_t = inputs_t + factor^stride * x_(t+1); x_width = 0.
 
     inputs:  [rows, width]
-    factors: [rows], 0 to 1, of the same dtype
+    factors: [rows], one for each row, 0 to 1, of the same dtype
     stride:  exponent of the factors; only the recursion sets it
-    A row of several blocks is summed within each block, all blocks at once. The sums at the starts
-    of the blocks are then summed by this function, and added, discounted, to the blocks before.
+    Each block of a row is summed by itself, all blocks at once. This function then sums the first
+    elements of the blocks, and each block adds the discounted sum of the blocks after it.
 
     Terms are multiplied by powers of at most 1, and nothing is divided. With unit roundoff u and n
     levels of recursion, the error is at most n (3 BLOCK + 4) u times the same sum over |inputs|:

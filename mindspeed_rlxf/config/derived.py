@@ -48,10 +48,10 @@ GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 
 
 def has_critic(stage: object, section: object) -> bool:
-    """Return whether the run has a critic, by its stage.
+    """Return whether the run has a critic.
 
-    stage:   of `training.stage`; None = the default, ray_ppo
-    section: of `critic` in the YAML, which decides where the stage is an unknown word
+    stage:   value of `training.stage`; None = the default, ray_ppo, which has one
+    section: value of `critic` in the YAML; decides only if the stage is an unknown word
     """
     if stage in [known.value for known in Stage]:
         return stage == Stage.RAY_PPO.value

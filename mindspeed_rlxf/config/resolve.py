@@ -155,9 +155,10 @@ def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _replace_wrong_value(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Remove the wrong value at `place` from `payload`, or set a stand-in if the key is required.
+    """Remove the wrong value at `place`, which must exist, from `payload`.
 
-    A wrong item of a list removes the whole list.
+    A key with an entry in STAND_INS gets that value instead. A wrong item of a list removes the
+    whole list.
     """
     *parents, last = takewhile(lambda part: isinstance(part, str), place)
     holder: Any = payload

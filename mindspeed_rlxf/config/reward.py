@@ -146,7 +146,7 @@ class RewardConfig(RoleConfig):
             yield Problem("timeout_s", rule, self.timeout_s, remedy)
 
     def _count_program_functions(self) -> int:
-        """Return the largest number of functions that run programs for one sample."""
+        """Return how many functions run programs for one sample, of the data source with most."""
         sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
         return max(
             sum(self._runs_programs(part, source) for part in self.parts) for source in sources

@@ -80,7 +80,10 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:
-    """Return the chat with the system message in front, unless it is None or the chat has one."""
+    """Return the chat with a system message in front; as it is if `system` is None or it has one.
+
+    prompt: a chat with at least one message
+    """
     if system is None or prompt[0]["role"] == SYSTEM:
         return prompt
     return [{"role": SYSTEM, "content": system}, *prompt]

@@ -181,7 +181,10 @@ def _template_problem(reason: str) -> Problem:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Return the token ids of each text. split: read special tokens in the texts as plain text"""
+    """Return the token ids of each text.
+
+    split: tokenize special tokens that stand in the texts as plain text
+    """
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(

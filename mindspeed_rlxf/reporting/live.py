@@ -146,7 +146,7 @@ class View:
                 *self._phases(width),
                 _line("memory", self._memory()),
             ]  # fmt: skip
-        return [*lines, self._now(width)]
+        return [*lines, self._phase_line(width)]
 
     def _headline(self, width: int) -> Text:
         """Return a line with the title and the iteration; a long title loses its start."""
@@ -214,8 +214,13 @@ class View:
         idle = [f"{k[5:]} {v:.0%}" for k, v in self.metrics.items() if k.startswith("idle/")]
         return text + (f"  idle {', '.join(idle)}" if idle else "")
 
-    def _now(self, width: int) -> Text:
-        """Return a line with the phase in progress, and a bar if its progress is known."""
+    def _phase_line(self, width: int) -> Text:
+        """Return the line `now`: the phase in progress, and the number of warnings if any.
+
+        A phase whose progress is known has a bar. Between phases: the next iteration's number, or
+        `-` after the last.
+        width: columns of the line
+        """
         phase = PHASES.current
         warned = f"  {self.warnings} warnings above" if self.warnings else ""
         if phase is None:
@@ -237,7 +242,7 @@ class _Lines(io.TextIOBase):
         self._console, self._stream, self._rest = console, stream, ""
 
     def write(self, text: str) -> int:
-        r"""Print the lines that the text completes; of each, the part after its last \r."""
+        r"""Print each line that the text completes, from its last \r on; keep the rest for later."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._console.print_line(line.rpartition("\r")[2])

@@ -198,8 +198,8 @@ def tables() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def put_into(text: str) -> str:
-    """Return the document with the text after its line `MARK` replaced by the tables."""
+def replace_tables(text: str) -> str:
+    """Return the document with all text after its line `MARK` replaced by the tables."""
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
     return f"{head}{MARK}\n\n{tables()}"
@@ -231,4 +231,4 @@ def show_range(healthy: Range | None) -> str:
 
 if __name__ == "__main__":
     document = Path(sys.argv[1])
-    document.write_text(put_into(document.read_text(encoding="utf-8")), encoding="utf-8")
+    document.write_text(replace_tables(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -169,8 +169,10 @@ class _Sender:
     def _record(
         self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
     ) -> None:
-        """Pass an iteration to the tracker, and record its number; skip one that it already has.
+        """Pass an iteration to the tracker, and append its number to the file of sent iterations.
 
+        Skips numbers up to the last one sent. A tracker that rewinds keeps no file. An exception
+        of the tracker or the file counts the iteration as lost.
         tracker: None = it could not be made, so that the iteration is counted as lost
         """
         if iteration <= self._last:

@@ -171,7 +171,7 @@ def _filled_list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a text; join a list of lines. Raises ValueError for anything else."""
+    """Return the text, or the texts of a list joined by newlines; else raise ValueError."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):

@@ -38,7 +38,7 @@ def measure_differences(
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return [rows]: the mean of each row's values.
+    """Return [rows]: the mean of each row's values, NaN for a row without any.
 
     values: [tokens], those where `mask` [rows, response] is True, row after row
     """

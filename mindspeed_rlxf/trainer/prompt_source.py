@@ -78,7 +78,9 @@ class PromptSource:
         return Ahead(before, indices, [self.prompts[i] for i in indices])
 
     def pop_consumed(self) -> ConsumedPrompts:
-        """Return the indices of prompts that `next_prompts` returned since the last call."""
+        """Return the prompts that `next_prompts` returned since the last call: their indices, the
+        id of their first sample and the number of samples per prompt.
+        """
         indices, self._taken = self._taken, []
         first = self._next_sample_id - len(indices) * self.n_samples_per_prompt
         return ConsumedPrompts(first, self.n_samples_per_prompt, indices)

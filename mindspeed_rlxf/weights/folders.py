@@ -77,9 +77,9 @@ def is_scorer(config: dict[str, Any]) -> bool:
 
 
 def check_side_files(folder: Path) -> None:
-    """Check config.json and those of SIDE_FILES that exist; they must be regular files.
+    """Check config.json and SIDE_FILES; a file that is not there is no error.
 
-    Raises ValueError for one that cannot be opened or is a link out of the folder.
+    Raises ValueError for one that cannot be opened, is no regular file or links out of the folder.
     """
     for name in (CONFIG, *SIDE_FILES):
         if os.path.lexists(folder / name):

@@ -137,7 +137,10 @@ def _bytes_loaded(config: RunConfig) -> int:
 
 
 def _checkpoint_bytes_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's checkpoint that the ranks of one host write."""
+    """Return the bytes of a role's checkpoint (weights, optimizer) that one host's ranks write.
+
+    All ranks of the role write equal parts.
+    """
     whole = memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
     ranks = config.processes_of(role)
     return whole * _processes_on_one_host(config, ranks) // sum(ranks)

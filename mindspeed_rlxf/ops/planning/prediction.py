@@ -74,7 +74,8 @@ def _published(config: RunConfig, kind: DeviceKind) -> Rates | None:
 def predict(config: RunConfig, rates: Rates) -> Prediction:
     """Predict the seconds of an iteration and of its phases.
 
-    Stages, and phases of a pool, take place one after the other; pools in parallel.
+    An iteration takes `rates.iteration_s`, and for each stage the time of its slowest pool; a
+    pool's time in a stage is the sum of its phases.
     """
     phases = tuple((each, rates.seconds(each.kind, each.work)) for each in iteration_work(config))
     total = rates.iteration_s

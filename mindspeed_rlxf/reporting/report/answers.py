@@ -131,7 +131,7 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[s
 
 
 def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on how validation and training decode; nothing if that is unknown."""
+    """Yield a sentence on the temperatures of validation and training, if the keys are there."""
     modes = []
     for section in ("validation", "actor_rollout"):
         samples, heat = config.get(f"{section}.do_sample"), config.get(f"{section}.temperature")

@@ -21,7 +21,10 @@ def curve_of(iterations: Sequence[Iteration], name: str) -> list[tuple[int, floa
 
 
 def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any]]]:
-    """Return metric -> {"x": iterations, "y": values}; None = a value that was not finite."""
+    """Return metric -> {"x": iterations, "y": values}, sorted by metric; long curves are thinned.
+
+    None = a value that was not finite
+    """
     columns: dict[str, list[Point]] = {}
     for each in iterations:
         for name, value in each.metrics.items():

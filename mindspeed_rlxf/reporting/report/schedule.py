@@ -20,7 +20,10 @@ Event = dict[str, Any]
 
 
 def read_schedules(run: Path) -> dict[str, Any]:
-    """Return the spans of at most MAX_ITERATIONS iterations, in the form that the page reads.
+    """Return spans in the form that the page reads.
+
+    At most MAX_ITERATIONS iterations, MAX_SPANS spans of all iterations and MAX_LANES lanes; other
+    spans are left out, so the list of an iteration may be empty.
 
     lanes:      texts, `pool, role, rank`
     names:      names of spans

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric, put_into
+from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric, replace_tables
 
 ROOT = Path(__file__).parents[3]
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_document_is_made_from_the_table() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     remedy = "run python -m mindspeed_rlxf.reporting.metric_table docs/metrics.md"
-    assert put_into(text) == text, remedy
+    assert replace_tables(text) == text, remedy
 
 
 @pytest.mark.parametrize(
