@@ -100,11 +100,12 @@ def find_unplaced_pools(
 
 
 def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str | None:
-    """Return the device model for a pool: the first with enough free devices, else with enough.
+    """Return the device model for a pool.
 
-    None where the nodes have fewer than two models, or too few devices at present. Raises UserError
-    where only a mixture is large enough: it would run at the speed of the slower devices, with
-    different rounding on each.
+    It is the first, by address of its nodes, with enough free devices; else the first with enough
+    devices, also busy ones. None where the nodes have fewer than two models, or too few devices of
+    all models. Raises UserError where only a mixture is large enough: it would run at the speed of
+    the slower devices, with different rounding on each.
     """
     models = list(dict.fromkeys(node.model for node in sort_by_address(nodes) if node.model))
     if len(models) < 2:

@@ -285,7 +285,7 @@ def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sightin
 
 
 def _is_copy(file: Path) -> bool:
-    """Return whether `copy_logs` wrote this log."""
+    """Return whether the file begins with the mark that `copy_logs` writes into its copies."""
     with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
         return bool(stream.read(len(FETCHED)) == FETCHED)
 

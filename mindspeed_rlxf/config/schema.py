@@ -226,9 +226,9 @@ class RunConfig(Section):
         )
 
     def processes_of(self, role: Role) -> list[int]:
-        """Return the number of a role's processes on each node that has any.
+        """Return how many processes the pool of a role has, one number per node.
 
-        Where the actor's pool is split, only the processes that train count.
+        Where the actor's pool is split, only the processes that train count. The role needs a pool.
         """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:

@@ -50,7 +50,7 @@ class FixedResponses:
         return [self.by_sample_id[sample_id] for sample_id in sample_ids]
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
-        """Whether the file has other token ids for this sample's prompt; False if it has none."""
+        """Whether the file's prompt of this sample differs; False if the file has none."""
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 

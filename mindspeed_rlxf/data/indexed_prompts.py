@@ -66,7 +66,7 @@ def load_indexed_prompts(
     data: DataConfig,
     max_prompt_length: int,
 ) -> IndexedPrompts:
-    """Load all prompts of the data sets, in order; no prefixes give no prompts.
+    """Load all prompts of the data sets, in order, and the stop token ids that sidecars name.
 
     The keys of `data` name the columns, as for files. Columns of a data set without sidecar hold
     token ids, which are decoded to text; a warning says so. Prompts over `max_prompt_length` tokens

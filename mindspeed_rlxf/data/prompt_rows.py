@@ -80,8 +80,9 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:
-    """Return the chat with a system message in front; as it is if `system` is None or it has one.
+    """Return the chat behind a system message, or as it is if it begins with one.
 
+    system: text of the message; None = add none
     prompt: a chat with at least one message
     """
     if system is None or prompt[0]["role"] == SYSTEM:

@@ -57,10 +57,10 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
 
 
 def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerBase, str]:
-    """Return (tokenizer written in Python, ""), or (fast tokenizer, why there is no other).
+    """Return (slow tokenizer, ""), or (fast tokenizer, why there is no slow one, in Python).
 
     transformers up to version 4 has both; from 5 on it has one for each model, mostly the fast one.
-    Raises UserError when the fast tokenizer cannot be loaded.
+    The fast one is loaded in any case; raises UserError if it cannot be.
     """
     fast = load_tokenizer(path, key)
     try:

@@ -65,7 +65,9 @@ def average_metrics(
 ) -> dict[str, float]:
     """Return the metrics averaged over the mini-batch of all data-parallel ranks, by name.
 
-    outputs: of this rank's micro-batches. Empty before the last pipeline stage; the result is too
+    A metric whose weights (numbers of tokens or samples) sum to 0 is 0.
+    outputs: of this rank's micro-batches. A rank before the last pipeline stage has none, returns
+             {} and takes no part in the sum
     """
     if not outputs:
         return {}

@@ -326,7 +326,7 @@ def _random_file(rank: int) -> str:
 
 
 def _random_state(groups: ParallelGroups) -> dict[str, Any]:
-    """Return the random streams of the process, and Megatron's of this role, as JSON values."""
+    """Return the states of the process's random generators and of this role's Megatron streams."""
     streams = groups.random_states
     return {
         "process": random_states.process_state(),

@@ -91,9 +91,9 @@ class Supervisor:
         self._file = Path()  # facts that the training process reports
 
     def run(self) -> int:
-        """Run the training process until no attempt is left; return the exit code of the command.
+        """Run the training process, again after failures that allow it; return the exit code.
 
-        Handles SIGTERM and SIGINT meanwhile; the earlier handlers are restored.
+        Handles SIGTERM and SIGINT meanwhile; restores the earlier handlers.
         """
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:

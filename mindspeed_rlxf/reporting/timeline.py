@@ -128,14 +128,17 @@ def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
     if not file.exists():
         open_file(file, "xb", mode).close()
     with open_file(file, "r+b", mode) as stream:
-        kept = stream.seek(_end(stream))
+        kept = stream.seek(_append_offset(stream))
         stream.truncate()
         stream.write((BETWEEN if kept else HEAD) + new + TAIL)
         stream.flush()
 
 
-def _end(stream: IO[bytes]) -> int:
-    """Return the offset after the last complete event; 0 if there is none."""
+def _append_offset(stream: IO[bytes]) -> int:
+    """Return the offset at which to append: where TAIL begins.
+
+    In a file that was cut off while it was written: where the last BETWEEN begins, 0 without one.
+    """
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)
     data = stream.read()

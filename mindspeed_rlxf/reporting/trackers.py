@@ -123,7 +123,7 @@ class _Sender:
         self._thread.start()
 
     def put(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Queue an iteration's finite metrics; drop and count it if the queue is full."""
+        """Queue an iteration's finite metrics; with a full queue the iteration counts as lost."""
         finite = {
             name: float(v) for name, v in metrics.items() if v == v and abs(v) != float("inf")
         }

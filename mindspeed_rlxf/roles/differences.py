@@ -15,11 +15,12 @@ from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLo
 def measure_differences(
     step: PolicyStep, rollouts: Rollouts, experience: Experience, kl_penalty: KlPenalty
 ) -> PolicyStep:
-    """Return a copy of the step whose loss also reports the gap to generation and the reference KL.
+    """Return a copy of the step whose loss reports two more metrics; its value is the same.
 
-    Both are of the log-probs before the optimizer step. `rollout/log_prob_gap_mean` is a mean over
-    tokens. `critic/kl` is the mean over samples of their mean per token, and is left out if the
-    experience has no log-probs of the reference.
+    `rollout/log_prob_gap_mean`: mean over tokens of |log-prob - log-prob of generation|
+    `critic/kl`: KL to the reference, mean over samples of their mean per token; left out if the
+    experience has no log-probs of the reference
+    The log-probs are those before the optimizer step.
     """
 
     def loss(rows: list[int], tokens: TokenLogProbs) -> LossOutput:

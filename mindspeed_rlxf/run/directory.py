@@ -224,9 +224,10 @@ def _not_writable(path: Path, reason: str) -> Problem:
 
 
 def _make_folder(path: Path, file_mode: int) -> None:
-    """Make a folder with mode 0711, so that others can open the weights in it by name.
+    """Make a folder, and its parents; do nothing if it exists.
 
-    Adds the rights of `file_mode`. An existing folder keeps its mode.
+    Its mode is 0711 less the umask, so that others can open the weights in it by name, and in any
+    case what `file_mode` grants.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -52,7 +52,8 @@ class StopRequest:
     ) -> None:
         """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`, None = no limit
         started: time at which the command was given, by `clock`; None = now
-        history: number of past iterations to predict from; should include one with a validation
+        history: number of past iterations to predict from, HISTORY at least; should include one
+                 with a validation
         """
         self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
         self._started = clock() if started is None else started

@@ -104,7 +104,7 @@ class Collected:
         return self._chosen(report.data_sources for report in self.generate_reports())
 
     def calls(self) -> dict[str, list[Pending]]:
-        """Return the calls of generation (`gen`) and scoring (`reward`), those for ReMax too."""
+        """Return the calls of generation (`gen`) and scoring (`reward`), of ReMax's batch too."""
         batches = self._all_batches()
         return {
             "gen": [batch.generated for batch in batches],

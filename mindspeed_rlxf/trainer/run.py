@@ -107,7 +107,8 @@ class Run:
     def _start_on_ray(self) -> PpoTrainer | None:
         """Create the run directory, join or start a Ray cluster, and return the trainer on it.
 
-        None where the run only validates. Reports what a restart needs to the supervisor.
+        Returns None with `validation.only`. Closing the run shuts Ray down. Tells the supervisor
+        whether a cluster was joined and, without `validation.only`, what a restart needs.
         """
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 

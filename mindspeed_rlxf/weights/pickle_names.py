@@ -118,7 +118,7 @@ def integers(value: Any) -> bool:
 
 
 def _is_tensor(arguments: tuple[Any, ...]) -> bool:
-    """Whether these are the arguments of a tensor, without hooks.
+    """Whether these are the arguments of a tensor whose hooks and metadata are absent or empty.
 
     They are storage, offset, shape, stride[, requires_grad, hooks[, metadata]].
     """

@@ -140,7 +140,7 @@ class RayAgents:
         return self._by_node.setdefault(node, RayAgent(node, host, **options))
 
     def end(self, but: Sequence[HostAgent] = ()) -> None:
-        """Kill the processes of all agents except those in `but`."""
+        """Kill the actor process of each agent, except the agents in `but`."""
         for agent in set(self._by_node.values()).difference(but):
             agent.end()
 

@@ -108,7 +108,7 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
 def _format_failure(text: str) -> str:
     """Return a JSON object as lines `key: value`, so that a traceback in it is redacted by lines.
 
-    Text that is no JSON object stays as it is.
+    Values are printed as Python prints them. An empty object, and other text, stays as it is.
     """
     found = _json_object(text)
     return "".join(f"{key}: {value}\n" for key, value in found.items()) or text

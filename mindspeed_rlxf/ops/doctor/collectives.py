@@ -148,9 +148,10 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
 
 
 def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
-    """Yield errors of groups that only fail together, and how many hosts passed together.
+    """Yield an error for each group of three or more hosts that fails although its halves pass.
 
-    A warning follows if the deadline came first.
+    Then the number of hosts that passed together, if any, and a warning if the deadline came first.
+    (Pairs that fail are findings of the links between hosts.)
     count: number of hosts that passed the test inside the host
     """
     check, verdict = "collectives.all", hunt.verdict()

@@ -218,9 +218,10 @@ def _halves(group: Group) -> tuple[Group, Group]:
 
 
 def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
-    """Yield rounds that halve a failing group, be sent outcomes, and return what fails.
+    """Search a failing group by halves; return the smallest group found that fails.
 
-    Returns the smallest failing group found: two parties, or more if none of its parts fails.
+    It has two parties, or more if they only fail together. Yields the groups of each round, which
+    the caller tries, and is sent their outcomes in the same order.
     """
     while len(group) > 2:
         left, right = _halves(group)

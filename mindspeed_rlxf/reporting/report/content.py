@@ -105,7 +105,10 @@ def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a different name for each path: its last parts, as few as suffice."""
+    """Return a name for each of one or more different paths: its last parts, as few as suffice.
+
+    Control characters are replaced.
+    """
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):
         names = [printable("/".join(path.parts[-count:])) for path in full]

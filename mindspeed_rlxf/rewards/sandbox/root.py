@@ -52,7 +52,7 @@ def build_root(folders: Iterable[str], program: bytes, scratch: str) -> None:
 
 
 def _show(path: str, descriptor: int, device: bool) -> None:
-    """Bind-mount a file or folder read-only into the new root, with all mounts below it.
+    """Bind-mount a file or folder, and all mounts below it, read-only at its path in the new root.
 
     descriptor: of the file or folder; closed afterwards. device: device nodes stay usable
     """
