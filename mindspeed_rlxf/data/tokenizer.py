@@ -57,9 +57,10 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
 
 
 def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerBase, str]:
-    """Return (slow tokenizer, ""), or (fast tokenizer, why there is no slow one, in Python).
+    """Return (slow tokenizer, ""), or (fast tokenizer, why there is no slow one).
 
-    transformers up to version 4 has both; from 5 on it has one for each model, mostly the fast one.
+    A slow tokenizer is written in Python. transformers up to version 4 has both; from 5 on it has
+    one for each model, mostly the fast one.
     The fast one is loaded in any case; raises UserError if it cannot be.
     """
     fast = load_tokenizer(path, key)
