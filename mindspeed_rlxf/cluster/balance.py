@@ -23,6 +23,7 @@ def balanced_steps(
 ) -> list[RankSteps]:
     """Return, for each replica, the rows of its samples and their optimizer steps.
 
+    Samples are given out so that the replicas have equal work; waits for `lengths` for that.
     orders: the order of the samples in each epoch
     """
     replicas, together = config.layout(role).dp, config.kept_together(role)

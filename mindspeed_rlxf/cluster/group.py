@@ -61,7 +61,7 @@ class Pending:
         return self
 
     def after(self, other: Pending) -> Pending:
-        """Wait for `other`, whose rows this call reads, before this call; returns self.
+        """Make `result` wait for `other` first, whose rows this call reads; returns self.
 
         So an error of `other` is raised as its own, not as an error of this call.
         """
@@ -77,7 +77,7 @@ class Pending:
         return self
 
     def rows(self) -> RowsRef:
-        """Return a reference to the leaders' rows in data-parallel order, or as `reorder` says.
+        """Return a reference to the leaders' rows in data-parallel order, or as set by `reorder`.
 
         Does not wait for the call, unless the number of rows is unknown.
         """
@@ -193,7 +193,10 @@ class RoleGroup:
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
-        """Return the value of an argument for each data-parallel rank."""
+        """Return the value of an argument for each data-parallel rank.
+
+        The parts of a Sharded; rows of a RowsRef in equal parts; any other value for every rank.
+        """
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -217,9 +220,9 @@ class RoleGroup:
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """Submit the requests of all parts of a split pool as one call, whose ranks may wait for each
-    other. Its `result` waits for all ranks and is empty.
+    """Submit the requests of all parts of a split pool as one call.
 
+    Its ranks may wait for each other. `result` waits for all ranks and returns [].
     parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
     """
     requests = [request for part in parts for request in part]
@@ -232,7 +235,10 @@ def _names(requests: Sequence[Request]) -> list[str]:
 
 
 def _num_rows(value: Any) -> int | None:
-    """Return the number of rows of the first batch found in `value`; None where there is none."""
+    """Return the number of rows of the first Rows or RowsRef in `value`, also inside containers.
+
+    None where there is none.
+    """
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
     counts = (_num_rows(item) for _, item in list_items(value))

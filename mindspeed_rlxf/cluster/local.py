@@ -219,7 +219,10 @@ class LocalHostCall:
         self._call, self._rank, self._what, self._world = call, rank, what, world
 
     def result(self) -> Any:
-        """Wait for the function and return its result on every rank; a collective."""
+        """Wait for the function and return its result on every rank; a collective.
+
+        If the function failed or is late, raises its HostError on every rank.
+        """
         (outcome,) = collect_outcomes([self._call]) if self._call else [None]
         return self._world.exchange(outcome, self._what)[self._rank]
 
@@ -284,6 +287,7 @@ class LocalRuntime:
     ) -> dict[str, LocalPool]:
         """Return one pool for each name, all of the same processes.
 
+        parts: must be empty, because these pools cannot be split
         Raises UserError where a pool has another size than the world of torchrun.
         """
         assert not parts, "the rules of the configuration refuse split pools"

@@ -206,7 +206,10 @@ def explain_timeout(
 
 
 def _can_answer(worker: Origin, seen: Mapping[tuple[str, int], Sighting]) -> bool:
-    """Return whether a worker can answer calls; False if its host did not answer."""
+    """Return whether a worker can answer calls.
+
+    False if its host did not answer, or if inspection found it stopped, gone or silent.
+    """
     sighting = seen.get((worker.pool, worker.rank))
     return sighting is not None and sighting.state not in (STOPPED, GONE, SILENT)
 
@@ -216,7 +219,7 @@ def _late_producers(
 ) -> list[Origin]:
     """Return the producers that do not wait for other ranks themselves; empty where all wait.
 
-    Only ranks of the first such producer's call, each once.
+    Only producers of one call, that of the first, and each rank once.
     """
     late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())

@@ -53,9 +53,9 @@ def release(folder: Path) -> None:
 
 
 def find_holder(folder: Path) -> Problem | None:
-    """Return why another process prevents taking the lock; None if it is free or ours.
+    """Return why this process cannot take the lock; None if it can, or has it already.
 
-    Does not keep the lock.
+    The lock is free again on return. A lock file that cannot be opened is also a reason.
     """
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):
@@ -89,7 +89,7 @@ def _lock(folder: Path, stream: IO[str]) -> Problem | None:
 
 
 def _names(file: Path, stream: IO[str]) -> bool:
-    """Return whether the path still leads to the opened file, which may have been removed."""
+    """Return whether `file` is still the opened file; False if it was removed or replaced."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
     except FileNotFoundError:

@@ -120,7 +120,9 @@ class Recorder:
     ) -> None:
         """Print warnings of skipped optimizer steps, and of samples whose scores were not finite.
 
-        scores: sample id -> score that was not finite
+        The warning names 8 of these samples at most.
+        metrics: of the iteration, with `skipped_steps` of each role
+        scores:  sample id -> score that was not finite
         """
         for role in ("critic", "actor"):
             if count := int(metrics.get(f"{role}/skipped_steps", 0)):
@@ -137,7 +139,8 @@ class Recorder:
     ) -> None:
         """Print one line of validation metrics.
 
-        own_line: also write them to metrics.jsonl, as they belong to no iteration
+        own_line: they belong to no iteration: also write them to metrics.jsonl and the trackers,
+                  and show them to the health rules
         """
         if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
@@ -153,8 +156,9 @@ class Recorder:
         )
 
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
-        """Write the driver's phases, and calls to ranks since the last call, to the timeline.
+        """Write phases of the driver and recorded calls to ranks to the timeline.
 
+        Takes the spans of `cluster.spans`, so the next call has only later ones.
         driver: phase -> (start in seconds of the epoch, seconds)
         """
         if self._timeline is None:

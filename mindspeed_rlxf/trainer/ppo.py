@@ -120,8 +120,10 @@ class PpoTrainer:
         ref: Pending | None,
         values: Pending | None,
     ) -> Pending:
-        """Start the call that makes rewards and advantages: on the critic's ranks, or without a
-        critic on the actor's."""
+        """Start the call that makes rewards and advantages.
+
+        It runs on the ranks of the critic, or of the actor where there is no critic.
+        """
         inputs = ExperienceInputs(
             rollouts=as_rows_field(collected.rollouts),
             old=as_rows_field(old.rows() if old else None),

@@ -123,8 +123,10 @@ def _sources(prepared: Prepared) -> set[str]:
 
 
 def _find_config_folder(config: RunConfig) -> str | None:
-    """Return the folder whose generation_config.json is the actor's: its `load`, else the
-    tokenizer's. None without `load`."""
+    """Return the folder whose generation_config.json the actor uses; None without `load`.
+
+    It is `load`, or the tokenizer's folder where Megatron weights have no config.json.
+    """
     load = config.actor_rollout.load
     try:
         return load and str(find_description(load, config.training.tokenizer_name_or_path))
@@ -133,7 +135,7 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _notices(config: RunConfig) -> list[str]:
-    """Return lines about greedy sampling, top_k/top_p, stop strings and a critic without a head."""
+    """List notes for the user on sampling, stop strings, and a critic without a score head."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -276,9 +278,9 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
-    """Return the fixed responses, as many as the run can use; None if none are configured.
+    """Load the fixed responses, which must include every sample of the run; None if not configured.
 
-    Errors: UserError.
+    Errors: UserError with all problems of the file.
     """
     actor = config.actor_rollout
     if actor.fixed_responses is None:

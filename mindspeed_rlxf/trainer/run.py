@@ -243,7 +243,7 @@ class Run:
         print(f"report: {directory.report}", flush=True)
 
     def _release(self) -> None:
-        """Unlock the run directory and, if nothing was trained, remove its configuration."""
+        """Unlock the run directory; if no metrics were written, remove its configuration first."""
         if self._started:
             self._started.release()
 
@@ -294,7 +294,8 @@ def training(
 
     writes: whether this process writes the files of the run
     stop:   decides after each iteration whether `fit` raises Stopped
-    A block that ends without an error exports the final weights and marks the run as finished.
+    When the block ends without an error, exports the final weights and marks the run as finished.
+    After an error it does neither.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}

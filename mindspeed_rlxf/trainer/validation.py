@@ -37,8 +37,10 @@ class Validator:
         self._filled = self._fill()
 
     def _fill(self) -> Prompts:
-        """Return the rows with the first ones repeated at the end, so that replicas get equal
-        numbers."""
+        """Return the prompts with the first ones repeated at the end.
+
+        Their number can then be divided by the replicas of the rollout and of the reward.
+        """
         count = self.prompts.num_rows
         if not count:
             return self.prompts

@@ -77,8 +77,8 @@ class DeviceClaim:
     def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool and wait up to `wait_s` for all of them.
 
-        Returns the groups, and the names of pools that were not placed or have devices of several
-        models. If there is such a pool, all groups have been removed again.
+        Returns (groups, names of pools that were not placed or have devices of several models). If
+        there is such a pool, all groups have been removed again and must not be used.
         """
         nodes = self._list_nodes()
         groups: dict[str, Any] = {}

@@ -57,7 +57,8 @@ class RayCluster:
     def close(self) -> None:
         """Disconnect from Ray. For an own cluster also kill its processes and remove its folder.
 
-        These are all child processes of this process.
+        Kills all children of this process and their children, so also processes that are not Ray's.
+        Waits up to 5.5 s for their end.
         """
         import ray
 
@@ -163,6 +164,7 @@ def _set_token_mode(**token: str) -> None:
 def _start_own(resources: dict[str, float]) -> RayCluster:
     """Start an own cluster on the loopback interface, with a token and an orphan guard.
 
+    Sets environment variables of Ray in this process.
     resources: devices that it registers beside those that Ray finds
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
@@ -219,7 +221,10 @@ def _short_temp_root() -> str:
 
 
 def object_store_bytes() -> int:
-    """Return the size of an own object store: a tenth of this host's memory, 100 MiB to 2 GiB."""
+    """Return the size of the object store of an own cluster.
+
+    It is a tenth of this host's memory, at least 100 MiB, at most OBJECT_STORE_LIMIT.
+    """
     tenth = int(psutil.virtual_memory().total) // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 

@@ -22,7 +22,10 @@ class OrphanGuard:
     """The `orphan_guard` process of our own cluster; a killed guard is replaced at once."""
 
     def __init__(self, temp_dir: Path) -> None:
-        """Start the guard. temp_dir: the cluster's folder, whose name finds its processes"""
+        """Start the guard, and a thread that starts another when it is killed.
+
+        temp_dir: the cluster's folder; the guard finds the cluster's processes by its path
+        """
         self._temp_dir, self._pids = temp_dir, ""
         self._lock, self._ending = threading.Lock(), False
         self._process = self._start()
@@ -33,7 +36,10 @@ class OrphanGuard:
         return self._process.pid
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Send the pids of Ray's processes to the guard, which kills them when the driver ends."""
+        """Send the pids of Ray's processes to the guard, which kills them when the driver ends.
+
+        The guard reads only the first line that it gets, so call this once.
+        """
         with self._lock:
             self._pids = " ".join(str(pid) for pid in pids if pid != self.pid)
             self._send_pids()

@@ -163,7 +163,10 @@ class RayPools:
         return explain_timeout(error, pool.name, producers, seen, keepers)
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Inspect all workers; return the error, with a note if its host ran out of memory."""
+        """Inspect all workers; return the error, with a note if its host ran out of memory.
+
+        Copies the logs of other hosts to this one.
+        """
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
         new_kills = [
@@ -176,7 +179,7 @@ class RayPools:
     def release(self, pool: RayPool) -> None:
         """End a pool: kill its processes, or keep them warm for another pool (`keep_warm`).
 
-        Does nothing for a pool that has ended.
+        Processes that cannot leave the pool are killed too. Does nothing for a pool that has ended.
         """
         if pool not in self._pools:
             return
@@ -187,7 +190,7 @@ class RayPools:
             pool.workers.kill()
 
     def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
-        """Kill warm processes, oldest first, until `needed` devices are free.
+        """Kill warm processes, oldest first, until `needed` devices are free or none are left.
 
         claimed: workers of the pools that are being created
         """

@@ -172,9 +172,10 @@ class WorkerRows:
     def _ask(
         self, waiting: dict[str, list[KeptHandle]], deadline: float
     ) -> dict[KeptHandle, Outcome]:
-        """Ask each process once for its rows; return the outcomes that exist by handle.
+        """Ask each process once for its rows; return the outcomes that arrive by the deadline.
 
-        Rows of a process that has died have a WorkerError. waiting: actor name -> handles
+        The key is the handle. Rows that a process does not have yet are left out. If a process has
+        died, the outcome of its rows is a WorkerError. waiting: actor name -> handles
         """
         values: dict[KeptHandle, Any] = {}
         asked: dict[Any, list[KeptHandle]] = {}

@@ -85,7 +85,10 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
-    """Return a WorkerError for an error of Ray, with a cause for messages."""
+    """Return the WorkerError for an error of Ray; its cause is `describe_end`.
+
+    For a process that died the cause also names its log.
+    """
     cause = describe_end(error)
     return (
         make_death_error(origin, cause, str(error))
@@ -105,7 +108,10 @@ def make_death_error(origin: Origin, cause: str, details: str = "") -> WorkerErr
 
 
 def describe_end(error: RayError) -> str:
-    """Return what a task raised, or how its process ended: then the text begins with DIED."""
+    """Return what a task raised, or why it has no result.
+
+    The text begins with DIED if the process of the task has died.
+    """
     text = str(error)
     if isinstance(error, RayTaskError):
         cause = error.cause
