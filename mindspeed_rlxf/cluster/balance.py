@@ -27,7 +27,7 @@ def balanced_steps(
     orders: the order of the samples in each epoch
     """
     replicas, together = config.layout(role).dp, config.kept_together(role)
-    costs = _costs(config, role, lengths)
+    costs = _estimate_costs(config, role, lengths)
     return rank_steps(orders, mini_batch_size, replicas, costs, together)
 
 
@@ -43,7 +43,7 @@ def call_balanced(
 
     The resulting rows have the order of `rollouts`. args: further arguments, the same for all
     """
-    costs = _costs(config, group.role, lengths)
+    costs = _estimate_costs(config, group.role, lengths)
     if costs is None:
         return group.call(method, rollouts, *args)
     order = [row for part in equal_parts(costs, group.layout.dp) for row in part]
@@ -52,7 +52,7 @@ def call_balanced(
     return pending.reorder([position[row] for row in range(len(order))])
 
 
-def _costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
+def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
     """Return the floating-point operations of each sample; waits for the lengths.
 
     None where the role's `balance_by_length` is off (the actor's for roles that do not learn), or

@@ -127,8 +127,9 @@ class LocalWorld:
     def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
         """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
 
-        If a rank passes a failure, it is raised on every rank. Raises RuntimeTimeout, which names
-        the missing ranks. what: what is waited for, for that message
+        A rank that passes a failure raises it without waiting; every other rank raises that of the
+        lowest rank. Raises RuntimeTimeout, which names the missing ranks.
+        what: what is waited for, for that message
         """
         number = next(self._calls)
         error = outcome if isinstance(outcome, Failure) else None

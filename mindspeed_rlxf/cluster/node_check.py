@@ -210,7 +210,7 @@ class NodeCheck:
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
             self._driver = self._driver or report_node(list(self._keys), self._run_file)
-            reports, silent = self._collect(new)
+            reports, silent = self._collect_reports(new)
             self._seen.update(reports)
             self._judge(new, reports, silent)
         return [node for node in nodes if node.id not in self.left_out]
@@ -260,7 +260,7 @@ class NodeCheck:
                 ", ".join(apart),
             )
 
-    def _collect(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
+    def _collect_reports(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
         """Ask all nodes for their reports and wait; return (reports, messages), both by node id.
 
         A node that gives no report has a message that says why.

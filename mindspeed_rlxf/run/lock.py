@@ -30,10 +30,10 @@ def take(folder: Path, mode: int = PRIVATE) -> None:
         return
     while True:
         stream = open_file(file, "a+", mode, encoding="utf-8")
-        if found := _lock(folder, stream):
+        if found := _try_lock(folder, stream):
             stream.close()
             raise UserError(found)
-        if _names(file, stream):
+        if _is_same_file(file, stream):
             break
         stream.close()  # the last holder removed the file after this process had opened it
     stream.seek(0)
@@ -62,7 +62,7 @@ def find_holder(folder: Path) -> Problem | None:
         return None
     try:
         with open_file(file, "r+", None, encoding="utf-8") as stream:
-            return _lock(folder, stream)
+            return _try_lock(folder, stream)
     except OSError as error:
         return Problem(
             "training.output_dir",
@@ -72,7 +72,7 @@ def find_holder(folder: Path) -> Problem | None:
         )
 
 
-def _lock(folder: Path, stream: IO[str]) -> Problem | None:
+def _try_lock(folder: Path, stream: IO[str]) -> Problem | None:
     """Lock the opened file, without waiting; return a problem if another process has it."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +88,7 @@ def _lock(folder: Path, stream: IO[str]) -> Problem | None:
     return None
 
 
-def _names(file: Path, stream: IO[str]) -> bool:
+def _is_same_file(file: Path, stream: IO[str]) -> bool:
     """Return whether `file` is still the opened file; False if it was removed or replaced."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))

@@ -59,7 +59,7 @@ class Recorder:
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
         self.health = Health(config.logging.stop_on, _kl_limit(config))
-        done = self._replay(directory)
+        done = self._replay_health(directory)
         self._trackers = _make_trackers(config, directory, done, self._warn_of_tracker, writes)
         names = config.logging.console_metrics
         path, here = directory.path, Path.cwd()
@@ -98,7 +98,7 @@ class Recorder:
     def _warn_of_tracker(self, text: str) -> None:
         self.console.warn_once(text, text)
 
-    def _replay(self, directory: RunDirectory) -> int:
+    def _replay_health(self, directory: RunDirectory) -> int:
         """Apply the health rules to the iterations before a resume, without writing findings.
 
         Prints a note if the run was ended by such a rule. Returns the last iteration, 0 for none.

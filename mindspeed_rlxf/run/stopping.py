@@ -166,8 +166,8 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Otherwise raises KeyboardInterrupt, as a second signal (after ONE_SIGNAL_S) and the end of
-        the grace time (SIGALRM) do. Starts that timer and sets `reason`.
+        Otherwise raises KeyboardInterrupt, as a second signal (after ONE_SIGNAL_S) and SIGALRM do.
+        Starts a timer that sends SIGALRM one second before the grace time ends. Sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

@@ -198,7 +198,7 @@ class PpoTrainer:
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
     ) -> dict[str, float]:
-        """Return metrics of times, memory, idle shares, tokens and operations per second."""
+        """Wait for the calls; return metrics of times, memory, idle shares, tokens and FLOPs."""
         reports, updates = collected.generate_reports(), "update_actor" in phases
         flops = iteration_flops(self.config, reports, collected.responses(), updates)
         peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None

@@ -67,14 +67,14 @@ class DeviceClaim:
         patience = SAY_MISSING_EVERY_S if self._wait_s is None else FIRST_S
         while True:
             left = max(deadline - time.monotonic(), 0)
-            groups, late = self._attempt(shapes, min(left, patience))
+            groups, late = self._try_to_reserve(shapes, min(left, patience))
             patience = SAY_MISSING_EVERY_S
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
             self._report_shortage(shapes, late, time.monotonic() >= deadline)
 
-    def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
+    def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool and wait up to `wait_s` for all of them.
 
         Returns (groups, names of pools that were not placed or have devices of several models). If
@@ -87,7 +87,7 @@ class DeviceClaim:
             for name in sorted(shapes, key=lambda name: -max(shapes[name])):
                 model = choose_model(name, shapes[name], nodes)
                 nodes = take_devices(nodes, shapes[name], model)
-                groups[name] = self._group(shapes[name], model)
+                groups[name] = self._request_group(shapes[name], model)
             late = _find_late_pools(groups, wait_s)
             if not late:  # a node may have joined meanwhile
                 late = _find_mixed_pools(groups, self._list_nodes())
@@ -104,7 +104,7 @@ class DeviceClaim:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
-    def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
+    def _request_group(self, shape: tuple[int, ...], model: str | None) -> Any:
         """Ask Ray for a placement group, without waiting; nodes that are left out are avoided.
 
         model: the device model that it must have; None = any

@@ -104,12 +104,12 @@ def open_cluster(
             cluster.address, resources or "its devices", chosen.source,
         )  # fmt: skip
         return cluster
-    cluster = _join(chosen.address, allow_unauthenticated)
+    cluster = _join_cluster(chosen.address, allow_unauthenticated)
     logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
     return cluster
 
 
-def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
+def _join_cluster(address: str, allow_unauthenticated: bool) -> RayCluster:
     """Join a running cluster.
 
     Raises UserError where none answers, it refuses, or it is not trusted.

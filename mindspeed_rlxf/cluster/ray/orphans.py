@@ -29,7 +29,7 @@ class OrphanGuard:
         self._temp_dir, self._pids = temp_dir, ""
         self._lock, self._ending = threading.Lock(), False
         self._process = self._start()
-        threading.Thread(target=self._keep, name="orphan guard", daemon=True).start()
+        threading.Thread(target=self._restart_when_killed, name="orphan guard", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -74,7 +74,7 @@ class OrphanGuard:
             self._process.stdin.write(f"{self._pids}\n".encode())
             self._process.stdin.flush()
 
-    def _keep(self) -> None:
+    def _restart_when_killed(self) -> None:
         """Wait for the guard's end and start another, with a warning, until `end` is called."""
         while True:
             started = time.monotonic()

@@ -80,8 +80,8 @@ class RayPools:
     ) -> dict[str, RayPool]:
         """Create all pools at the same time and wait; return them by name.
 
-        Warm processes of an ended pool of the same shape are used again. After an error no process
-        of these pools is left.
+        Warm processes of an ended pool of the same shape are used again. Agents of nodes without a
+        pool are ended. After an error no process of these pools is left.
 
         processes_per_node: pool -> number of processes on each node
         parts:              pool -> sizes of its parts, where it is split
@@ -209,7 +209,7 @@ class RayPools:
         Also starts the agents of their hosts. On a joined cluster the placement is logged.
         groups: placement group of each pool
         """
-        actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
+        actors = {name: self._start_actors(shape, groups[name]) for name, shape in shapes.items()}
         tasks = [
             (actor.report_place.remote(entry), Origin(name, index, "a host not known yet", "start"))
             for name, found in actors.items()
@@ -228,7 +228,7 @@ class RayPools:
             self._node_check.warn_of_unshared_hosts(hosts)
         return workers
 
-    def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
+    def _start_actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
         """Start an actor for each process of a shape; return (index in the shape, actor)."""
         wants = device_options(self._resource, self._environment)
         found = []
