@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.errors import Problem
 
 logger = logging.getLogger(__name__)
 
-OWN_WAIT_S = 30.0  # longest wait on an own cluster, which never grows
+OWN_WAIT_S = 30.0  # longest wait on our own cluster, which never grows
 FIRST_S = 3.0  # before the first warning of missing devices on a joined cluster
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
@@ -47,8 +47,8 @@ class DeviceClaim:
         self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
     ) -> None:
         """resource: Ray's name of a device
-        logical:  True on an own CPU cluster, where one host stands for all nodes
-        wait_s:   longest wait for devices; None on an own cluster, which never grows
+        logical:  True on our own CPU cluster, where one host stands for all nodes
+        wait_s:   longest wait for devices; None on our own cluster, which never grows
         check:    compares the nodes of a joined cluster with the driver's
         """
         self._address, self._resource = address, resource
@@ -99,7 +99,7 @@ class DeviceClaim:
         return groups, [name for name in shapes if name in late]
 
     def _list_nodes(self) -> list[Node]:
-        """Return the usable nodes that have devices; [] on an own cluster, which is one host."""
+        """Return the usable nodes that have devices; [] on our own cluster, which is one host."""
         if self._wait_s is None:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
