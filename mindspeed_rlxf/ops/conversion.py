@@ -187,7 +187,7 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError for flags about the model that disagree with its config.json."""
+    """Raise UserError for flags about the model that are unknown or disagree with its config.json."""
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"

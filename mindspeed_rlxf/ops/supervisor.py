@@ -82,7 +82,7 @@ class Supervisor:
     """Runs the attempts of one command until it is done, is stopped, or may not restart."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """command: of the training process; restarts append key=value arguments"""
+        """command: starts the training process; on a restart, key=value arguments are appended"""
         self._command, self._started = list(command), time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: int | None = None  # the first signal that asked for an end
@@ -143,7 +143,10 @@ class Supervisor:
             changes = self._changes() + pools
 
     def _changes(self) -> list[str]:
-        """Return the overrides of a restart: same run directory, resume, wait for nodes."""
+        """Return the overrides of a restart: same run directory, and resume.
+
+        On a cluster that the run joined, also: wait for nodes, and leave out bad ones.
+        """
         directory = quote(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
         changes.append(f"training.output_dir={directory}")

@@ -170,9 +170,10 @@ def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | N
 
 
 def measure_falling_validation(history: History) -> Reading | None:
-    """Ill if the last 3 validations each got worse, while training scores rose.
+    """Ill if the last 3 validations each got worse, while training scores rose; None under 4 of them.
 
-    The fall from the best validation must be at least a tenth of the range of all validations.
+    The fall from the best validation must be at least a tenth of the range of all validations, and
+    of the best one's absolute value.
     """
     validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
     if not validated or not trained:

@@ -188,7 +188,10 @@ class View:
         )
 
     def _phases(self, width: int) -> list[Text]:
-        """Return two lines: a coloured bar of an iteration's longest phases, and its legend."""
+        """Return two lines: a coloured bar of an iteration's longest phases, and its legend.
+
+        Validation, saving and the sending of weights are not in the bar.
+        """
         whole = self.metrics.get("timing/all", 0.0)
         found = {
             name.partition("/")[2]: value / whole

@@ -135,9 +135,10 @@ def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
 
 
 def _append_offset(stream: IO[bytes]) -> int:
-    """Return the offset at which to append: where TAIL begins.
+    """Return the offset at which new events go: that of TAIL, which closes the list of events.
 
-    In a file that was cut off while it was written: where the last BETWEEN begins, 0 without one.
+    If TAIL is missing, because a write was cut off: the end of the last whole event, or 0 (write
+    the file anew) if the last LONGER_THAN_AN_EVENT bytes hold no BETWEEN.
     """
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)

@@ -207,7 +207,10 @@ class _Sender:
 
 
 def _describe(error: BaseException) -> str:
-    """Return type and message of an error on one line; forms of secrets become `***`."""
+    """Return type and message of an error on one line of at most 300 characters.
+
+    Forms of secrets become `***`.
+    """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     for form in (*FORMS, SCHEME, URL_USER):
         text = form.sub("***", text)

@@ -203,9 +203,9 @@ def _listing(folder: Path) -> str:
 
 
 def private_texts(run: RunDirectory) -> set[str]:
-    """Return all strings of the logged samples and of the first data rows, to be removed.
+    """Return the strings that a bundle must not contain: those of logged samples and of data.
 
-    Stops at about 2 x MOST_TEXTS strings, newest samples first.
+    Reads the first data rows, and the samples from the newest on; stops at about 2 x MOST_TEXTS.
     """
     texts = _data_texts(_config(run))
     for file in (run.samples, run.val_samples):

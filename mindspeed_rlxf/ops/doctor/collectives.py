@@ -122,7 +122,10 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
 
 
 def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
-    """Yield an error per host and per link that failed in pairs; then `ok` if any pair passed."""
+    """Yield an error per host, per link and per undecided pair that failed.
+
+    If any pair passed, `ok` with the number of pairs comes last.
+    """
     check, verdict = "collectives.pairs", hunt.verdict()
     for party in verdict.broken:
         yield error(

@@ -198,7 +198,11 @@ def port_findings(
 
 
 def _port_range(variable: str, text: str) -> range:
-    """Parse the ports that a variable names. Raises ValueError if they are none in 1024-65535."""
+    """Parse ports such as "6000-6010" or "6000,6010" into the range from the lowest to the highest.
+
+    Of BASE_PORT, one number: the range of BASE_PORT_COUNT ports that begins there.
+    Raises ValueError if a port is not in 1024-65535.
+    """
     numbers = [int(word) for word in re.split(r"[-,]", text)]
     first, last = min(numbers), max(numbers)
     if variable == BASE_PORT:

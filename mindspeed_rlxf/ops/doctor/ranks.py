@@ -43,9 +43,10 @@ class RayRanks:
         ]
 
     def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Run an all-reduce in each group, all at once; replace processes that do not reply.
+        """Run an all-reduce in each group, all at once; return one outcome per group.
 
         groups: of processes that run; the first of each group opens the group's store
+        Waits for `timeout_s` at most, then replaces the processes that did not reply.
         """
         started = time.monotonic()
         opening = [

@@ -245,7 +245,10 @@ def _write_models(folder: Path, shape: Shape) -> None:
 
 
 def _write_prompts(folder: Path, shape: Shape) -> None:
-    """Write random prompts, in which each word is one token, and a tokenizer of these words."""
+    """Write random prompts, in which each word is one token, and a tokenizer of these words.
+
+    Makes folder/train.jsonl, with 4 * shape.samples prompts, and folder/tokenizer.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -84,7 +84,7 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """Return the rows of a pool's memory table: each phase of each role, then all roles together.
+    """Return a pool's memory table: titles, each phase of each role, then all roles together.
 
     The last row is of the phase that needs most.
     """

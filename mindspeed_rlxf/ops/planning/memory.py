@@ -270,9 +270,10 @@ def _cache_tokens(config: RunConfig) -> int | None:
 
 
 def _phases(stage: PipelineStage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
-    """Yield the memory of a role's phases: forward, update, optimizer step, generation or sending.
+    """Yield the memory of a role's phases.
 
-    optimizer: None = the role does not learn, so only forward passes
+    Forward; update and optimizer step if it learns; of the actor also generation, or, in a split
+    pool, sending the weights. optimizer: None = the role does not learn
     """
     config, role = stage.config, stage.role
     yield stage.forward()

@@ -104,8 +104,9 @@ class PipelineStage:
         return Phase("forward", held, other=self._dispatch_bytes(tokens), beside=beside)
 
     def update(self, samples: int) -> Phase:
-        """Return the memory of forward and backward passes of the micro-batches in flight.
+        """Return the memory of the forward and backward passes of an update.
 
+        That is the activations of the micro-batches in flight, and the gradients in computation.
         samples: number of samples of an optimizer step on this rank
         """
         tokens, layout, hidden = (

@@ -89,7 +89,7 @@ def predict(config: RunConfig, rates: Rates) -> Prediction:
 
 
 def show_prediction(config: RunConfig, known: KnownRates) -> str:
-    """Return the plan's section on the predicted time, as text."""
+    """Return the plan's section on the predicted time; without rates, how to measure them."""
     note = f"\n  {known.note}" if known.note else ""
     if known.rates is None:
         kind = device.resolve_kind(config.device.kind).value

@@ -76,7 +76,10 @@ class _Search:
         self.before = Tried({}, config, pool.total, self._seconds(config))
 
     def describe(self, found: Tried) -> str:
-        """Format the overrides, the bytes that a device then needs, and the added time."""
+        """Format the overrides, the bytes that a device then needs, and the change of time in %.
+
+        The change of time is left out if no rates are known.
+        """
         slower = ""
         if found.seconds is not None and self.before.seconds:
             share = found.seconds / self.before.seconds - 1

@@ -65,7 +65,7 @@ def _hosts(sizes: Sequence[int]) -> list[Block]:
 
 
 def _cut_to_ranks(blocks: list[Block], ranks: range) -> list[Block]:
-    """Return the blocks cut to the ranks in `ranks`; blocks without any are left out."""
+    """Return the blocks cut to the ranks in `ranks`; a block that has none of them is left out."""
     found = []
     for block in blocks:
         first = max(block.ranks.start, ranks.start)
@@ -116,7 +116,10 @@ def _join_alike(hosts: list[Block], places: Sequence[Placed]) -> Iterator[Block]
 
 
 def _coordinates(placed: Placed, ranks: range) -> list[list[int]]:
-    """Return three sorted lists: TP, PP and DP ranks that `ranks` of the pool have in a layout."""
+    """Return three sorted lists: the TP, PP and DP ranks that `ranks` have in a role's layout.
+
+    placed: the layout, and its first rank in the pool; ranks: counted in the pool
+    """
     layout, first = placed
     functions = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
     return [sorted({function(rank - first) for rank in ranks}) for function in functions]

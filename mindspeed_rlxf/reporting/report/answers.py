@@ -98,7 +98,10 @@ def compare_ends(curve: Curve) -> Change | None:
 
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
-    """Answer whether the score rose: of validation, if there are two, else of training."""
+    """Answer whether the score rose: that of validation from two validations on, else of training.
+
+    The answer is "too early to say" if neither can be compared yet.
+    """
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
     change = compare_ends(trained)

@@ -110,7 +110,7 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
 
 
 def _rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
-    """Yield a check per health rule."""
+    """Yield a check per health rule: found or not, or too few iterations to tell."""
     health, findings = replay(iterations, kl_limit)
     for rule, limit in LIMITS.items():
         began = [f.iteration for f in findings if f.rule == rule.value and f.event == "began"]

@@ -45,9 +45,9 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _rules(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Finding]:
-    """Yield the findings in health.jsonl; without this file, apply the rules to the metrics.
+    """Yield a finding per illness in health.jsonl; without this file, apply the rules to the metrics.
 
-    An illness that has ended is only to be watched.
+    Its level is "watch" if the illness ended later, else "bad".
     """
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]

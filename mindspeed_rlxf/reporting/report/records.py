@@ -76,7 +76,10 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_failures(run: Path) -> list[dict[str, Any]]:
-    """Return the failures of the run, oldest first; that of failure.json has `last`: True."""
+    """Return the failures of the run, oldest first, with the fields that the report shows.
+
+    That of failure.json comes last and has `last`: True. [] if no file holds a failure.
+    """
     found = list(read_records(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
         if isinstance(last := read_json(run / "failure.json"), dict):
@@ -96,7 +99,11 @@ def read_resumes(run: Path) -> list[str]:
 
 
 def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints, oldest first, and the versions and layouts of the last one."""
+    """Return the checkpoints, oldest first, and the versions and layouts of the last one.
+
+    A checkpoint has `name`, `iteration`, `bytes` and `best`. Those without a readable manifest are
+    left out; without any checkpoint, returns ([], {}).
+    """
     folder, found, about = run / "checkpoints", [], {}
     best = -1
     with contextlib.suppress(OSError, ValueError):

@@ -39,7 +39,10 @@ class Chosen:
         return len(self.training) + len(self.validation)
 
     def halve(self) -> Chosen:
-        """Return every second training sample, and samples of every second validation prompt."""
+        """Return every second training sample, and all samples of every second validation prompt.
+
+        Of a single validation prompt: every second sample.
+        """
         prompts = sorted({_prompt_of(sample) for sample in self.validation})[::2]
         kept = [sample for sample in self.validation if _prompt_of(sample) in set(prompts)]
         return Chosen(self.training[::2], kept if len(prompts) > 1 else kept[::2], self.seen)

@@ -68,7 +68,7 @@ class _Numbers:
 
 
 def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, int], str]]:
-    """Return iteration -> spans, and (pid, tid) -> `pool, role, rank`."""
+    """Return iteration -> spans, and (pid, tid) -> label: DRIVER, or "pool, role rank"."""
     spans: dict[int, list[Event]] = defaultdict(list)
     pools: dict[int, str] = {}
     threads: dict[tuple[int, int], str] = {}
