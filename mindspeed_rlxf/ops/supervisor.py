@@ -105,7 +105,11 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run_attempts(self) -> int:
-        """Run attempts until no restart is needed or allowed; return the exit code."""
+        """Run attempts until no restart is needed or allowed; return the exit code.
+
+        Prints why a restart is made or not, and waits PAUSE_S before it. If devices are missing
+        after a restart, tries again with fewer processes.
+        """
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
@@ -164,7 +168,8 @@ class Supervisor:
     def _wait(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
         """Wait for a process; return its exit code.
 
-        Kills it after `limit_s`, or when its time to stop after a signal is over.
+        A signal that came before the process started is forwarded first. Kills the process after
+        `limit_s`, or when its time to stop after a signal is over.
         """
         self._child, started = child, time.monotonic()
         if self._stop is not None:  # a signal came before the child

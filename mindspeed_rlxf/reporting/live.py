@@ -108,7 +108,10 @@ class View:
         }
 
     def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a finished iteration, and estimate the time left."""
+        """Add the metrics of a finished iteration, and estimate the time left.
+
+        Keeps the mean of the validation scores, if there are any, until the next validation.
+        """
         self.iteration, self.metrics = iteration, dict(metrics)
         self._left = str(self._owner.time_left(iteration))
         for name, curve in self._curves.items():
@@ -162,7 +165,10 @@ class View:
         return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
 
     def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
-        """Return a line: label, last value of metric `name`, its curve, and `facts`."""
+        """Return a line: label, last value of metric `name`, its curve, and `facts`.
+
+        Before the first value: the label and "-".
+        """
         curve = self._curves[name]
         if not curve:
             return _line(label, "-")
@@ -245,7 +251,10 @@ class _Lines(io.TextIOBase):
         self._console, self._stream, self._rest = console, stream, ""
 
     def write(self, text: str) -> int:
-        r"""Print each line that the text completes, from its last \r on; keep the rest for later."""
+        """Print each line that the text completes; keep the rest for later.
+
+        Of a line with carriage returns, only what follows the last one is printed.
+        """
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._console.print_line(line.rpartition("\r")[2])

@@ -37,7 +37,7 @@ class TokenWriter:
         """Append one line per sample, if any; then compress the file if it is full.
 
         samples: sample id -> name -> one number per token
-        A line that a killed process left incomplete is ended first.
+        Makes the folder if needed. Ends a line that a killed process left incomplete.
         """
         if not samples:
             return

@@ -49,7 +49,8 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     """Write `NAME-doctor.tar.gz` with the redacted files of the run in `folder`; return its path.
 
     target_dir: existing folder for the archive; an existing archive is never replaced
-    Raises UserError if `folder` has no run, or the archive cannot be written (its rest is deleted).
+    Raises UserError if `folder` has no run, or if the archive cannot be written; an incomplete
+    archive is deleted then.
     """
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):

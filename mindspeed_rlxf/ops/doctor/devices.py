@@ -52,9 +52,9 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Yield findings on number, health and memory in use of the devices that the driver lists.
+    """Yield the number of devices of the driver, an error for sick ones, a warning for busy ones.
 
-    A driver's tool that failed is one warning.
+    Busy: part of the memory is in use. A driver's tool that failed is one warning and nothing else.
     """
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
@@ -84,6 +84,7 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
 def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str | None) -> Finding:
     """Check that torch sees as many devices as the driver lists and the variable leaves visible.
 
+    An error if not, or if torch sees none. If the driver's tool failed, only the latter.
     counted: devices by torch; hidden: value of the visibility variable, None = not set
     """
     variable = device.visible_devices_variable(kind)

@@ -145,8 +145,10 @@ def _without_password(url: str) -> str:
 def port_findings(
     environment: Mapping[str, str], ephemeral: range, listening: Collection[int]
 ) -> Iterator[Finding]:
-    """Check number of local ports, and HCCL's port ranges: valid, disjoint, unused, no local ports.
+    """Check the number of local ports; yield a finding per port range that HCCL is given.
 
+    A range that is invalid or overlaps another is an error; one that has ports in use, or local
+    ports, is a warning.
     environment: variables that set HCCL's ranges; an unset one, or `auto`, is not checked
     ephemeral:   local ports, which the kernel gives to outgoing connections
     listening:   ports in use

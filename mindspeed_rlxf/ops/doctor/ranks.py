@@ -92,8 +92,9 @@ class RayRanks:
 def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
     """Merge the replies of a group's processes into one outcome.
 
-    replies: Outcome or HostError by process number. Its cause is the first of: a process that
-    died, an error that a process reported, a process that was late.
+    replies: Outcome or HostError by process number
+    The cause of a failure is the first of: a process that died, an error that a process reported,
+    a process that was late.
     """
     own = {number: replies[number] for number in group}
     lost = {n: reply for n, reply in own.items() if isinstance(reply, HostError)}

@@ -57,7 +57,9 @@ class RoleMemory:
     def on_device(self, phase: Phase | None = None) -> State:
         """Return the bytes of weights, gradients and optimizer on the device while `phase` runs.
 
-        phase: of this role; None = another role works, so that what is offloaded counts 0
+        phase: of this role; None = another role works
+        Offloaded weights count only in phases of this role; gradients and optimizer, if offloaded,
+        only in phases that learn.
         """
         weights = not self.offload.weights or phase is not None
         rest = not self.offload.optimizer or (phase is not None and phase.learns)

@@ -179,7 +179,10 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
 
 
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes that halve the rows generated at once, then micro-batches, again and again."""
+    """Yield changes, each to be tried alone, with ever smaller batches.
+
+    First the rows generated at once, halved until one is left; then each role's micro-batches.
+    """
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
         while rows > 1:
@@ -198,7 +201,11 @@ def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterat
 
 
 def _larger_layouts(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes that double expert, tensor or pipeline parallelism of the roles."""
+    """Yield changes that double one kind of parallelism.
+
+    Experts of one role; tensor parallelism of all roles, with sequence parallelism; pipeline
+    parallelism of all roles that learn.
+    """
     for role, section in roles.items():
         if section.architecture.num_experts:
             yield {

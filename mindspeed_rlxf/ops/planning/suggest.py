@@ -94,7 +94,10 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
 
 
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
-    """Yield the layouts to try, for which the largest pool has enough ranks."""
+    """Yield the layouts to try: all combinations of TP, PP, recomputation and micro-batch size.
+
+    Those with TP x PP over the size of the largest pool are left out.
+    """
     largest = max(map(config.pool_size, config.resource_pool))
     actor = config.actor_rollout
     full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
@@ -244,6 +247,7 @@ def show_suggestions(
 ) -> str:
     """Return the plan's section on suggestions: predicted time, memory and overrides of each.
 
+    Without suggestions it says that none fits.
     now: predicted seconds of an iteration with the configuration as it is
     """
     if not found:

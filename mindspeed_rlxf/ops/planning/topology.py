@@ -31,7 +31,10 @@ class Block:
 
 
 def topology(config: RunConfig) -> str:
-    """Return a table per pool as text: a line per device, or per range of equal hosts."""
+    """Return a table per pool as text.
+
+    A line per device; over MAX_LINES devices in all, a line per range of hosts with equal layout.
+    """
     whole = sum(map(config.pool_size, config.resource_pool)) <= MAX_LINES
     return "\n\n".join(
         _table(pool, blocks, layouts, whole)

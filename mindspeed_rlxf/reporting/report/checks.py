@@ -143,7 +143,7 @@ def _numbers(iterations: Sequence[Iteration]) -> Check:
 
 
 def _distance(metric: Metric, value: float) -> float:
-    """Return how far a value is out of the healthy range."""
+    """Return how far a value that is outside the healthy range is from it."""
     low, high = metric.healthy or (None, None)
     return max(low - value if low is not None else 0.0, value - high if high is not None else 0.0)
 

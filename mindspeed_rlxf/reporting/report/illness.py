@@ -45,7 +45,7 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _rules(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Finding]:
-    """Yield a finding per illness in health.jsonl; without this file, apply the rules to the metrics.
+    """Yield a finding per illness: from health.jsonl, or without this file by the rules.
 
     Its level is "watch" if the illness ended later, else "bad".
     """
@@ -79,7 +79,7 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _slow(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield the stretches of slow iterations."""
+    """Yield a finding per stretch of slow iterations, with what explains it."""
     for each in find_slow_stretches(iterations):
         yield _finding("watch", each.first, each.text, explain(iterations, each))
 

@@ -57,7 +57,10 @@ def read_iterations(run: Path) -> list[Iteration]:
 
 
 def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file name, key -> value) of config.yaml and of each later version, oldest first."""
+    """Return (file name, dotted key -> value) of config.yaml and each later version, oldest first.
+
+    A file that cannot be read is left out.
+    """
     later = [file for file in run.glob("config.*.yaml") if file.name.split(".")[1].isdecimal()]
     later.sort(key=lambda file: int(file.name.split(".")[1]))
     found = []

@@ -113,9 +113,9 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return all responses to prompts at equal distances, and the number of all records.
+    """Return all responses to prompts at equal distances, and the number of responses in the file.
 
-    At most 4 * limit responses.
+    At most 4 * limit responses are returned.
     """
     kept: list[dict[str, Any]] = []
     step, count = 1, 0
@@ -130,7 +130,7 @@ def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _prompt_of(sample: dict[str, Any]) -> int:
-    """Return the number of a sample's prompt, else its own; 0 if it is no whole number."""
+    """Return the number of a sample's prompt, or of the sample if it has none; 0 if not whole."""
     number = sample.get("prompt_id", sample.get("sample_id"))
     return number if isinstance(number, int) else 0
 
@@ -143,7 +143,8 @@ def _cut(
 ) -> dict[str, Any]:
     """Return the entry of a sample for the page: short names, shortened and escaped texts.
 
-    numbers: by (iteration, sample id). Tokens and numbers are added if `split` and they are there.
+    numbers: by (iteration, sample id). Tokens and their numbers are added if `split` is given, the
+    sample has numbers, and its response is not shortened.
     """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []

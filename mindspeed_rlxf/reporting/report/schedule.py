@@ -88,7 +88,10 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
 
 
 def _events(folder: Path) -> Iterator[Event]:
-    """Yield the complete events of all files; lines that cannot be read are skipped."""
+    """Yield the spans and the names of pools and ranks in all files of the timeline.
+
+    Lines that cannot be read, or lack a field, are skipped.
+    """
     for file in sorted(folder.glob("iterations_*.json")):
         with contextlib.suppress(OSError), open_plain(file) as stream:
             while line := stream.readline(MAX_LINE):
