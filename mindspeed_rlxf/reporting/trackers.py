@@ -118,29 +118,31 @@ class _Sender:
         self._file, self._mode = run.folder / RECORDED, mode
         self._last = -1 if registered.rewinds else self._read_last()
         self.lost, self._has_warned = 0, False
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def put(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Queue an iteration's finite metrics; with a full queue the iteration counts as lost."""
+        """Queue an iteration's finite metrics; if WAITING are queued, count it as lost instead."""
         finite = {
             name: float(v) for name, v in metrics.items() if v == v and abs(v) != float("inf")
         }
-        try:
-            self._queue.put_nowait((iteration, finite))
-        except queue.Full:
+        if self._queue.qsize() < WAITING:
+            self._queue.put((iteration, finite))
+        else:
             self._lose(f"it is {WAITING} iterations behind")
 
     def end(self) -> None:
         """Ask the thread to end after the queued iterations; does not wait."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
+        self._queue.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end; warn if it does not in time, or if iterations were lost."""
+        """Wait for the thread to end; warn if it does not in time, or if iterations were lost.
+
+        `end` must have been called.
+        """
         self._thread.join(timeout_s)
-        left = self._queue.qsize()
+        left = max(self._queue.unfinished_tasks - 1, 0)  # without the None of `end`
         if self._thread.is_alive():
             self._warn(
                 f"tracker {self._name} did not end in time, {left} iterations may be missing"
@@ -159,14 +161,15 @@ class _Sender:
         except BaseException as error:  # libraries raise SystemExit too
             self._lose(_describe(error), 0)
         while (item := self._queue.get()) is not None:
-            self._record(tracker, *item)
+            self._send(tracker, *item)
+            self._queue.task_done()
         if tracker is not None:
             try:
                 tracker.finish()
             except BaseException as error:
                 self._lose(_describe(error), 0)
 
-    def _record(
+    def _send(
         self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
     ) -> None:
         """Pass an iteration to the tracker, and append its number to the file of sent iterations.
