@@ -180,7 +180,10 @@ def use_utf8(stream: TextIO) -> None:
 
 
 def format_number(value: float) -> str:
-    """Format with four decimals; sizes below 1e-3 (but 0) and from 1e6 on as 1.00e-06."""
+    """Format with four decimals; below 1e-3 (except 0) and from 1e6 on as 1.00e-06.
+
+    The limits are for the absolute value.
+    """
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2e}"
     return f"{value:.4f}"

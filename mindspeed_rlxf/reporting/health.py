@@ -89,8 +89,8 @@ class History:
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """Add the metrics of an iteration; None and values that are not finite are skipped.
 
-        A validation adds the mean of its scores, and the mean training score up to then. Updates
-        `lagging` too.
+        A validation adds the mean of its scores, and that of the last BASELINE training scores.
+        Updates `lagging` too.
         """
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):

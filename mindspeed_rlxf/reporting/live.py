@@ -160,7 +160,7 @@ class View:
     def _progress(self, width: int) -> Text:
         """Return a bar of the iterations done, with the time passed and left."""
         passed = time.monotonic() - self._began
-        text = f" {self.iteration / self.total:4.0%}  {_clock(passed)} passed"
+        text = f" {self.iteration / self.total:4.0%}  {_format_clock(passed)} passed"
         text += f"  {self._left} left" if self._left else ""
         return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
 
@@ -281,14 +281,14 @@ def draw_curve(values: Sequence[float], width: int) -> str:
     If there are more than `width` values, each character is the mean of several.
     """
     size = max(1, -(-len(values) // width))
-    means = [sum(part) / len(part) for part in _split(values, size)]
+    means = [sum(part) / len(part) for part in _split_from_end(values, size)]
     low, high = min(means), max(means)
     if high == low:
         return BLOCKS[0] * len(means)
     return "".join(BLOCKS[int((v - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for v in means)
 
 
-def _split(values: Sequence[float], size: int) -> list[Sequence[float]]:
+def _split_from_end(values: Sequence[float], size: int) -> list[Sequence[float]]:
     """Split into parts of `size` that end with the last value; the first may be shorter."""
     first = len(values) % size
     parts = [values[:first]] if first else []
@@ -310,7 +310,7 @@ def _show(name: str, value: float) -> str:
     return f"{value:.0%}" if name.endswith(("_fraction", "/mfu")) else format_short(value)
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     """Format seconds as H:MM:SS."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

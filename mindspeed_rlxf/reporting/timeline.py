@@ -82,7 +82,7 @@ class Timeline:
             event
             for span in spans
             if span.rank < MOST_RANKS
-            for event in (*self._names(span), self._event(span, iteration))
+            for event in (*self._name_events(span), self._event(span, iteration))
         ]
         _append(file, events, self._mode)
 
@@ -99,7 +99,7 @@ class Timeline:
             "args": {"iteration": iteration, "rank": span.rank},
         }
 
-    def _names(self, span: Span) -> Iterable[dict[str, Any]]:
+    def _name_events(self, span: Span) -> Iterable[dict[str, Any]]:
         """Yield events that name the span's pool and rank, once for each file."""
         pid = self._numbers.setdefault(span.pool, len(self._numbers))
         place = {"pid": pid, "tid": self._lane(span)}

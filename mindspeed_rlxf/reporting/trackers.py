@@ -119,7 +119,7 @@ class _Sender:
         self._last = -1 if registered.rewinds else self._read_last()
         self.lost, self._has_warned = 0, False
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_tracker, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def put(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -130,7 +130,7 @@ class _Sender:
         if self._queue.qsize() < WAITING:
             self._queue.put((iteration, finite))
         else:
-            self._lose(f"it is {WAITING} iterations behind")
+            self._count_lost(f"it is {WAITING} iterations behind")
 
     def end(self) -> None:
         """Ask the thread to end after the queued iterations; does not wait."""
@@ -150,7 +150,7 @@ class _Sender:
         elif self.lost:
             self._warn(f"tracker {self._name} lacks {self.lost} iterations; metrics.jsonl has all")
 
-    def _work(self) -> None:
+    def _run_tracker(self) -> None:
         """Make the tracker, pass it the queued iterations and finish it; runs in the thread.
 
         Exceptions of the tracker, also SystemExit, are counted and become a warning.
@@ -159,7 +159,7 @@ class _Sender:
         try:
             tracker = self._registered.factory(self._run)
         except BaseException as error:  # libraries raise SystemExit too
-            self._lose(_describe(error), 0)
+            self._count_lost(_describe(error), 0)
         while (item := self._queue.get()) is not None:
             self._send(tracker, *item)
             self._queue.task_done()
@@ -167,7 +167,7 @@ class _Sender:
             try:
                 tracker.finish()
             except BaseException as error:
-                self._lose(_describe(error), 0)
+                self._count_lost(_describe(error), 0)
 
     def _send(
         self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
@@ -181,7 +181,7 @@ class _Sender:
         if iteration <= self._last:
             return
         if tracker is None:
-            self._lose("")
+            self._count_lost("")
             return
         try:
             tracker.log(iteration, metrics)
@@ -190,9 +190,9 @@ class _Sender:
                 with open_file(self._file, "a", self._mode, encoding="ascii") as stream:
                     stream.write(f"{iteration}\n")
         except BaseException as error:
-            self._lose(_describe(error))
+            self._count_lost(_describe(error))
 
-    def _lose(self, why: str, count: int = 1) -> None:
+    def _count_lost(self, why: str, count: int = 1) -> None:
         """Count `count` lost iterations, and warn the first time; `why` "" = no warning."""
         self.lost += count
         if why and not self._has_warned:

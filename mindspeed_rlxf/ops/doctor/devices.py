@@ -52,9 +52,10 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Yield the number of devices of the driver, an error for sick ones, a warning for busy ones.
+    """Yield findings on the driver's devices: number (none: an error), sick ones, busy ones.
 
-    Busy: part of the memory is in use. A driver's tool that failed is one warning and nothing else.
+    Sick ones are an error, busy ones (memory in use) a warning; without any, nothing is yielded on
+    them. A driver's tool that failed is one warning and nothing else.
     """
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"

@@ -57,7 +57,7 @@ def interface_findings(
         value = environment.get(variable)
         if value is None:
             continue
-        chosen = _chosen(variable, value, existing)
+        chosen = _select_interfaces(variable, value, existing)
         check, shown = f"network.{variable.lower()}", f"{variable}={value}"
         if not chosen:
             yield error(
@@ -85,7 +85,7 @@ def interface_findings(
     )
 
 
-def _chosen(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
+def _select_interfaces(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
     """Return the existing interfaces that a variable's value selects.
 
     Variables in EXACT list names; others list prefixes, `=` before them means names, `^` all but.

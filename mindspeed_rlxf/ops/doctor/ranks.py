@@ -46,7 +46,8 @@ class RayRanks:
         """Run an all-reduce in each group, all at once; return one outcome per group.
 
         groups: of processes that run; the first of each group opens the group's store
-        Waits for `timeout_s` at most, then replaces the processes that did not reply.
+        Waits for `timeout_s` at most, then replaces the processes that did not reply and waits for
+        the new ones.
         """
         started = time.monotonic()
         opening = [

@@ -204,7 +204,7 @@ def _export_bytes(config: RunConfig, role: Role) -> int:
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
-    """Return the bytes of one weight in a Hugging Face folder, as of its last norm.
+    """Return the bytes of one weight in a Hugging Face folder, read from the final norm.
 
     otherwise: returned if the folder cannot be read; other checks report that
     """

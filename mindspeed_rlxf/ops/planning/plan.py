@@ -220,7 +220,10 @@ def _forwards(config: RunConfig) -> list[list[object]]:
 
 
 def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    """Describe the (size, number) of the micro-batches that a rank makes of `samples`."""
+    """Describe size and number of the micro-batches that a rank makes of `samples`.
+
+    Both are upper bounds (`<= ...`) if the role limits the tokens of a micro-batch.
+    """
     section, actor = config.role(role), config.actor_rollout
     count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch

@@ -50,9 +50,9 @@ def read_iterations(run: Path) -> list[Iteration]:
         number, values = record.get("iteration"), record.get("metrics")
         if not isinstance(number, int) or not isinstance(values, dict):
             continue
-        metrics = {k: _number(v) for k, v in values.items()}
+        metrics = {k: _finite_number(v) for k, v in values.items()}
         before = found[number].metrics if number in found else {}
-        found[number] = Iteration(number, before | metrics, _number(record.get("time_s")) or 0.0)
+        found[number] = Iteration(number, before | metrics, _finite_number(record.get("time_s")) or 0.0)
     return [found[number] for number in sorted(found)]
 
 
@@ -122,7 +122,7 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return found, flatten(about)
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     """Return a finite number as float, None for any other value."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < float("inf") else None

@@ -73,8 +73,8 @@ def cut_for_page(
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = read_token_numbers(run, wanted) if split else {}
-    cut = [_cut(sample, "training", split, numbers) for sample in chosen.training]
-    return cut + [_cut(sample, "validation", None, {}) for sample in chosen.validation]
+    cut = [_make_entry(sample, "training", split, numbers) for sample in chosen.training]
+    return cut + [_make_entry(sample, "validation", None, {}) for sample in chosen.validation]
 
 
 def read_token_numbers(
@@ -135,7 +135,7 @@ def _prompt_of(sample: dict[str, Any]) -> int:
     return number if isinstance(number, int) else 0
 
 
-def _cut(
+def _make_entry(
     sample: dict[str, Any],
     kind: str,
     split: TokenSplitter | None,
@@ -151,13 +151,13 @@ def _cut(
     parts = sample.get("reward_parts")
     entry: dict[str, Any] = {
         "i": sample.get("iteration"), "id": sample.get("sample_id"), "k": kind,
-        "p": _text(sample.get("prompt")), "r": _text(sample.get("response")),
+        "p": _shorten_text(sample.get("prompt")), "r": _shorten_text(sample.get("response")),
         "s": sample.get("score"), "n": len(ids),
         "parts": parts if isinstance(parts, dict) else {},
     }  # fmt: skip
     for name, short in (("data_source", "d"), ("ground_truth", "gt"), ("answer", "a")):
         if sample.get(name) is not None:
-            entry[short] = _text(sample[name])
+            entry[short] = _shorten_text(sample[name])
     if kind == "validation":
         entry["pid"] = _prompt_of(sample)
     found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
@@ -172,7 +172,7 @@ def _short(value: Any) -> float | None:
     return float(f"{value:.3g}") if isinstance(value, (int, float)) else None
 
 
-def _text(value: Any) -> str:
+def _shorten_text(value: Any) -> str:
     """Return at most MAX_TEXT characters of a text; control characters are escaped.
 
     What is cut off is replaced by its number of characters.
