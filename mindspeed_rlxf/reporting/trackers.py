@@ -119,7 +119,9 @@ class _Sender:
         self._last = -1 if registered.rewinds else self._read_last()
         self.lost, self._has_warned = 0, False
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run_tracker, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_tracker, name=f"tracker {name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -169,9 +171,7 @@ class _Sender:
             except BaseException as error:
                 self._count_lost(_describe(error), 0)
 
-    def _send(
-        self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
-    ) -> None:
+    def _send(self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]) -> None:
         """Pass an iteration to the tracker, and append its number to the file of sent iterations.
 
         Skips numbers up to the last one sent. A tracker that rewinds keeps no file. An exception

@@ -95,7 +95,10 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
         if CONFIG_FILE.fullmatch(file.name):
             yield file.name, redactor.clean(_read_tail(file, STACK_BYTES))
     if run.failure.exists():
-        yield run.failure.name, redactor.clean(_format_failure(_read_tail(run.failure, STACK_BYTES)))
+        yield (
+            run.failure.name,
+            redactor.clean(_format_failure(_read_tail(run.failure, STACK_BYTES))),
+        )
     if run.metrics.exists():
         yield run.metrics.name, _metrics(_read_tail(run.metrics, METRIC_LINES * 4096))
     for file in _logs(run):

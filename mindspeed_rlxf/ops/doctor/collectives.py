@@ -162,7 +162,8 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
         if len(group) != 2:
             yield error(
                 check,
-                f"{len(group)} hosts together fail, none of their halves does: {_join_names(group)}",
+                f"{len(group)} hosts together fail, none of their halves does: "
+                f"{_join_names(group)}",
                 "look at `ulimit -n`, local ports and memory: what grows with their number",
             )
     if verdict.num_together:

@@ -269,7 +269,9 @@ def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
     """Return the changes without keys that have the same value in `config` already."""
     varied, before = vary(config, changes).model_dump(), config.model_dump()
     return {
-        key: value for key, value in changes.items() if _value_at(varied, key) != _value_at(before, key)
+        key: value
+        for key, value in changes.items()
+        if _value_at(varied, key) != _value_at(before, key)
     }
 
 

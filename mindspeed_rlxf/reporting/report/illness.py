@@ -44,7 +44,9 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         yield _finding("bad" if ends else "watch", when, text, "see failures below")
 
 
-def _health_findings(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Finding]:
+def _health_findings(
+    run: Path, iterations: Sequence[Iteration], kl_limit: float
+) -> Iterator[Finding]:
     """Yield a finding per illness: from health.jsonl, or without this file by the rules.
 
     Its level is "watch" if the illness ended later, else "bad".

@@ -52,7 +52,9 @@ def read_iterations(run: Path) -> list[Iteration]:
             continue
         metrics = {k: _finite_number(v) for k, v in values.items()}
         before = found[number].metrics if number in found else {}
-        found[number] = Iteration(number, before | metrics, _finite_number(record.get("time_s")) or 0.0)
+        found[number] = Iteration(
+            number, before | metrics, _finite_number(record.get("time_s")) or 0.0
+        )
     return [found[number] for number in sorted(found)]
 
 
