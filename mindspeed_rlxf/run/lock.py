@@ -57,12 +57,8 @@ def find_holder(folder: Path) -> Problem | None:
 
     The lock is free again on return. A lock file that cannot be opened is also a reason.
     """
-    file = folder / LOCK
-    if file in _held or not os.path.lexists(file):
-        return None
     try:
-        with open_file(file, "r+", None, encoding="utf-8") as stream:
-            return _try_lock(folder, stream)
+        return _find_other_holder(folder)
     except OSError as error:
         return Problem(
             "training.output_dir",
@@ -70,6 +66,23 @@ def find_holder(folder: Path) -> Problem | None:
             repr(str(folder)),
             f"remove {LOCK}, or set training.new_run=true",
         )
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether another process has the lock; False if the lock file cannot be opened."""
+    try:
+        return _find_other_holder(folder) is not None
+    except OSError:
+        return False
+
+
+def _find_other_holder(folder: Path) -> Problem | None:
+    """Return a problem if another process has the lock. Raises OSError if it cannot be opened."""
+    file = folder / LOCK
+    if file in _held or not os.path.lexists(file):
+        return None
+    with open_file(file, "r+", None, encoding="utf-8") as stream:
+        return _try_lock(folder, stream)
 
 
 def _try_lock(folder: Path, stream: IO[str]) -> Problem | None:

@@ -76,10 +76,11 @@ def find_state(run: Path) -> str:
     """Return the state of a run: "running", "failed", "finished" or "stopped".
 
     running = another process has the lock; failed = there is a failure.json; finished = the weights
-    of the last iteration were exported; stopped = none of these.
+    of the last iteration were exported; stopped = none of these. Where this user cannot open the
+    lock, the run counts as not running.
     """
     directory = RunDirectory(run.absolute())
-    if lock.find_holder(directory.path):
+    if lock.is_locked(directory.path):
         return "running"
     if directory.failure.exists():
         return "failed"

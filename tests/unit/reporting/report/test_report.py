@@ -292,6 +292,9 @@ def test_the_state_of_a_run_is_seen_from_its_folder(tmp_path: Path) -> None:
     ) as holder:
         assert holder.stdout and holder.stdout.readline() == b"held\n"
         assert find_state(run) == "running"
+    (run / lock.LOCK).unlink()
+    (run / lock.LOCK).mkdir()  # cannot be opened, as the private lock of another user
+    assert find_state(run) == "failed"
 
 
 def test_a_long_run_stays_under_ten_megabytes(tmp_path: Path) -> None:
