@@ -109,7 +109,7 @@ class _Layer:
         """Compute the layer: [rows, hidden] -> [rows, hidden].
 
         number:   of the layer, from 1
-        cos, sin: [rows, 1, 1, d] rotary factors; of `sin` the first half is negative
+        cos, sin: [rows, 1, 1, d] rotary factors; the first half of `sin` is negated
         """
         rotated, value = self._projections(self.attention_norm(hidden))
         half = self.head_dim // 2

@@ -187,7 +187,7 @@ def _mlp(
 
 
 def _reversed_order(counts: Tensor, tokens: int) -> Tensor:
-    """Return the indices [tokens] of the last expert's rows, then of the one's before it, ...
+    """Return row indices [tokens] with the experts in reverse: first the last expert's rows.
 
     counts: [experts] int, rows of each expert, `tokens` in all
     """

@@ -133,7 +133,11 @@ def _router(block: str) -> tuple[StageParameter, ...]:
 
 
 def _expert(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
-    """Return the rows of an expert's two parameters, from Hugging Face's names of their parts."""
+    """Return the rows of an expert's two parameters.
+
+    block:          Hugging Face's name of the MoE layer
+    gate, up, down: Hugging Face's names of the expert's three projections
+    """
     megatron, hf = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
     return (
         _layer(
@@ -193,7 +197,7 @@ def stage_parameters(
     Defaults: the whole model.
 
     pp_rank, pp: index of the stage and number of stages
-    ep_rank, ep: expert-parallel rank, which has 1 / ep of each layer's experts, and size
+    ep_rank, ep: expert-parallel rank and size; a rank has 1 / ep of each layer's experts
     layers:      indices of the stage's layers in the model; None = an equal share
     """
     layers = equal_share(architecture.num_layers, pp_rank, pp) if layers is None else layers

@@ -31,9 +31,9 @@ def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
 
 
 def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
-    """Scale frequencies as Llama 3 does: divide those of long waves, keep short, blend between.
+    """Return frequencies scaled as in Llama 3, [head_dim / 2].
 
-    inverse: [head_dim / 2]
+    Those of long waves are divided by the factor, those of short waves kept; blended between.
     """
     assert a.original_max_position_embeddings, "llama3 scaling needs the original length"
     original = a.original_max_position_embeddings

@@ -95,9 +95,9 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Yield one result for each request as soon as its response ends, in no fixed order.
 
-        The engine must be awake until the last result has been taken. Call it without requests too,
-        and take all results or close the iterator after the first: ranks that share experts
-        (expert parallelism) wait for one another.
+        The engine must be awake until the last result has been taken. Ranks that share experts
+        (expert parallelism) wait for one another: all must call it, even without requests, and take
+        all results, or close the iterator after the first or a later one.
         """
 
     def score(
@@ -107,6 +107,8 @@ class RolloutEngine(Protocol):
         temperature: float = 1.0,
     ) -> list[list[float]]:
         """Return for each response the log-probs that generation would report for its tokens.
+
+        The engine must be awake. Ranks that share experts must all call it, even without responses.
 
         prompts:     one for each response, [prompt] int64 each
         responses:   token ids, at least one each

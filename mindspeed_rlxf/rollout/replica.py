@@ -96,7 +96,7 @@ def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replic
 def _build_receiving_replica(config: RunConfig) -> Replica:
     """Build a replica on ranks that only generate, which receives its weights.
 
-    Also changes Megatron and torch's determinism for this process, as no actor is built in it.
+    Also patches Megatron and sets torch's determinism in this process, in which no actor does.
     """
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
     megatron_versions.mend()

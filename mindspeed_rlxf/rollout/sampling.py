@@ -134,9 +134,10 @@ def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSetti
 
 
 def _filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return logits with -inf at the tokens that top-k, then top-p drop; itself if both are off.
+    """Return logits with -inf at the tokens that top-k, then top-p drop.
 
     Top-p keeps the smallest set of most likely tokens whose total probability reaches `top_p`.
+    Returns `logits` itself if both are off.
     """
     if 0 < top_k < logits.size(-1):
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -199,9 +200,9 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _first_crossing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Return the first index of positive weight whose running sum exceeds the target.
+    """Return in each row the first index with a positive weight and a running sum over the target.
 
-    If no sum does, the last index of positive weight; if no weight is positive, index 0. A binary
+    If there is none, the last index with a positive weight; if no weight is positive, 0. A binary
     search would be wrong: the sums of parallel scans may fall, and may rise at a weight of 0.
 
     ends:    [rows, n] running sums of `weights`
