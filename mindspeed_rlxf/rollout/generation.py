@@ -26,7 +26,7 @@ from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
 from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
-from mindspeed_rlxf.rollout.rows import RowGroup, GrowingSample, RowStates
+from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs
 
 REFILLED = 8  # while others decode, samples enter once they would be 1 in REFILLED of the rows
@@ -138,7 +138,9 @@ class Generation:
         first, rows = len(self.active), max(self._count_admissible(), 1)
         entering = [self.waiting.popleft() for _ in range(rows)]
         kept, counts = self.active, [len(row.tokens) for row in entering]
-        self._set_active([*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64))
+        self._set_active(
+            [*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64)
+        )
         self.cache.fit(len(self.active), self._longest_row(self.limits.steps))
         self.states.set_up(first, entering)
         donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}

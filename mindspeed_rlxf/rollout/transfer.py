@@ -149,7 +149,9 @@ class WeightReceiver(_TransferSide):
         Raises WeightsDiffer, after all copies, where a parameter's checksum is not that in `sums`.
         """
         names = []
-        for move, part, expected in zip(bucket, _split_by_move(flat, bucket), sums.tolist(), strict=True):
+        for move, part, expected in zip(
+            bucket, _split_by_move(flat, bucket), sums.tolist(), strict=True
+        ):
             piece = self.tensors[move.target].narrow(move.dim, move.target_start, move.size)
             piece.copy_(part.view(piece.shape))
             if bit_sum(piece) != expected:

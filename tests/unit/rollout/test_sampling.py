@@ -22,8 +22,8 @@ from mindspeed_rlxf.rollout.sampling import (
     SamplingSettings,
     _filter,
     choose_tokens,
-    fixed_order_sum,
     draw_tokens,
+    fixed_order_sum,
     uniform_numbers,
 )
 from tests.unit.rollout.on_device import on_device

@@ -26,8 +26,8 @@ from mindspeed_rlxf.rollout.transfer_plan import (
     Move,
     TrainingLayout,
     make_buckets,
-    plan_layout_moves,
     order_peers,
+    plan_layout_moves,
 )
 
 PLAIN = ArchitectureConfig(
@@ -123,7 +123,9 @@ def test_every_number_arrives_once_and_where_it_belongs(
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equal_layouts_move_whole_tensors(name: str, tp: int) -> None:
     a = FAMILIES[name]
-    planned = list(plan_layout_moves(a, TrainingLayout(ParallelLayout(tp, tp)), ParallelLayout(tp, tp)))
+    planned = list(
+        plan_layout_moves(a, TrainingLayout(ParallelLayout(tp, tp)), ParallelLayout(tp, tp))
+    )
     assert len(planned) == tp * len(list(stage_parameters(a, LM)))
     assert all(m.source_start == m.target_start == 0 for m in planned)
     split = [m for m in planned if "norm" not in m.target and "router" not in m.target]
