@@ -131,6 +131,10 @@ class SharedExperts(nn.Module):
         """View the weights where they are now. Call it before passes; they may have been moved."""
         self._local = LocalExperts(self.experts)
 
+    def release(self) -> None:
+        """Drop the views of the weights, which would keep their memory after they are freed."""
+        self._local = None
+
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Compute the layer for this rank's tokens; Megatron's second result, a bias, is None.
 

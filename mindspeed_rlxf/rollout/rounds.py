@@ -34,7 +34,7 @@ class Rounds:
         self.layers, self.exchange, self.host = layers, exchange, host
 
     def begin(self) -> None:
-        """Prepare for the passes of one call; the weights must not be moved until `finish`."""
+        """View the weights of the shared layers, which must not be moved until `finish`."""
         for layer in self.layers:
             layer.bind()
 
@@ -50,7 +50,8 @@ class Rounds:
     def finish(self) -> int:
         """Compute this rank's experts for other ranks' passes until all ranks have finished.
 
-        Returns the number of these passes.
+        Then forgets where the weights are, so that they can be freed. Returns the number of these
+        passes.
         """
         passes = 0
         while self.layers and self._exchange_sizes(0):
@@ -59,6 +60,8 @@ class Rounds:
             for layer in self.layers:
                 layer(nothing)
             passes += 1
+        for layer in self.layers:
+            layer.release()
         return passes
 
     def _exchange_sizes(self, tokens: int) -> bool:
