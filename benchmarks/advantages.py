@@ -1,8 +1,8 @@
-"""Milliseconds of GAE over 64 responses of 32,768 tokens, and of a loop over tokens beside it.
+"""Measure the time of GAE over 64 responses of 32,768 tokens, beside a loop over tokens.
 
-Both have fp32 inputs and one thread, as a worker has by default; responses are whole, of different
-lengths, or with tokens of tools between. The error is the largest distance from the loop in fp64,
-relative to each advantage. Prints one JSON line.
+Inputs are fp32 and torch has one thread, as a worker has by default. `whole`: all responses have
+all tokens; `lengths`: different lengths; `tools`: tokens of tools between. `..._relative_error` is
+the largest distance from the loop in fp64, relative to each advantage. Prints one JSON line.
 
     python benchmarks/advantages.py [--rows 64] [--tokens 32768] [--threads 1] [--repeats 5]
 """
@@ -62,6 +62,7 @@ def main() -> None:
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Return the median wall time of `repeats` calls of `run`, in ms."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -71,7 +72,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def looped_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
-    """GAE token after token from the last, all rows at once."""
+    """Return GAE advantages [rows, tokens], computed token by token from the last one."""
     advantages = torch.zeros_like(rewards)
     following, next_values = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
     for slot in reversed(range(rewards.size(1))):

@@ -1,8 +1,10 @@
-"""The largest data-parallel rank's work over the mean: samples in order, ours, and two references.
+"""Compare four assignments of samples to data-parallel ranks by the work of the busiest rank.
 
-32 samples per rank of `balance_lengths.json`, cost of Qwen2.5-7B. Prints one JSON line: the largest
-rank's cost over the mean, the time of our assignment in ms, and `micro_batches` of at most 16384
-tokens on the rank that has most, in order and packed.
+The assignments are the samples' order, `equal_parts` of this package (`ours`), and two reference
+algorithms. 32 samples per rank with the lengths of `balance_lengths.json`; work is that of
+Qwen2.5-7B in FLOPs. Prints one JSON line: for each number of ranks the busiest rank's work over the
+mean, the time of `equal_parts` in ms, and the largest number of micro-batches of at most 16384
+tokens on a rank (`micro_batches`): in order, and packed.
 
     python benchmarks/balance.py [--write-lengths SEED]
 """
@@ -38,7 +40,9 @@ QWEN25_7B = ArchitectureConfig(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write-lengths", type=int, metavar="SEED")
+    parser.add_argument(
+        "--write-lengths", type=int, metavar="SEED", help="draw new lengths and store them first"
+    )
     seed = parser.parse_args().write_lengths
     if seed is not None:
         LENGTHS.write_text(json.dumps(make_lengths(seed)) + "\n", encoding="utf-8")
@@ -61,19 +65,21 @@ def make_lengths(seed: int) -> dict[str, object]:
 
 
 def stored_lengths(count: int) -> tuple[list[int], list[int]]:
-    """Prompt and response lengths of the first `count` stored samples."""
-    found = json.loads(LENGTHS.read_text(encoding="utf-8"))
-    return found["prompts"][:count], found["responses"][:count]
+    """Return prompt and response lengths of the first `count` stored samples."""
+    stored = json.loads(LENGTHS.read_text(encoding="utf-8"))
+    return stored["prompts"][:count], stored["responses"][:count]
 
 
 def stored_costs(count: int) -> list[int]:
-    """Costs of the first `count` stored samples."""
+    """Return the FLOPs of the first `count` stored samples."""
     both = zip(*stored_lengths(count), strict=True)
     return [sample_flops(QWEN25_7B, p + r, r) for p, r in both]
 
 
 def measure(dp: int) -> dict[str, object]:
-    costs, mean = stored_costs(dp * PER_RANK), sum(stored_costs(dp * PER_RANK)) / dp
+    """Compare the assignments for `dp` data-parallel ranks."""
+    costs = stored_costs(dp * PER_RANK)
+    mean = sum(costs) / dp
     in_order = [list(range(i * PER_RANK, (i + 1) * PER_RANK)) for i in range(dp)]
     started = time.perf_counter()
     parts = equal_parts(costs, dp)
@@ -93,11 +99,12 @@ def measure(dp: int) -> dict[str, object]:
 
 
 def largest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
+    """Return the largest sum of costs of a part. parts: indices of `costs`"""
     return max(sum(costs[item] for item in part) for part in parts)
 
 
 def largest_greedy(costs: Sequence[float], parts: int) -> float:
-    """The largest sum of longest processing time first (LPT) with equal counts."""
+    """Return the largest sum of costs of a part, by LPT (longest first) with equal counts."""
     size = len(costs) // parts
     filled: list[list[float]] = [[] for _ in range(parts)]
     for cost in sorted(costs, reverse=True):
@@ -106,8 +113,11 @@ def largest_greedy(costs: Sequence[float], parts: int) -> float:
 
 
 def largest_karmarkar_karp(costs: Sequence[float], parts: int) -> float:
-    """The largest sum of balanced differencing (Michiels et al., ISAAC 2003): tuples of one item
-    per part; the two that differ most within are joined, large sums to small ones."""
+    """Return the largest sum of costs of a part, by balanced differencing.
+
+    Michiels et al., ISAAC 2003: begin with tuples of one item per part; join the two tuples with
+    the largest differences within, large sums to small ones, until one is left.
+    """
     ascending, number = sorted(costs), itertools.count()
     heap: list[tuple[float, int, list[float]]] = []
 

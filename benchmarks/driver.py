@@ -1,13 +1,13 @@
-"""CPU time of the driver for each worker and phase, beside that of a bare call of a Ray actor.
+"""Measure the driver's CPU time for each worker and phase, beside a bare call of a Ray actor.
 
-The trainer, its role groups, metrics and files are real; the workers answer at once. 32 of them are
-processes of a pool with a world of their own, then 512 are stand-ins, 64 to a process, which
-answer without reading their inputs. Each iteration has nine phases; between iterations the driver
-calls bare actors, one for each process of the pool, that return their argument. It makes as many
-calls as the trainer did, twice: one call at a time, as one bare call costs; and all calls of a
-phase before all answers, where calls share the wake-ups of Ray's threads. CPU time is that of the
-whole driver process, Ray's threads included. Prints one JSON line. A real worker needs about
-0.2 GiB and 3 s of CPU time to start.
+The trainer, its role groups, metrics and files are real; the workers answer at once. First there
+are 32 workers, processes of a pool with a world of its own; then 512 stand-ins, 64 to a process,
+which answer without reading their inputs. Each iteration has nine phases. Between iterations the
+driver calls bare actors, one for each process of the pool, that return their argument. It makes as
+many calls as the trainer did, twice: each call after the answer to the last, which is the cost of
+one bare call; and all calls of a phase before the first answer, where calls share the wake-ups of
+Ray's threads. CPU time is that of the whole driver process, Ray's threads included. Prints one JSON
+line. A real worker needs about 0.2 GiB and 3 s of CPU time to start.
 
     python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
 """
@@ -59,7 +59,8 @@ from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
-SAMPLES, RANKS_PER_PROCESS, WARM = 4, 64, 2  # samples of a worker; iterations before the first
+SAMPLES, RANKS_PER_PROCESS = 4, 64  # samples of a worker; stand-ins in a process
+WARM = 2  # iterations that are not measured
 NUMBERS = Summary(SAMPLES, 1.0, 1.0, 0.0)
 STEP = {"pg_loss": 0.1, "pg_clipfrac": 0.0, "ppo_kl": 0.0, "entropy": 1.0, "grad_norm": 1.0}
 VALUE_STEP = {"vf_loss": 0.1, "vf_clipfrac": 0.0, "vpred_mean": 0.0, "grad_norm": 1.0}
@@ -67,13 +68,16 @@ VALUE_STEP = {"vf_loss": 0.1, "vf_clipfrac": 0.0, "vpred_mean": 0.0, "grad_norm"
 
 @dataclass(frozen=True)
 class Blank(Rows):
+    """Rows without meaning."""
+
     numbers: torch.Tensor  # [batch, response] fp32
 
 
 class Role:
-    """Answers every method of every role at once, with rows and reports of the usual size."""
+    """Stands in for every role: answers at once, with rows and reports of the usual size."""
 
     def __init__(self, *arguments: Any) -> None:
+        """Take the length of a response, the only int among the arguments."""
         self.length = next(a for a in arguments if isinstance(a, int))
 
     def _rows(self, rows: Any) -> Blank:
@@ -108,7 +112,7 @@ class Role:
 
 
 class ManyRanks:
-    """The stand-in of many ranks in one process: runs requests without fetching rows."""
+    """Stands in for many ranks in one process: runs requests without fetching their rows."""
 
     def __init__(self, length: int) -> None:
         from mindspeed_rlxf.cluster.ray import message
@@ -116,40 +120,45 @@ class ManyRanks:
         self.role, self.kept, self.message = Role(length), KeptRows(), message
 
     def run_request(self, message: list[Any], built: Any = None) -> Reply:
-        asked = self.message.Message(*message)
-        self.kept.drop(asked.dropped)
-        if built is not None or asked.of_engine:
+        """Run a request of the driver; answer at once if it builds a role or is for an engine."""
+        received = self.message.Message(*message)
+        self.kept.drop(received.dropped)
+        if built is not None or received.of_engine:
             return Reply(None, None, 0.0)
-        request = self.message.read_request(asked, built)
+        request = self.message.read_request(received, built)
         output = getattr(self.role, request.method)(*request.args)
-        self.kept.put(asked.key, output.rows)
+        self.kept.put(received.key, output.rows)
         rows = None if output.rows is None else output.rows.num_rows
         return Reply(output.report, rows, 0.0)
 
 
 class Bare:
+    """An actor that returns its argument."""
+
     def same(self, value: Any) -> Any:
         return value
 
 
 class Measured(PpoTrainer):
-    """Notes the CPU seconds of each iteration, and of as many bare calls after it."""
+    """Measures the CPU seconds of each iteration, and of as many bare calls after it."""
 
     def prepare(self, bare: list[Any], ray: Any) -> None:
+        """Set the actors for bare calls and empty all counters; call it before `fit`."""
         from mindspeed_rlxf.cluster.ray import pool
 
         self.bare, self.ray = bare, ray
         self.module = SimpleNamespace(make_messages=pool.make_messages, gather=pool.gather)
-        self.cpu: list[float] = []
-        self.single_cpu: list[float] = []  # of a bare call that is waited for before the next
-        self.bare_cpu: list[float] = []  # of one of many bare calls at once
-        self.main_cpu: list[float] = []  # of `cpu` in the main thread
-        self.bare_main: list[float] = []
-        self.num_calls = self.num_phases = 0  # of the iteration under way
+        # CPU seconds per call, one number for each iteration
+        self.cpu: list[float] = []  # of the trainer
+        self.main_cpu: list[float] = []  # of the trainer, in the main thread alone
+        self.single_cpu: list[float] = []  # of bare calls, each after the answer to the last
+        self.bare_cpu: list[float] = []  # of bare calls, a phase at once
+        self.bare_main: list[float] = []  # of bare calls, a phase at once, in the main thread alone
+        self.num_calls = self.num_phases = 0  # of the present iteration
         self.num_replies = self.bytes_out = self.bytes_in = 0
 
     def count_out(self, requests: Any, *arguments: Any) -> list[tuple[Any, ...]]:
-        """Make the messages of a phase, and count them; of the first iteration also the bytes."""
+        """Make the messages of a phase and count them; in the first iteration also their bytes."""
         messages = self.module.make_messages(requests, *arguments)
         self.num_phases += 1
         self.num_calls += len(messages)
@@ -158,6 +167,7 @@ class Measured(PpoTrainer):
         return messages
 
     def count_in(self, tasks: Any, timeout_s: float) -> list[Reply]:
+        """Wait for replies and count them; in the first iteration also their bytes."""
         replies = self.module.gather(tasks, timeout_s)
         self.num_replies += len(replies)
         if not self.cpu:
@@ -169,13 +179,13 @@ class Measured(PpoTrainer):
         self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
         self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
         self._bare_calls()
-        asked = self.num_phases * self.actor.train.pool.world_size
+        requests = self.num_phases * self.actor.train.pool.world_size
         self.facts = {
             "phases": self.num_phases,
             "messages": self.num_calls + self.num_replies,
-            "messages_per_worker_and_phase": (self.num_calls + self.num_replies) / asked,
-            "bytes_of_request": self.bytes_out // asked,
-            "bytes_of_reply": self.bytes_in // asked,
+            "messages_per_worker_and_phase": (self.num_calls + self.num_replies) / requests,
+            "bytes_of_request": self.bytes_out // requests,
+            "bytes_of_reply": self.bytes_in // requests,
         }
         self.num_phases = self.num_calls = self.num_replies = 0
 
@@ -210,8 +220,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=32)
     parser.add_argument("--stand-ins", type=int, default=512)
     parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[64, 8192])
-    parser.add_argument("--profile", action="store_true", help="cProfile of the stand-ins' driver")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[64, 8192], help="response tokens, one run each"
+    )
+    parser.add_argument("--profile", action="store_true", help="print a cProfile of the driver")
     arguments = parser.parse_args()
     from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
@@ -244,7 +256,7 @@ def main() -> None:
 
 
 def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
-    """A pool whose ranks are stand-ins, 64 to a process."""
+    """Start a pool whose ranks are stand-ins, 64 to a process."""
     import ray
 
     from mindspeed_rlxf.cluster.nodes import Place
@@ -262,12 +274,11 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
         for rank in range(size)
     ]
     pools = runtime.pools
-    pool = RayPool("main", workers, setups, [SimpleNamespace()] * size, pools.deadlines, pools)
-    return pool
+    return RayPool("main", workers, setups, [SimpleNamespace()] * size, pools.deadlines, pools)
 
 
 def memory_mib(pool: Any) -> int:
-    """Return the median memory of a worker, pages that it shares divided among their users."""
+    """Return the median proportional set size of the workers: shared pages count in part."""
     found = []
     for place in pool.workers.places:
         lines = Path(f"/proc/{place.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -276,6 +287,7 @@ def memory_mib(pool: Any) -> int:
 
 
 def end_stand_ins(pool: Any) -> None:
+    """Kill the processes of a pool of stand-ins."""
     import ray
 
     for process in set(pool.workers.actors):
@@ -283,6 +295,7 @@ def end_stand_ins(pool: Any) -> None:
 
 
 def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train with stand-in roles on a pool; return the figures. length: of a response"""
     import ray
 
     with tempfile.TemporaryDirectory() as name:
@@ -297,7 +310,7 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         ray.get([actor.same.remote(0) for actor in actors])
         trainer.prepare(actors, ray)
         if arguments.profile:
-            profiled(trainer)
+            fit_with_profile(trainer)
         else:
             trainer.fit()
         idle = idle_share()
@@ -322,13 +335,14 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
 
 
 def idle_share(seconds: float = 3.0) -> float:
-    """Return the CPU seconds per second of a driver that does nothing: those of Ray's threads."""
+    """Sleep, and return the driver's CPU seconds per second meanwhile: those of Ray's threads."""
     began = cpu_s()
     time.sleep(seconds)
     return (cpu_s() - began) / seconds
 
 
-def profiled(trainer: Measured) -> None:
+def fit_with_profile(trainer: Measured) -> None:
+    """Train and print the profile of the main thread to stderr."""
     import cProfile
     import pstats
 
@@ -338,7 +352,7 @@ def profiled(trainer: Measured) -> None:
 
 
 def stand_in_roles(config: RunConfig, pool: Any, length: int) -> RoleGroups:
-    """The groups of a run, built of stand-ins."""
+    """Build the role groups of a run, with stand-ins as roles."""
     from mindspeed_rlxf.cluster import group
 
     build = group.RoleGroup.build
@@ -351,6 +365,7 @@ def stand_in_roles(config: RunConfig, pool: Any, length: int) -> RoleGroups:
 
 
 def run_config(size: int, folder: Path, iterations: int) -> RunConfig:
+    """Make the configuration of a run on `size` workers, with output below `folder`."""
     batch = size * SAMPLES
     keys = {
         "training.train_iters": iterations,
@@ -373,9 +388,10 @@ def run_config(size: int, folder: Path, iterations: int) -> RunConfig:
 
 
 def make_trainer(config: RunConfig, roles: RoleGroups) -> Measured:
+    """Make the trainer of a run, without checkpoints and validation."""
     prompts = [
         Prompt(i, "prompt", np.arange(2, 18), "truth", "source")
-        for i in range(2 * roles_size(config))
+        for i in range(2 * config.training.global_batch_size)
     ]
     nothing: Any = SimpleNamespace(
         settle=lambda note: None, is_due=lambda *_: False, validate=lambda *_, **__: {}
@@ -386,11 +402,8 @@ def make_trainer(config: RunConfig, roles: RoleGroups) -> Measured:
     return Measured(config, roles, source, nothing, recorder, nothing, stop)
 
 
-def roles_size(config: RunConfig) -> int:
-    return config.training.global_batch_size
-
-
 def cpu_s() -> float:
+    """Return the CPU seconds of this process so far, all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -1,7 +1,7 @@
-"""Seconds per PPO iteration of the tiny model with four roles, and from start to the first one.
+"""Measure the seconds of a PPO iteration of a tiny model, and of the start of a run.
 
-Batch 64, prompt and response 16 tokens, four roles with models on one pool. Prints one JSON line;
-the peer in the same run is the bare work: the forward and backward passes of one iteration in plain
+Batch 64, prompt and response 16 tokens, four roles with models on one pool. Prints one JSON line.
+Measured beside it in the same run: the forward and backward passes of one iteration in plain
 transformers, without generation, roles or runtime.
 
     python benchmarks/iteration.py [--iterations 12] [--devices 2] [--runtime ray|local]
@@ -72,7 +72,10 @@ def main() -> None:
 def make_models(
     folder: Path, shape: dict[str, int] = SHAPE
 ) -> tuple[LlamaForCausalLM, LlamaForSequenceClassification]:
-    """Random policy and scorer of that shape, in Megatron's names, saved to `folder`."""
+    """Make a random policy and a random scorer, and save both below `folder`.
+
+    shape: sizes by Megatron's names
+    """
     config = LlamaConfig(
         num_hidden_layers=shape["num_layers"],
         hidden_size=shape["hidden_size"],
@@ -95,7 +98,11 @@ def make_models(
 
 
 def plain_passes(policy: LlamaForCausalLM, scorer: LlamaForSequenceClassification) -> float:
-    """Old log-probs, reference, values, scores, and one update of policy and critic."""
+    """Return the median seconds of one iteration's passes, after one unmeasured.
+
+    Old log-probs, reference, values and scores, then forward and backward of policy and critic.
+    Sets torch's threads to all cores.
+    """
     torch.set_num_threads(os.cpu_count() or 1)
     ids = torch.randint(2, VOCAB, (BATCH, PROMPT + RESPONSE))
 
@@ -113,7 +120,10 @@ def plain_passes(policy: LlamaForCausalLM, scorer: LlamaForSequenceClassificatio
 
 
 def write_inputs(folder: Path, vocab: int = VOCAB, prompt_tokens: int = PROMPT) -> None:
-    """512 prompts of words of one token each, and a tokenizer of `vocab` words."""
+    """Write 512 prompts of random words to train.jsonl, and a tokenizer with a token per word.
+
+    vocab: number of tokens
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +149,10 @@ def train(
     shape: dict[str, int] = SHAPE,
     bf16: bool = False,
 ) -> list[dict]:
-    """The lines of metrics.jsonl of one run."""
+    """Train in another process; return the lines of its metrics.jsonl.
+
+    folder: with the models and inputs; gets the configuration and the run's output
+    """
     name = "bf16" if bf16 else "fp32"
     role = {"micro_batch_size": 32, "load": str(folder / "scorer")}
     policy = {**role, "load": str(folder / "policy")}

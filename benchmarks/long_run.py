@@ -1,9 +1,9 @@
-"""Does memory grow? Resident memory of every process of a run over hundreds of tiny iterations.
+"""Measure whether the memory of a run's processes grows over hundreds of tiny iterations.
 
-Driver, workers and Ray's object store are read from /proc each time metrics.jsonl has a new line.
-Prints one JSON line with the slope of each process after warm-up, a least-squares line in kB per
-iteration; draws what was measured with --picture (needs matplotlib). Ends with 1 when a slope is
-over the limit.
+The resident memory of driver, workers and Ray's object store is read from /proc each time
+metrics.jsonl has a new line. Prints one JSON line with the growth of each process after warm-up:
+the slope of a least-squares line in kB per iteration. With --picture draws the memory of each
+process (needs matplotlib). Ends with 1 when a slope is over the limit.
 
     python benchmarks/long_run.py [--iterations 500] [--warm-up 100] [--picture memory.png]
 """
@@ -44,7 +44,7 @@ POLL_S = 0.02
 
 @dataclass
 class Trace:
-    """Resident memory of one process. iterations: from 1; kb: one number for each."""
+    """Resident memory of one process. iterations: counted from 1; kb: memory at each"""
 
     iterations: list[int] = field(default_factory=list)
     kb: list[float] = field(default_factory=list)
@@ -54,7 +54,10 @@ class Trace:
         self.kb.append(kb)
 
     def slope(self, warm_up: int) -> float:
-        """kB per iteration after the first `warm_up`; 0 for fewer than two numbers."""
+        """Return the growth in kB per iteration after the first `warm_up` iterations.
+
+        0 with fewer than two measurements.
+        """
         points = [(i, kb) for i, kb in zip(self.iterations, self.kb, strict=True) if i > warm_up]
         if len(points) < 2:
             return 0.0
@@ -63,6 +66,7 @@ class Trace:
 
 
 def main() -> int:
+    """Train, print the result, and return the exit code: 1 where memory grows, else 0."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the run is ended as well
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=500)
@@ -70,9 +74,9 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--runtime", choices=["ray", "local"], default="ray")
     parser.add_argument("--save-interval", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="stop the run after that")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--numbers", type=Path, help="what was measured, as JSON")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="stop the run by then")
+    parser.add_argument("--picture", type=Path, help="draw the memory to this file")
+    parser.add_argument("--numbers", type=Path, help="write all measurements to this JSON file")
     arguments = parser.parse_args()
     if arguments.picture and importlib.util.find_spec("matplotlib") is None:
         parser.error("--picture needs matplotlib; install it or leave the picture out")
@@ -97,6 +101,7 @@ def main() -> int:
 def summary(
     arguments: Any, traces: dict[str, Trace], slopes: dict[str, float], wall_s: float
 ) -> dict[str, Any]:
+    """Return the figures to print. slopes: by process, kB per iteration"""
     return {
         "benchmark": "long_run",
         "runtime": arguments.runtime,
@@ -112,7 +117,7 @@ def summary(
 
 
 def write_config(folder: Path, arguments: Any) -> list[str]:
-    """Returns the command that trains."""
+    """Write the configuration of the run; return the command that trains."""
     scorer = {"micro_batch_size": BATCH, "load": str(folder / "scorer")}
     policy = {"micro_batch_size": BATCH, "load": str(folder / "policy")}
     tree = {
@@ -148,7 +153,12 @@ def write_config(folder: Path, arguments: Any) -> list[str]:
 
 
 def watch(command: list[str], run: Path, limit_s: float) -> dict[str, Trace]:
-    """Run it, or stop it at the limit; by the name of a process, its memory at each iteration."""
+    """Run a command, and measure its processes' memory after each iteration, by process name.
+
+    run:     the run's output folder
+    limit_s: the command is stopped then
+    Ends the benchmark with an error if the command fails or no iteration ends in time.
+    """
     traces: dict[str, Trace] = {}
     names: dict[int, str] = {}
     seen, offset, ends = 0, 0, time.monotonic() + limit_s
@@ -179,7 +189,12 @@ def watch(command: list[str], run: Path, limit_s: float) -> dict[str, Trace]:
 
 
 def measure(root: int, iteration: int, names: dict[int, str], traces: dict[str, Trace]) -> None:
-    """One number for each process of the run."""
+    """Add the present memory of each process of the run to its trace.
+
+    root:   process id of the run's command
+    names:  process id -> name; gets an entry for each new process
+    traces: by name
+    """
     first = psutil.Process(root)
     for process in [first, *first.children(recursive=True)]:
         try:
@@ -196,10 +211,14 @@ def measure(root: int, iteration: int, names: dict[int, str], traces: dict[str, 
 
 
 def name_of(process: psutil.Process, root: int, taken: Sequence[str] | Any) -> str:
-    """Empty for processes that are none of ours and none of the object store."""
+    """Name a process of the run; "" for one that is not measured.
+
+    root:  process id of the run's command
+    taken: names given so far, by which workers are numbered
+    """
     command = process.cmdline()
     title = " ".join(command)
-    if "ray_gpt.py" in title:  # twice where one supervises
+    if "ray_gpt.py" in title:  # the driver, and the supervisor if there is one
         supervises = process.pid == root and any(
             "ray_gpt.py" in " ".join(child.cmdline()) for child in process.children()
         )
@@ -212,7 +231,7 @@ def name_of(process: psutil.Process, root: int, taken: Sequence[str] | Any) -> s
 
 
 def draw(file: Path, traces: dict[str, Trace], slopes: dict[str, float], warm_up: int) -> None:
-    """Growth since the end of the warm-up, one line for each process."""
+    """Draw the growth of each process since the end of the warm-up to `file`."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,11 +1,12 @@
-"""Seconds of a whole PPO iteration, ours and that of TRL's PPOTrainer with the same weights.
+"""Measure the seconds of a PPO iteration of this package and of TRL's PPOTrainer.
 
-Four models of one shape, fp32, sdpa, prompts of 64 tokens, responses of up to 512, micro-batches of
-4, one optimizer step of policy and critic each. `equal`: all responses have 205 tokens; `mix`: the
-lengths of `rollout_lengths.json`, whose mean is 40% of the limit. The length of a response is
-forced by its position in the batch in both. Ours runs with recomputed log-probs (a pass more than
-TRL makes) and with those of generation (as TRL). Each runs in a process of its own with the same
-threads; the processes take turns, and each leaves its first iteration out. Prints one JSON line.
+Both have the same weights: four models of one shape, fp32, sdpa, prompts of 64 tokens, responses of
+up to 512, micro-batches of 4, one optimizer step of policy and critic each. `equal`: all responses
+have 205 tokens; `mix`: the lengths of `rollout_lengths.json`, whose mean is 40% of the limit. The
+length of each response is forced by its position in the batch. This package runs twice: with
+recomputed old log-probs (a pass more than TRL makes), and with those of generation (as TRL). Each
+run has a process of its own with the same number of threads; the processes take turns, and the
+first iteration of each is left out. Prints one JSON line.
 
 TRL's last release with PPO is 1.12.0: `pip install --no-deps --target FOLDER trl==1.12.0 accelerate
 datasets pyarrow pandas dill multiprocess xxhash` leaves the environment as it is.
@@ -51,14 +52,18 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SHAPES), default="19m")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=2, help="of a round, after the first")
+    parser.add_argument(
+        "--iterations", type=int, default=2, help="measured iterations of each process"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workloads", default="equal,mix")
-    parser.add_argument("--limit", type=int, default=LIMIT, help="divides all lengths too")
     parser.add_argument(
-        "--trl", type=Path, help="folder that holds trl, if the environment lacks it"
+        "--limit", type=int, default=LIMIT, help="most response tokens; scales all lengths"
     )
-    parser.add_argument("--child", nargs=3, metavar=("WHO", "WORKLOAD", "FOLDER"))
+    parser.add_argument("--trl", type=Path, help="folder with trl, if the environment lacks it")
+    parser.add_argument(
+        "--child", nargs=3, metavar=("WHO", "WORKLOAD", "FOLDER"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     if arguments.child:
         who, workload, name = arguments.child
@@ -72,7 +77,7 @@ def main() -> None:
 
 
 def forced_lengths(workload: str, arguments: argparse.Namespace) -> list[int]:
-    """Tokens of the response at each position of the batch, at most the limit."""
+    """Return the response tokens at each position of the batch: 2 up to the limit."""
     stored = json.loads(LENGTHS.read_text(encoding="utf-8"))["responses"]
     lengths = [EQUAL] * arguments.batch if workload == "equal" else stored[: arguments.batch]
     assert len(lengths) == arguments.batch, f"a batch has at most {len(stored)} stored lengths"
@@ -80,7 +85,7 @@ def forced_lengths(workload: str, arguments: argparse.Namespace) -> list[int]:
 
 
 def race(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Let TRL and ours take turns in every workload; medians of all measured iterations."""
+    """Run TRL and this package in turn on every workload; return the median seconds and ratios."""
     import torch
 
     policy, _ = make_models(folder, SHAPES[arguments.size])
@@ -109,7 +114,10 @@ def race(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def child(who: str, workload: str, folder: Path, arguments: argparse.Namespace) -> list[float]:
-    """Seconds of each iteration but the first of one process."""
+    """Train in another process; return the seconds of each iteration but the first.
+
+    who: "trl", or this package with that value of `algorithm.old_log_probs`
+    """
     paths = [str(ROOT), *([str(arguments.trl)] if arguments.trl and who == "trl" else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
@@ -134,7 +142,10 @@ def child(who: str, workload: str, folder: Path, arguments: argparse.Namespace) 
 def our_seconds(
     old_log_probs: str, lengths: list[int], folder: Path, arguments: argparse.Namespace
 ) -> list[float]:
-    """Train in this process with requests of the given lengths."""
+    """Train with this package in this process; return the seconds of each iteration.
+
+    lengths: response tokens that are forced, by position in the batch
+    """
     from dataclasses import replace
 
     from mindspeed_rlxf.cli import train
@@ -176,7 +187,7 @@ def our_seconds(
 
 
 def our_tree(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The configuration of one process with four models, as a YAML tree."""
+    """Return the configuration of one process with four models, as a YAML tree."""
     shape = json.loads((folder / "policy" / "config.json").read_text(encoding="utf-8"))
     scorer = {"micro_batch_size": MICRO, "load": str(folder / "scorer")}
     policy = {"micro_batch_size": MICRO, "load": str(folder / "policy")}
@@ -222,7 +233,10 @@ def our_tree(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 def trl_seconds(
     _who: str, lengths: list[int], folder: Path, arguments: argparse.Namespace
 ) -> list[float]:
-    """Train with TRL in this process; EOS is forced where each response has to end."""
+    """Train with TRL in this process; return the seconds of each iteration.
+
+    lengths: response tokens, by position in the batch; EOS is forced as the last
+    """
     import torch
     from transformers import (
         LlamaForCausalLM,
@@ -291,7 +305,7 @@ def trl_seconds(
 
 
 def force_lengths(policy: Any, lengths: list[int], eos: int) -> None:
-    """Let `policy.generate` end the response at each position of the batch where it has to."""
+    """Replace `policy.generate` by one whose responses have these lengths, by position."""
     from transformers import LogitsProcessorList
 
     generate = policy.generate

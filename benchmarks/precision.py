@@ -1,6 +1,6 @@
-"""What bf16 gains over fp32: seconds of the parts of one PPO iteration on one process.
+"""Measure the seconds of the phases of a PPO iteration on one process, in bf16 and in fp32.
 
-Prints one JSON line; the peer in the same run is the same work in fp32.
+Prints one JSON line.
 
     python benchmarks/precision.py [--hidden-size 768] [--layers 8] [--iterations 4]
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from iteration import SHAPE, make_models, train, write_inputs
 
-PARTS = ("all", "gen", "old_log_prob", "update_actor", "update_critic")
+PHASES = ("all", "gen", "old_log_prob", "update_actor", "update_critic")
 
 
 def main() -> None:
@@ -37,8 +37,8 @@ def main() -> None:
         for bf16 in (False, True):
             lines = train(folder, arguments.iterations, 1, "local", shape, bf16)
             seconds["bf16" if bf16 else "fp32"] = {
-                part: statistics.median(line["metrics"][f"timing/{part}"] for line in lines[1:])
-                for part in PARTS
+                phase: statistics.median(line["metrics"][f"timing/{phase}"] for line in lines[1:])
+                for phase in PHASES
             }
     print(
         json.dumps(
@@ -50,7 +50,8 @@ def main() -> None:
                 "torch": torch.__version__,
                 **{f"{k}_s": {p: round(s, 3) for p, s in v.items()} for k, v in seconds.items()},
                 "ratio_bf16_to_fp32": {
-                    part: round(seconds["bf16"][part] / seconds["fp32"][part], 2) for part in PARTS
+                    phase: round(seconds["bf16"][phase] / seconds["fp32"][phase], 2)
+                    for phase in PHASES
                 },
             }
         )

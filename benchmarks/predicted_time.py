@@ -1,9 +1,9 @@
-"""Predicted and measured time of an iteration here, for models that the calibration did not see.
+"""Compare predicted and measured seconds of an iteration, for models not used to calibrate.
 
-Calibrates (`doctor --calibrate` in memory), then trains three other models in the same way: PPO
-with four models of 5 to 20 M parameters each, one process. Prints one JSON line; `worst` is the
-largest relative error of an iteration. On a CPU with one thread both sides are seconds of the
-process's own time, so that other programs of the machine do not count.
+Calibrates as `doctor --calibrate` does, without a file, then trains models of three other shapes:
+PPO with four models of 5 to 20 M parameters each (on a device larger), one process. Prints one JSON
+line; `worst` is the largest relative error of an iteration. On a CPU with one thread prediction and
+measurement are CPU seconds of the process, so that other programs of the machine do not count.
 
     python benchmarks/predicted_time.py [--device auto] [--threads 1] [--calibration FILE]
 """
@@ -47,7 +47,7 @@ def main() -> None:
     kinds = [kind.value for kind in DeviceKind]
     parser.add_argument("--device", choices=kinds, default="auto")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--calibration", help="a file of doctor --calibrate, in place of a new one")
+    parser.add_argument("--calibration", help="use this file of doctor --calibrate")
     arguments = parser.parse_args()
     kind = device.resolve_kind(DeviceKind(arguments.device))
     threads, bf16 = arguments.threads, kind is not DeviceKind.CPU
@@ -76,7 +76,10 @@ def main() -> None:
 
 
 def compared(run: Measured, rates: Rates) -> dict[str, Any]:
-    """Compare one run with its prediction, as a whole and by phase."""
+    """Compare one run with its prediction, as a whole and by phase.
+
+    Errors are predicted / measured - 1.
+    """
     made, measured_s = predict(run.config, rates), run.seconds["all"]
     a = run.config.actor_rollout.architecture
     return {

@@ -1,9 +1,9 @@
-"""Seconds to preprocess GSM8K's 7,473 rows with two workers, and the cost of a row.
+"""Measure the seconds to preprocess GSM8K's 7,473 rows with two workers, and CPU time per row.
 
-Prints one JSON line. The peer in the same run is the tokenizer alone on the same texts, one batch,
-in as many processes at once, since cores that share their caches are slower together. The cost of a
-row is CPU time of all processes, so that the other load of the machine does not count: that of nine
-times the rows less that of the rows once, which leaves the start out.
+Prints one JSON line. Measured beside it: the tokenizer alone on the same texts in one batch, in as
+many processes at once, since cores that share their caches are slower together. The time per row is
+CPU time of all processes, so that other load of the machine does not count. It is the difference
+between nine times the rows and the rows once, which leaves the start out.
 
     python benchmarks/preprocess.py [--data FOLDER_OF_GSM8K]
 """
@@ -63,6 +63,7 @@ def main() -> None:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of VOCAB tokens on texts."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -77,7 +78,10 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def tokenizing_s(folder: Path, texts: list[str]) -> float:
-    """CPU seconds of one batch, the best of ten; the process has one thread that works."""
+    """Return the CPU seconds to tokenize all texts in one batch, the best of ten.
+
+    folder: of the tokenizer
+    """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     seconds = []
     for _ in range(10):
@@ -88,7 +92,10 @@ def tokenizing_s(folder: Path, texts: list[str]) -> float:
 
 
 def command(folder: Path, rows_file: Path, copies: int) -> tuple[float, float]:
-    """(wall seconds, CPU seconds of all processes) of the whole command."""
+    """Run preprocess_data.py; return its wall seconds and the CPU seconds of all its processes.
+
+    copies: how often the rows are given
+    """
     used = children_cpu_s()
     started = time.monotonic()
     subprocess.run(
@@ -109,6 +116,7 @@ def command(folder: Path, rows_file: Path, copies: int) -> tuple[float, float]:
 
 
 def children_cpu_s() -> float:
+    """Return the CPU seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,9 +1,9 @@
-"""Resident memory with the prompts of a parquet file, of many rows and of a tenth of them.
+"""Measure the resident memory with the prompts of a parquet file: many rows, and a tenth of them.
 
-Prints one JSON line. Each size is measured in a process of its own: it reads the file as a run does
-(checks, template, tokenizer), then draws one epoch at random and reads what is drawn. What grows
-with the file is the sampler's order, 8 bytes a row. `rows_held_mib` is the memory of the same
-rows as a list of Python objects, of a sample of them.
+Prints one JSON line. Each size is measured in a process of its own: it opens the file as a run does
+(checks, template, tokenizer), then draws one epoch at random and reads the prompts that it drew.
+Only the sampler's order grows with the file, by 8 bytes a row. `rows_held_mib` is the memory of
+all rows as a list of Python objects, estimated from 10,000 rows.
 
     python benchmarks/prompts.py [--rows 1000000] [--chat]
 """
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measured(rows: int, chat: bool) -> dict[str, Any]:
-    """Write a file and measure it in another process."""
+    """Write a temporary file of `rows` prompts; measure it in another process."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.parquet")
         write(file, rows, chat)
@@ -65,7 +65,10 @@ def measured(rows: int, chat: bool) -> dict[str, Any]:
 
 
 def write(file: Path, rows: int, chat: bool) -> None:
-    """One row group, the worst case: a reader may have to hold a column of it."""
+    """Write a parquet file in one row group, the worst case: a reader may load a whole column.
+
+    chat: prompts are lists of messages, not text
+    """
 
     def made(place: int) -> dict[str, Any]:
         text = f"Problem {place}: " + " ".join(str(place * k % 99_991) for k in range(3, 33))
@@ -86,7 +89,7 @@ def write(file: Path, rows: int, chat: bool) -> None:
 
 
 def make_tokenizer() -> Any:
-    """One id per byte."""
+    """Make a tokenizer with one id per byte, and a chat template."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
@@ -100,7 +103,10 @@ def make_tokenizer() -> Any:
 
 
 def measure(file: str, rows: int) -> dict[str, Any]:
-    """Memory above that of the process before it reads, and times."""
+    """Load the prompts and draw one epoch in this process; return memory and times.
+
+    Memory is above that of the process before it opened the file.
+    """
     data = DataConfig(train_files=[file], ground_truth_key="reward_model.ground_truth")
     tokenizer = make_tokenizer()
     before, started = resident_mib(), time.monotonic()
@@ -125,14 +131,15 @@ def measure(file: str, rows: int) -> dict[str, Any]:
 
 
 def resident_mib() -> float:
-    return _status("VmRSS")
+    return _status_mib("VmRSS")
 
 
 def peak_mib() -> float:
-    return _status("VmHWM")
+    return _status_mib("VmHWM")
 
 
-def _status(name: str) -> float:
+def _status_mib(name: str) -> float:
+    """Return a field of this process's /proc status, in MiB."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
     found = re.search(rf"{name}:\s+(\d+) kB", text)
     assert found, f"/proc/self/status has {name}"

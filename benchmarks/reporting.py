@@ -1,8 +1,8 @@
-"""CPU time of the driver for what a run shows and writes, beside an iteration of the tiny demo.
+"""Measure the driver's CPU time for reporting (console, files), in the tiny demo.
 
-Trains the demo's model with the default `logging` and takes the driver's CPU time of each function
-of the recorder, and of the live console where this has a terminal. Prints one JSON line; `share` is
-the sum of an iteration over the median time of one. Without the demo's models it makes them.
+Trains the demo's model with the default `logging`, and measures the CPU time of each function of
+the recorder, and of the live console on a terminal. Prints one JSON line; `share` is the CPU time
+per iteration over the median time of an iteration. Makes the demo's models where they are missing.
 
     python benchmarks/reporting.py [--iterations 30]
 """
@@ -45,13 +45,17 @@ MODELS = ROOT / "outputs" / "tiny"
 
 
 class Clock:
-    """CPU seconds of functions, by name; what one calls of the others counts once."""
+    """Sums the CPU seconds of watched methods, by name.
+
+    A watched method that another one calls counts for the caller only.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._thread = threading.local()
 
     def watch(self, owner: type, name: str) -> None:
+        """Replace a method of a class by one that is measured."""
         setattr(owner, name, self._timed(name, getattr(owner, name)))
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
-"""Seconds of an iteration whose responses finish over time, and whose rewards take time each.
+"""Measure whether rewards are computed while responses are still generated.
 
 Generation is a stub: 64 responses, finished at equal distances over 20 s. The reward function
-sleeps for 1 s, in 8 processes. An iteration should take no longer than the longer of generation and
-the last response plus its reward, with 10% for everything else; one reward after the other would
-take 64 s more. Prints one JSON line.
+sleeps for 1 s, in 8 processes. An iteration should take no longer than generation and the reward of
+the last response, and 10% for everything else (`bound_s`); rewards one after the other would take
+64 s more. Prints one JSON line.
 
     python benchmarks/rewards.py [--generation 20] [--reward 1] [--workers 8] [--samples 64]
 """
@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         metrics = run(Path(folder), arguments)
     seconds = [line["timing/all"] for line in metrics]
-    bound = max(arguments.generation, arguments.generation + arguments.reward) * 1.1
+    bound = (arguments.generation + arguments.reward) * 1.1
     report = {
         "benchmark": "rewards",
         **vars(arguments),
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def run(folder: Path, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Train in this process; return the metrics of each iteration."""
+    """Train in this process; return the metrics of each iteration. folder: for input and output"""
     (folder / "engine.py").write_text(ENGINE.replace("{seconds}", str(arguments.generation)))
     (folder / "reward.py").write_text(REWARD)
     function = (

@@ -1,19 +1,19 @@
-"""Generation by the native engine beside `transformers.generate` with the same weights.
+"""Measure generation by the native engine beside `transformers.generate` with the same weights.
 
-Two workloads of a Llama of 18.9 M parameters, fp32, sdpa, sampling at temperature 1: `equal` (16
-prompts of 64 tokens, 128 new tokens each) and `mix` (the prompts and response lengths of
-`rollout_lengths.json`, 16 at a time: transformers generates each batch of 16 until all of it are
-done, our engine refills finished rows). Lengths are forced in both, by position. The two take turns
-in one process, each with the number of threads that is fastest for it; medians of 5 (`--repeats`).
-Beside the time stands that of the processor (`cpu`), which other programs disturb less.
+Two workloads of a Llama of 18.9 M parameters, fp32, sdpa, sampling at temperature 1. `equal`: 16
+prompts of 64 tokens, 128 new tokens each. `mix`: prompts of 64 tokens with the response lengths of
+`rollout_lengths.json`, 16 at a time; transformers generates each batch of 16 until its longest
+response ends, the native engine refills finished rows. Lengths are forced by position. The two
+engines take turns in one process, each with the number of threads that is fastest for it; medians
+of 5 (`--repeats`). Beside wall seconds stand CPU seconds, which other programs disturb less.
 
-`cost`: processor time of the host and dispatched operators of a decode step, of a model of 28
-layers so small that computation hardly counts, with one thread. Both are the difference between a
-generation of 8 new tokens and one of 40, over the 32 steps between. Operators are those that a
-TorchDispatchMode sees, views included, after it has decomposed those without a kernel of their own.
+`cost`: CPU time and dispatched operators of one decode step, of a model of 28 layers so small that
+computation hardly counts, with one thread. Each is the difference between a generation of 40 new
+tokens and one of 8, over 32. Operators are those that a TorchDispatchMode sees, views included,
+after it has decomposed those without a kernel of their own.
 
-Prints one JSON line. With `--baseline CHECKOUT` the cost and the times of another checkout of this
-package, measured in a process of its own before and after, and the ratios to it.
+Prints one JSON line. With `--baseline CHECKOUT` also the figures of another checkout of this
+package, measured in a process of its own before and after, and the ratios to them.
 
     python benchmarks/rollout.py [--device cpu|cuda|npu] [--quick] [--parts equal,mix,cost]
 """
@@ -70,9 +70,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short repetition of each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", default="equal,mix,cost")
-    parser.add_argument("--baseline", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--baseline", type=Path, metavar="CHECKOUT", help="measure this one too")
     parser.add_argument("--ours-only", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--write-lengths", type=int, metavar="SEED")
+    parser.add_argument(
+        "--write-lengths", type=int, metavar="SEED", help="draw new lengths and store them first"
+    )
     arguments = parser.parse_args()
     if arguments.write_lengths is not None:
         LENGTHS.write_text(json.dumps(make_lengths(arguments.write_lengths)) + "\n", "utf-8")
@@ -84,7 +86,7 @@ def main() -> None:
 
 
 def make_lengths(seed: int, count: int = 64, limit: int = 512) -> dict[str, object]:
-    """Draw log-normal response lengths up to the limit, whose mean is 40% of it."""
+    """Draw log-normal response lengths of 8 tokens up to the limit, whose mean is 40% of it."""
     rng = np.random.default_rng(seed)
     drawn = rng.lognormal(0.0, 0.8, count)
     scales = np.linspace(1, limit, 4096)
@@ -96,6 +98,7 @@ def make_lengths(seed: int, count: int = 64, limit: int = 512) -> dict[str, obje
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Set up the device and measure the parts that are asked for, in this process."""
     device.setup(arguments.device)
     dist.init_process_group(
         device.backend(arguments.device), store=dist.HashStore(), rank=0, world_size=1,
@@ -123,9 +126,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Pair:
-    """The engine and transformers with the same random weights."""
+    """The native engine, and transformers' model with the same random weights."""
 
     def __init__(self, architecture: ArchitectureConfig, with_peer: bool) -> None:
+        """Build both. with_peer: whether `race` also measures transformers"""
         # Megatron may be imported after the device's set-up only.
         from mindspeed_rlxf.device import megatron_versions
         from mindspeed_rlxf.rollout.native import NativeRollout
@@ -159,10 +163,11 @@ class Pair:
         self.vocab = a.vocab_size
 
     def prompts(self, count: int) -> np.ndarray:
+        """Return random prompts [count, 64] int64, the same in every call."""
         return np.random.default_rng(SEED).integers(1, self.vocab, (count, 64))
 
     def ours(self, lengths: Sequence[int]) -> int:
-        """Generate; returns the number of tokens."""
+        """Generate responses of these lengths with the native engine; return the sum of tokens."""
         from mindspeed_rlxf.rollout.protocol import GenerationRequest
         from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
@@ -174,7 +179,10 @@ class Pair:
         return sum(len(result.tokens) for result in self.engine.generate(asked))
 
     def theirs(self, lengths: Sequence[int]) -> int:
-        """Generate batch after batch, each until all its rows have their lengths."""
+        """Generate responses of these lengths with transformers, ROWS at a time.
+
+        Each batch runs until its longest response ends. Returns the number of tokens.
+        """
         prompts, where = torch.from_numpy(self.prompts(len(lengths))), device.current_device()
         for start in range(0, len(lengths), ROWS):
             batch, wanted = prompts[start : start + ROWS], lengths[start : start + ROWS]
@@ -187,13 +195,12 @@ class Pair:
         return sum(lengths)
 
     def race(self, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
-        """Measure both in turn; tokens per second of each, and the ratio of the medians."""
+        """Measure both engines in turn; return median seconds, and transformers' over ours."""
         sides: dict[str, Callable[[Sequence[int]], int]] = {"ours": self.ours}
         if self.with_peer:
             sides["transformers"] = self.theirs
         for name, generate in sides.items():
-            self.threads.setdefault(name, 0)
-            if not self.threads[name]:
+            if name not in self.threads:
                 self.threads[name] = best_threads(lambda run=generate: run([24] * ROWS))
         times: dict[str, list[float]] = {name: [] for name in sides}
         busy: dict[str, list[float]] = {name: [] for name in sides}
@@ -219,6 +226,7 @@ class AtLengths(StoppingCriteria):
     """Ends each row at its own number of new tokens."""
 
     def __init__(self, prompt: int, lengths: Sequence[int], where: torch.device) -> None:
+        """prompt: tokens of each prompt; lengths: new tokens of each row"""
         self.ends = torch.tensor(lengths, device=where) + prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -226,7 +234,7 @@ class AtLengths(StoppingCriteria):
 
 
 def best_threads(run: Callable[[], Any]) -> int:
-    """Return the number of threads with which `run` is fastest."""
+    """Run with one thread and with all cores; return the faster number of threads."""
     found: dict[int, float] = {}
     for threads in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(threads)
@@ -257,7 +265,7 @@ class Counted(TorchDispatchMode):
 
 
 def step_cost(pair: Pair, repeats: int) -> dict[str, float]:
-    """Milliseconds of the host and operators of a decode step: those of 32 more, over 32."""
+    """Return the CPU milliseconds and the operators of one decode step, with one thread."""
     torch.set_num_threads(1)
 
     def took(new_tokens: int) -> float:
@@ -289,7 +297,7 @@ def measure_baseline(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(found: dict[str, Any], baselines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean of each figure of the baseline, and what it was times ours."""
+    """Return the mean of each figure of the baseline, and the ratio found / baseline."""
     compared: dict[str, Any] = {}
     for part, figures in (("cost", ("host_ms", "operators")), ("equal", ("ours_s",)),
                           ("mix", ("ours_s",))):  # fmt: skip

@@ -1,10 +1,10 @@
-"""Seconds of the forward pass and of the update of a policy, without Ray, beside plain torch.
+"""Measure the seconds of a policy's forward pass and update, without Ray, beside plain torch.
 
-Ours is the actor with its Megatron engine: packed sequences, log-probs of response tokens, the
-clipped loss, one step of Adam. The peer is transformers' model with the same weights in the same
-process: padded rows, the same loss, torch's AdamW. Both have micro-batches of the same rows and
-take turns; medians of 5. Prompts have 64 tokens, responses those of `rollout_lengths.json`. The
-log-probs of both are compared before anything is timed. Prints one JSON line.
+`ours` is the actor with its Megatron engine: packed sequences, log-probs of response tokens, the
+clipped loss, one step of Adam. `plain` is transformers' model with the same weights in the same
+process: padded rows, the same loss, torch's AdamW. They have micro-batches of the same rows and
+take turns; medians of 5. Prompts have 64 tokens, responses the lengths of `rollout_lengths.json`.
+Ends with an error if their log-probs differ before the measurement. Prints one JSON line.
 
     python benchmarks/update.py [--device cpu|cuda|npu] [--bf16] [--size 19m|100m] [--batch 16]
 """
@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=LIMIT, help="divides all lengths too")
+    parser.add_argument(
+        "--limit", type=int, default=LIMIT, help="most response tokens; scales all lengths"
+    )
     arguments = parser.parse_args()
     device.setup(arguments.device, arguments.threads)
     dist.init_process_group(
@@ -87,7 +89,11 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def race(part: str, sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Run both in turn, once unmeasured; medians, and how many times faster ours is."""
+    """Run both sides in turn, the first time unmeasured; return their median seconds and ratio.
+
+    part:  name of the figures
+    sides: "ours" and "plain"; the ratio is plain / ours
+    """
     times: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(repeats + 1):
         for side, run in sides.items():
@@ -102,6 +108,7 @@ def race(part: str, sides: dict[str, Callable[[], Any]], repeats: int) -> dict[s
 
 
 def make_rollouts(lengths: list[int]) -> Rollouts:
+    """Make random prompts, and random responses of these lengths."""
     rows, width = len(lengths), max(lengths)
     generator = torch.Generator().manual_seed(1)
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
@@ -122,11 +129,14 @@ def make_rollouts(lengths: list[int]) -> Rollouts:
 
 
 def make_advantages(rollouts: Rollouts) -> Tensor:
+    """Make random advantages [rows, response], the same in every call."""
     noise = torch.randn(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(2))
     return noise * rollouts.trained_mask
 
 
 class Ours:
+    """The policy in the actor of this package."""
+
     def __init__(self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> None:
         from mindspeed_rlxf.roles.actor import ActorRole
 
@@ -160,6 +170,8 @@ class Ours:
 
 
 class Plain:
+    """The policy in plain torch and transformers."""
+
     def __init__(self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> None:
         dtype = torch.bfloat16 if arguments.bf16 else torch.float32
         self.where = device.current_device()
@@ -170,18 +182,19 @@ class Plain:
         self.rollouts, self.advantages = rollouts, make_advantages(rollouts).to(self.where)
         both = torch.cat((rollouts.prompt_ids, rollouts.response_ids), dim=1)
         self.ids, self.mask = both.to(self.where), rollouts.trained_mask.to(self.where)
-        self.there = torch.cat(
-            (torch.ones_like(rollouts.prompt_ids).bool(), rollouts.trained_mask), 1
-        )
-        self.there = self.there.to(self.where)
+        prompts = torch.ones_like(rollouts.prompt_ids).bool()
+        self.attention_mask = torch.cat((prompts, rollouts.trained_mask), 1).to(self.where)
         self.old = self.forward().to(self.where)
 
     def _log_probs(self, rows: slice) -> Tensor:
-        """[rows, response] fp32 of a micro-batch, cut to its longest response."""
+        """Return the log-probs of a micro-batch [rows, response] fp32, up to its longest response.
+
+        0 behind the end of a response.
+        """
         width = int(self.mask[rows].sum(1).max())
         ids = self.ids[rows, : PROMPT + width]
-        logits = self.model(ids, attention_mask=self.there[rows, : PROMPT + width]).logits
-        logits = logits[:, PROMPT - 1 : -1].float()
+        mask = self.attention_mask[rows, : PROMPT + width]
+        logits = self.model(ids, attention_mask=mask).logits[:, PROMPT - 1 : -1].float()
         chosen = logits.gather(-1, ids[:, PROMPT:, None])[..., 0]
         return (chosen - logits.logsumexp(-1)) * self.mask[rows, :width]
 
@@ -202,9 +215,9 @@ class Plain:
             log_probs = self._log_probs(rows)
             width = log_probs.size(1)
             ratio = torch.exp(log_probs - self.old[rows, :width])
-            free = -self.advantages[rows, :width] * ratio
-            held = -self.advantages[rows, :width] * ratio.clamp(1 - CLIP, 1 + CLIP)
-            (torch.maximum(free, held).sum() / total).backward()
+            unclipped = -self.advantages[rows, :width] * ratio
+            clipped = -self.advantages[rows, :width] * ratio.clamp(1 - CLIP, 1 + CLIP)
+            (torch.maximum(unclipped, clipped).sum() / total).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

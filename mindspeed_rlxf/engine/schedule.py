@@ -12,7 +12,7 @@ from torch import Tensor
 from mindspeed_rlxf.engine.build import await_gathers
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.protocol import LossOutput
-from mindspeed_rlxf.models.experts import weigh_balance_loss
+from mindspeed_rlxf.models.experts import set_balance_loss_weight
 from mindspeed_rlxf.models.transformer import TransformerModel
 
 
@@ -42,7 +42,7 @@ def run_schedule(
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
             output = then(last, batch, hidden)
-            weigh_balance_loss(output.weight)
+            set_balance_loss_weight(output.weight)
             weight = torch.tensor(output.weight, dtype=torch.int, device=hidden.device)
             return output.loss, weight, output
 

@@ -1,9 +1,9 @@
 """Core attention for packed sequences: our own on CPU and CUDA, Megatron's on NPU.
 
-Megatron hands over query, key and value as [tokens, batch, heads, head_dim], or packed as [tokens,
-heads, head_dim], after the rotary embedding. What the tokens are - padded rows, packed sequences,
-one step of generation - is known to the object passed as `packed_seq_params`, whose `attend` does
-the work.
+Megatron passes query, key and value as [tokens, batch, heads, head_dim], or packed as [tokens,
+heads, head_dim], after the rotary embedding. Rows of equal length come without
+`packed_seq_params`; for packed sequences and for generation it is an `Attend`, whose method
+`attend` computes the attention.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mindspeed_rlxf.device import kernels
 # Padding all sequences of a pack to the longest costs compute but saves calls: it pays while the
 # attention area stays under this multiple of the exact one.
 MAX_PADDED_AREA = 2.0
-MAX_FUSED_SEQUENCES = 1024  # that one call of the NPU's fused attention takes
+MAX_FUSED_SEQUENCES = 1024  # most sequences in one call of the NPU's fused attention
 
-# (query, key, value, lengths of the sequences) -> [tokens, heads, d]
+# causal attention of packed sequences: (query, key, value, lengths) -> [tokens, heads, d]
 PackedKernel = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
 class CoreAttention(MegatronModule):
     """Causal scaled-dot-product attention; takes the place of Megatron's DotProductAttention."""
 
-    packed_kernel: PackedKernel | None = None  # of the device, for the numbers of this model
+    packed_kernel: PackedKernel | None = None  # the device's fused operator for this model, if any
 
     def __init__(
         self,
@@ -62,9 +62,12 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Causal: query [s, b, heads, d]; key, value [s, b, groups, d] -> [s, b, heads * d], causal
+        """Attend causally, or as `packed_seq_params` says if it is an `Attend`.
 
-        Packed, without the axis b: Megatron adds it to what this returns.
+        query:      [s, b, heads, d]; with an `Attend` [tokens, heads, d]
+        key, value: [s, b, groups, d]; with an `Attend` [tokens, groups, d]
+        Returns [s, b, heads * d]; with an `Attend` [tokens, heads * d], to which Megatron adds the
+        axis b. Raises AssertionError for a mask or a bias.
         """
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
@@ -85,10 +88,10 @@ def _shape_on_rank(config: Any) -> tuple[int, int, int]:
 
 
 class FusedAttention(DotProductAttention):
-    """Megatron's own core attention, whose computation MindSpeed replaces by the NPU's fused one.
+    """Megatron's core attention, whose computation MindSpeed replaces by the NPU's fused operator.
 
-    That one is causal here, takes the query groups as they are, and padded rows ("SBH") as well as
-    packed sequences ("TND").
+    The operator is causal here. It takes query groups without repeating keys, and both padded rows
+    ("SBH") and packed sequences ("TND").
     """
 
     def forward(
@@ -101,7 +104,10 @@ class FusedAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend as `CoreAttention` does, with the device's fused operator."""
+        """Attend with the arguments and results of `CoreAttention.forward`, by the fused operator.
+
+        An `Attend` may use another operator.
+        """
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
             attended = packed_seq_params.attend(
@@ -113,7 +119,10 @@ class FusedAttention(DotProductAttention):
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
-        """Attend in packs of at most MAX_FUSED_SEQUENCES sequences, the operator's limit."""
+        """Attend causally within each sequence; one call for at most MAX_FUSED_SEQUENCES of them.
+
+        lengths: tokens of each sequence
+        """
         step = MAX_FUSED_SEQUENCES
         packs = [lengths[i : i + step] for i in range(0, len(lengths), step)]
         tokens = [sum(pack) for pack in packs]
@@ -124,7 +133,7 @@ class FusedAttention(DotProductAttention):
     def _attend_pack(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
-        """Attend within packed sequences in one call of the device's operator."""
+        """Attend causally within each sequence, in one call of the device's operator."""
         ends = list(accumulate(lengths))  # as the operator wants them: a list without a leading 0
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         return super().forward(
@@ -134,11 +143,11 @@ class FusedAttention(DotProductAttention):
 
 @dataclass
 class Attend(PackedSeqParams):
-    """How the tokens of one forward see each other.
+    """Base class: computes which tokens of a forward pass attend to which, through Megatron.
 
     `qkv_format` is "thd" and no cumulative lengths are given: Megatron then drops the batch axis of
-    1, applies the rotary angles token by token, as given, and passes the object through to the core
-    attention untouched. (Its versions under 0.16 drop that axis whatever the format says.)
+    1, applies the rotary angles to tokens in the given order, and passes this object to the core
+    attention unchanged. (Versions under 0.16 drop that axis whatever the format says.)
     """
 
     qkv_format: str = "thd"
@@ -153,21 +162,29 @@ class Attend(PackedSeqParams):
     ) -> Tensor:
         """Attend: query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].
 
+        Subclasses implement it; this one raises NotImplementedError.
+
         layer: number of the layer within its stage, from 1
-        fused: causal attention within packed sequences, where the device has its own
+        fused: the device's operator for causal attention of packed sequences; None = it has none
         """
         raise NotImplementedError(f"{type(self).__name__} must say how its tokens attend")
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend causally: query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d]."""
+    """Attend causally: query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d].
+
+    heads may be a multiple of groups (grouped-query attention).
+    """
     gqa = query.size(1) != key.size(1)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
 
 
 @dataclass
 class PackedSequences(Attend):
-    """Sequences laid end to end; each token sees the earlier ones of its own sequence."""
+    """Sequences laid end to end; each token attends to its own sequence up to itself.
+
+    lengths: tokens of each sequence, at least one
+    """
 
     lengths: tuple[int, ...] = ()
 
@@ -186,7 +203,11 @@ class PackedSequences(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Attend causally within each sequence, by the fused operator where there is one."""
+        """Attend causally within each sequence: by `fused`, or else by torch's operator.
+
+        Torch's is called once for all sequences, padded to the longest, if that computes little
+        more than needed (MAX_PADDED_AREA); else once for each sequence.
+        """
         if fused is not None:
             return fused(query, key, value, self.lengths)
         if self._padded:
@@ -198,7 +219,7 @@ class PackedSequences(Attend):
         return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend within all sequences at once, padded to the longest."""
+        """Attend causally within each sequence, in one call with all padded to the longest."""
         gather, scatter = self._padding_index(query.device)
         rows, width = len(self.lengths), max(self.lengths)
 
@@ -209,16 +230,17 @@ class PackedSequences(Attend):
         return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
 
     def _padding_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the token of each padded place, and the padded place of each token.
+        """Return the indices that pad packed tokens, and those that pack padded tokens.
 
-        Places beyond a sequence's end repeat its last token.
+        First the token of each padded position [sequences * longest]; after a sequence's end its
+        last token. Then the padded position of each token [tokens]. Computed once and kept.
         """
         if self._index is None:
             lengths = torch.tensor(self.lengths)
             starts = lengths.cumsum(0) - lengths
-            places = torch.arange(max(self.lengths))
-            gather = starts[:, None] + torch.minimum(places[None, :], lengths[:, None] - 1)
-            valid = places[None, :] < lengths[:, None]
+            columns = torch.arange(max(self.lengths))
+            gather = starts[:, None] + torch.minimum(columns[None, :], lengths[:, None] - 1)
+            valid = columns[None, :] < lengths[:, None]
             scatter = valid.flatten().nonzero().squeeze(1)
             self._index = (gather.flatten().to(device), scatter.to(device))
         return self._index

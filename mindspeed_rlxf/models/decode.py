@@ -1,10 +1,10 @@
-"""One decode step of the model: a token of each row, without what a training step needs.
+"""One decode step of the model: the next hidden state of each row from its last token.
 
-Megatron's modules hold the weights; the arithmetic is theirs, operator by operator and in their
-order, so that bf16 rounds alike. Left out are its checks and reshaping in every layer, which cost
-most of a decode step's time on the host. Where the device has fused norms and MLPs, Megatron's
-module computes the part; it does for experts too whose weights no grouped product can take. Experts
-that ranks share are computed as in a prefill (`shared_experts.py`).
+The weights are those of Megatron's modules, and the operators and their order are Megatron's, so
+that bf16 rounds in the same way. Megatron's checks and reshaping in every layer are left out, which
+cost most of a decode step's time on the host. The model's own modules compute norms, MLPs where the
+device fuses them, and experts whose weights no grouped product can take. Experts that ranks share
+are computed as in a prefill (`shared_experts.py`).
 
 Axes: rows = sequences, groups = key-value groups of this rank, d = width of a head.
 """
@@ -25,7 +25,7 @@ from mindspeed_rlxf.models.rope import rotary_angles
 from mindspeed_rlxf.models.shared_experts import SharedExperts
 from mindspeed_rlxf.models.transformer import TransformerModel
 
-SMALL = 2**16  # numbers of a weight
+SMALL = 2**16  # a weight with fewer elements is small
 _ONE_DNN = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if torch.backends.mkldnn.is_available()
@@ -34,10 +34,10 @@ _ONE_DNN = (
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply a few rows by a weight; as `F.linear`, without a gradient.
+    """Return `F.linear(hidden, weight, bias)`, made fast for a few rows; without a gradient.
 
-    On a CPU in fp32 by oneDNN: with 16 rows MKL, which `F.linear` calls, takes 1.2 to 2 times as
-    long. A call costs more, so that small weights are left to MKL.
+    On a CPU in fp32 it calls oneDNN: with 16 rows MKL, which `F.linear` calls, takes 1.2 to 2 times
+    as long. As a call of oneDNN costs more, small weights are left to MKL.
     """
     on_cpu = hidden.device.type == "cpu" and hidden.dtype is torch.float32
     if _ONE_DNN is None or not on_cpu or weight.numel() < SMALL:
@@ -46,10 +46,10 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class Decoder:
-    """The layers of a model, ready for decode steps while its weights stay where they are."""
+    """Runs decode steps of a model whose weights are not moved meanwhile."""
 
     def __init__(self, model: TransformerModel, max_length: int) -> None:
-        """max_length: positions are below it"""
+        """View the weights, and compute the rotary factors of positions below `max_length`."""
         config = model.config
         self.model, self.head_dim = model, config.kv_channels
         self.tp = model.tp_group.size()
@@ -58,14 +58,18 @@ class Decoder:
         angles = rotary_angles(
             torch.arange(max_length, device=where), model.inverse_frequencies.to(where)
         ).flatten(1)
-        # Rotation by halves, (x, y) -> (x cos - y sin, y cos + x sin), of the vector and itself
-        # with its halves swapped.
+        # (x, y) -> (x cos - y sin, y cos + x sin) for the halves x, y of a head: the head times
+        # cos, plus the head with its halves swapped times (-sin, sin).
         signs = torch.ones_like(angles[:1])
         signs[:, : self.head_dim // 2] = -1
         self._rotations = torch.stack((angles.cos(), angles.sin() * signs)).to(config.params_dtype)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Compute the last hidden states [rows, hidden] of tokens [rows] at positions [rows]."""
+        """Return the last layer's hidden states [rows, hidden], normed.
+
+        token_ids, positions: [rows] int64, the new token of each row and its position
+        attend:               attends to each row's earlier tokens, and keeps keys and values
+        """
         hidden = self.model.embedding.word_embeddings(token_ids)
         cos, sin = self._rotations[:, positions, None, None, :].unbind()
         for number, layer in enumerate(self.layers, start=1):
@@ -75,14 +79,14 @@ class Decoder:
         return norm(hidden)  # type: ignore[no-any-return]
 
     def sum_over_ranks(self, partial: Tensor) -> Tensor:
-        """Sum what the tensor-parallel ranks computed from their parts of a weight."""
+        """Sum partial results over the tensor-parallel ranks in place; return the sum."""
         if self.tp > 1:
             dist.all_reduce(partial, group=self.model.tp_group)
         return partial
 
 
 class _Layer:
-    """One layer's weights and norms."""
+    """One decoder layer in a decode step."""
 
     def __init__(self, layer: Any, decoder: Decoder) -> None:
         attention, config = layer.self_attention, layer.config
@@ -102,7 +106,11 @@ class _Layer:
     def forward(
         self, hidden: Tensor, number: int, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]. cos, sin: [rows, 1, 1, d]"""
+        """Compute the layer: [rows, hidden] -> [rows, hidden].
+
+        number:   of the layer, from 1
+        cos, sin: [rows, 1, 1, d] rotary factors; the first half of `sin` is negated
+        """
         rotated, value = self._projections(self.attention_norm(hidden))
         half = self.head_dim // 2
         rotated = rotated * cos + rotated.roll(half, -1) * sin
@@ -112,7 +120,10 @@ class _Layer:
         return hidden + self._mlp(self.mlp_norm(hidden))
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and the key of each group [rows, groups, heads + 1, d], and values."""
+        """Project to queries and keys [rows, groups, heads of a group + 1, d], and to values.
+
+        The key of a group is behind its queries. Values: [rows, groups, d].
+        """
         if not self.groups:
             query, key, value = self.attention.get_query_key_value_tensors(hidden[:, None])
             return torch.cat((query, key), 2), value[:, 0]  # the second axis is the one group
@@ -125,6 +136,7 @@ class _Layer:
         return torch.cat((query, key), 2), value
 
     def _mlp(self, hidden: Tensor) -> Tensor:
+        """Compute the MLP or the experts, summed over tensor-parallel ranks, [rows, hidden]."""
         if self.experts is not None:
             return self.sum_over_ranks(self.experts(hidden))
         if not self.is_plain:

@@ -1,10 +1,10 @@
 """Mixture of experts: Megatron's settings for the routing of Qwen3-MoE and Mixtral, and its loss.
 
-Both families choose the `moe_router_topk` largest of the softmax over all experts. Renormalised
-(Mixtral; Qwen3-MoE with `norm_topk_prob`) that is a softmax over the chosen logits alone, which
-Megatron computes without `moe_router_pre_softmax`; with it the chosen probabilities stay as they
-are. Logits and probabilities are fp32 whatever the dtype of the model. No token is dropped: experts
-have no capacity limit.
+Both families choose the `moe_router_topk` experts of largest softmax probability. Megatron with
+`moe_router_pre_softmax` leaves the chosen probabilities as they are. Without it they add up to 1
+(Mixtral; Qwen3-MoE with `norm_topk_prob`), as a softmax over the chosen logits alone. Logits and
+probabilities are fp32 whatever the dtype of the model. No token is dropped: experts have no
+capacity limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
-    """Return fields of Megatron's TransformerConfig for experts; none for a dense model."""
+    """Return the fields of Megatron's TransformerConfig for experts; {} for a dense model.
+
+    tp, ep: tensor- and expert-parallel size; each expert is split over all `tp` ranks
+    """
     if a.num_experts is None:
         return {}
     return {
@@ -42,22 +45,29 @@ def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
 class Router(TopKRouter):
     """Megatron's router with another weight of the load-balancing loss.
 
-    Megatron multiplies it by the tokens of the micro-batch, because gradients are divided by the
-    tokens of the mini-batch later on. Ours are divided by the sum of `LossOutput.weight` (response
-    tokens, responses, pairs or micro-batches), so that is what the loss of each micro-batch is
-    multiplied by: its gradient is the mean over the mini-batch's micro-batches, weighted as their
-    main losses are.
+    Megatron multiplies that loss by the micro-batch's tokens, because it divides gradients by the
+    mini-batch's tokens later. Here gradients are divided by the sum of `LossOutput.weight`
+    (response tokens, responses, pairs or micro-batches). So the loss of a micro-batch is multiplied
+    by its `LossOutput.weight` (see `set_balance_loss_weight`), and averages over the mini-batch
+    with the same weights as the main loss.
     """
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
     ) -> Tensor:
+        """Return `activation`; its backward pass adds the gradient of the balance loss.
+
+        aux_loss: already multiplied by its coefficient; from megatron-core 0.14 on
+        """
         return _WithBalanceLoss.apply(activation, aux_loss)
 
     def apply_load_balancing_loss(
         self, activation: Tensor, load_balancing_loss_func: Callable[..., Tensor]
     ) -> Tensor:
-        """Add the balance loss to the backward pass, when megatron-core 0.12 or 0.13 calls this."""
+        """Compute the balance loss; return `activation`, whose backward pass adds its gradient.
+
+        Only megatron-core 0.12 and 0.13 call this.
+        """
         coefficient, group = self.config.moe_aux_loss_coeff, None
         if coefficient == 0:
             return activation
@@ -70,7 +80,7 @@ class Router(TopKRouter):
 
 
 class _WithBalanceLoss(torch.autograd.Function):
-    """Gives on `output`, and in backward adds `weight` times the gradient of `loss`."""
+    """Returns `output` unchanged; the backward pass adds `weight` times the gradient of `loss`."""
 
     weight = 0.0
 
@@ -84,17 +94,21 @@ class _WithBalanceLoss(torch.autograd.Function):
         return grad, torch.full_like(ctx.like, _WithBalanceLoss.weight)
 
 
-def weigh_balance_loss(weight: float) -> None:
-    """Set the weight of the balance loss for the next backward pass.
+def set_balance_loss_weight(weight: float) -> None:
+    """Set, for this process, the weight of the balance loss in the next backward pass.
 
-    Only the last stage knows it, so the loss needs a pipeline of one stage, where the backward pass
-    of a micro-batch comes before the forward pass of the next.
+    Call it with the `LossOutput.weight` of each micro-batch. Only the last pipeline stage knows
+    that weight, so the loss needs a pipeline of one stage, where the backward pass of a micro-batch
+    comes before the forward pass of the next.
     """
     _WithBalanceLoss.weight = float(weight)
 
 
 def use_own_router(mlp: ModuleSpec) -> None:
-    """Use `Router` in the layers that are built from this specification."""
+    """Put `Router` into the specification of an MoE layer.
+
+    With megatron-core 0.12 it replaces the router of all MoE layers built later in this process.
+    """
     if hasattr(mlp.submodules, "router"):
         mlp.submodules.router = Router
     else:  # Megatron 0.12 builds the router by its name in this module

@@ -1,9 +1,9 @@
 """The experts of a layer in grouped products: one call for all experts of a rank.
 
-Megatron's module computes one expert after the other, some hundred operators a layer with many of
-them. Parameters stay Megatron's, one MLP per expert; a product views the weights of all experts as
-one tensor, which needs them at equal distances in one memory (`stack_experts`, and the buffers of
-the distributed optimizer).
+Megatron's module computes one expert after the other, some hundred operators a layer if there are
+many experts. The parameters stay Megatron's, one MLP per expert. A grouped product views the
+weights of all experts as one tensor, which needs them at equal distances in one memory; so
+`stack_experts` puts them, and so they are in the buffers of the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-GROUPED_BYTES = 16  # rows of the weights of a grouped product begin at multiples of it
-_GROUPED = getattr(F, "grouped_mm", None)  # of newer versions of torch
+GROUPED_BYTES = 16  # a grouped product needs rows of weights that begin at multiples of it
+_GROUPED = getattr(F, "grouped_mm", None)  # None = this version of torch is too old
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """Views of all experts' weights.
 
-    widens:      [experts, 2 * width, hidden], gate and up
-    narrows:     [experts, hidden, width]
-    is_reversed: the last expert stands first in both, as in the distributed optimizer's buffers
+    widens:      [experts, 2 * width, hidden], gate and up projections
+    narrows:     [experts, hidden, width], down projections
+    is_reversed: whether both have the last expert first, as in the distributed optimizer's buffers
     """
 
     widens: Tensor
@@ -38,9 +38,12 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, experts: Sequence[Any]) -> ExpertWeights | None:
-        """View the weights of Megatron's MLPs; None where torch or their places do not allow it."""
-        widens = stacked([expert.linear_fc1.weight for expert in experts])
-        narrows = stacked([expert.linear_fc2.weight for expert in experts])
+        """View the weights of Megatron's MLPs, one for each expert.
+
+        None if torch has no grouped product, or cannot use the weights where they lie in memory.
+        """
+        widens = view_as_stack([expert.linear_fc1.weight for expert in experts])
+        narrows = view_as_stack([expert.linear_fc2.weight for expert in experts])
         if _GROUPED is None or widens is None or narrows is None:
             return None
         strides = (*widens.stride()[:2], *narrows.stride()[:2])
@@ -51,43 +54,48 @@ class ExpertWeights:
 
     @cached_property
     def transposed(self) -> tuple[Tensor, Tensor]:
-        """Views of `widens` and `narrows` that rows are multiplied by."""
+        """Views of `widens` and `narrows` with the last two axes swapped, for rows @ weight."""
         return self.widens.transpose(1, 2), self.narrows.transpose(1, 2)
 
 
 class GroupedExperts:
-    """The experts of a layer without a gradient and without a wait for the device.
+    """Computes the experts of a layer in decode steps: no gradient, no wait for the device.
 
-    Every tensor-parallel rank has all tokens and its part of each expert.
+    This rank has all tokens and, of each expert, its tensor-parallel shard.
     """
 
     def __init__(self, router: Any, weights: ExpertWeights) -> None:
+        """router: Megatron's, of the layer"""
         self.router, self.weights = router, weights
 
     @classmethod
     def of(cls, layer: Any) -> GroupedExperts | None:
-        """Take apart Megatron's layer of experts; None where its weights cannot be viewed so."""
+        """Make one from Megatron's MoE layer; None if `ExpertWeights.of` returns None."""
         weights = ExpertWeights.of(layer.experts.local_experts)
         return cls(layer.router, weights) if weights else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Compute [tokens, hidden] of [tokens, hidden], this rank's part of the sum."""
+        """Route and compute tokens [tokens, hidden] -> [tokens, hidden].
+
+        The result is partial: the caller must sum it over the tensor-parallel ranks.
+        """
         probabilities, _ = self.router(hidden[:, None])  # [tokens, experts], 0 where not chosen
         if self.weights.is_reversed:
             probabilities = probabilities.flip(-1)
         shares, chosen = probabilities.topk(self.router.topk, dim=-1)
         order, ends = sort_by_expert(chosen.flatten(), probabilities.size(1))
-        given = hidden[order // self.router.topk]
-        out = torch.empty_like(given)
-        out[order] = gated_products(given, shares.flatten()[order], ends, self.weights)
+        rows = hidden[order // self.router.topk]
+        out = torch.empty_like(rows)
+        out[order] = gated_products(rows, shares.flatten()[order], ends, self.weights)
         return out.unflatten(0, (-1, self.router.topk)).sum(1)
 
 
 def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs of token and expert by expert, the pairs of one in their order.
+    """Return the stable order that sorts pairs of token and expert by expert.
 
-    numbers: [pairs] int64, `count` and above = none of the experts
-    Returns the order [pairs] int64 and where each expert's pairs end in it [count] int32.
+    numbers: [pairs] int64, the expert of each pair; `count` = another rank's, sorted to the end
+    count:   number of experts
+    Returns the order [pairs] int64, and the end of each expert's pairs in it [count] int32.
     """
     order = numbers.argsort(stable=True)
     each = torch.arange(count, device=numbers.device)
@@ -95,11 +103,12 @@ def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWeights) -> Tensor:
-    """Compute the gated MLP of each expert for its rows, [rows, hidden]; no gradient.
+    """Return share * MLP(row) for each row, by its expert, [rows, hidden]; without a gradient.
 
-    shares: [rows] fp32, the weight of each result
-    ends:   [experts] int32, in the order of the weights in memory; the results of rows behind the
-            last end are undefined
+    rows:   [rows, hidden], sorted by expert in the order of `weights`
+    shares: [rows] fp32
+    ends:   [experts] int32, end of each expert's rows. Rows behind the last end may be given; their
+            results are undefined
     """
     assert _GROUPED is not None, "checked in `ExpertWeights.of`"
     (widens, narrows), dtype = weights.transposed, rows.dtype
@@ -111,18 +120,19 @@ def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWe
 
 
 class GroupedMLP(SequentialMLP):  # type: ignore[misc]
-    """Megatron's module of experts, which trains them in grouped products where it can.
+    """Megatron's module of experts, but with grouped products where torch and weights allow them.
 
-    The numbers are those of Megatron's own forward pass.
+    The results are those of Megatron's own forward pass.
     """
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, None]:
-        """Compute [tokens, hidden] of the tokens of the rank's experts, expert after expert.
+        """Return probability * expert(token) for each token, and None in place of a bias.
 
+        hidden:            [tokens, hidden], sorted by this rank's experts
         tokens_per_expert: [experts] int, on the host or on the device
-        probabilities:     [tokens] fp32, the weight of each token's result
+        probabilities:     [tokens] fp32
         """
         experts = list(self.local_experts)
         weights = ExpertWeights.of(experts) if len(experts) > 1 and len(hidden) else None
@@ -141,9 +151,10 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
 
 
 def _await_gathers(experts: list[Any]) -> None:
-    """Wait for the weights that `overlap_param_gather` gathers.
+    """Wait until `overlap_param_gather` has gathered the experts' weights.
 
-    Megatron waits in hooks of the modules that own them, which a grouped product does not call.
+    Megatron waits in pre-forward hooks of the experts' linear layers, which a grouped product does
+    not call; this calls them.
     """
     for expert in experts:
         for linear in (expert.linear_fc1, expert.linear_fc2):
@@ -158,7 +169,14 @@ def _mlp(
     weights: ExpertWeights,
     experts: list[Any],
 ) -> Tensor:
-    """Compute the gated MLPs; rows and `experts` are in the order of the weights in memory."""
+    """Return probability * MLP(row) for each row, with gradients for rows and experts' parameters.
+
+    All arguments are in the experts' order in memory.
+
+    hidden:        [rows, hidden], sorted by expert
+    counts:        [experts] int, rows of each expert
+    probabilities: [rows] fp32
+    """
     ends = counts.cumsum(0).to(torch.int32)
     fc1, fc2 = (
         [getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2")
@@ -169,20 +187,29 @@ def _mlp(
 
 
 def _reversed_order(counts: Tensor, tokens: int) -> Tensor:
-    """Return the rows of the last expert, then those of the one before it, and so on. [tokens]"""
+    """Return row indices [tokens] with the experts in reverse: first the last expert's rows.
+
+    counts: [experts] int, rows of each expert, `tokens` in all
+    """
     first = (counts.cumsum(0) - counts).flip(0)
     counts = counts.flip(0)
     shift = first - (counts.cumsum(0) - counts)
-    place = torch.arange(tokens, device=counts.device)
-    return place + torch.repeat_interleave(shift, counts, output_size=tokens)
+    index = torch.arange(tokens, device=counts.device)
+    return index + torch.repeat_interleave(shift, counts, output_size=tokens)
 
 
 class _Product(torch.autograd.Function):
-    """rows @ weight.T for each expert; gradients go to the experts' own parameters."""
+    """rows @ weight.T for each expert, with gradients for the rows and the experts' parameters."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, stack: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """rows [tokens, in]; stack [experts, out, in] views `weights`; ends [experts] int32"""
+        """Return [tokens, out].
+
+        rows:    [tokens, in], sorted by expert
+        stack:   [experts, out, in], a view of `weights`
+        ends:    [experts] int32, end of each expert's rows
+        weights: the experts' parameters [out, in]
+        """
         assert _GROUPED is not None, "checked in `ExpertWeights.of`"
         ctx.save_for_backward(rows, ends)
         ctx.stack = stack
@@ -202,7 +229,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """rows[order]; `back` is the inverse, so that the gradient is a gather too."""
+    """rows[order]; `back` is the inverse of `order`, by which backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -215,26 +242,26 @@ class _Permute(torch.autograd.Function):
         return grads[0][back], None, None
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor | None:
-    """View weights at equal distances in one memory as [weights, ...], in their order there.
+def view_as_stack(weights: Sequence[Tensor]) -> Tensor | None:
+    """View weights as one tensor [weights, ...], in their order in memory.
 
-    None for others.
+    None unless they lie at equal distances in one storage, in the given order or in reverse.
     """
     ordered = sorted((weight.data for weight in weights), key=Tensor.storage_offset)
     if len(ordered) == 1:
         return ordered[0][None]
-    places = [weight.storage_offset() for weight in ordered]
-    steps = {after - before for before, after in pairwise(places)}
-    memories = {weight.untyped_storage().data_ptr() for weight in ordered}
-    in_order = [weight.storage_offset() for weight in weights] in (places, places[::-1])
-    if len(steps) != 1 or len(memories) != 1 or steps == {0} or not in_order:
+    offsets = [weight.storage_offset() for weight in ordered]
+    steps = {after - before for before, after in pairwise(offsets)}
+    storages = {weight.untyped_storage().data_ptr() for weight in ordered}
+    in_order = [weight.storage_offset() for weight in weights] in (offsets, offsets[::-1])
+    if len(steps) != 1 or len(storages) != 1 or steps == {0} or not in_order:
         return None
     first = ordered[0]
     return first.as_strided((len(ordered), *first.shape), (*steps, *first.stride()))
 
 
 def stack_experts(model: torch.nn.Module) -> None:
-    """Move the weights of each layer's experts into one memory for all; they become 0."""
+    """Give the experts of each layer one storage for each of their two weights; all become 0."""
     for module in model.modules():
         experts = getattr(module, "local_experts", None)
         if experts is None:

@@ -1,9 +1,9 @@
 """Log-probs, entropies and logits from the hidden states of the last stage.
 
 Axes: tokens = response tokens of a micro-batch, vocab = this rank's shard of the vocabulary. Logits
-exist for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so that no
-[tokens, vocab] tensor of a whole micro-batch is ever held. The weight's gradient is summed over the
-chunks in fp32.
+exist for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so that there is never a
+[tokens, vocab] tensor of a whole micro-batch. The weight's gradient is summed over the chunks in
+fp32.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ def token_log_probs(
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each label and the entropy of its distribution.
+    """Compute the log-prob of each label, and the entropy of each token's distribution.
 
-    hidden:     [tokens, hidden], the same on every tensor-parallel rank
-    weight:     [vocab, hidden], this rank's rows
-    labels:     [tokens] int64, global token ids
-    vocab_size: ids from here on are padding and have probability 0
-    Returns two [tokens] fp32 tensors.
+    A collective of the tensor-parallel ranks. Large inputs are computed in chunks, and again in
+    backward.
+
+    hidden:      [tokens, hidden], the same on every tensor-parallel rank
+    weight:      [vocab, hidden], this rank's rows of the output layer
+    labels:      [tokens] int64, token ids of the whole vocabulary
+    vocab_size:  ids from here on are padding and have probability 0
+    temperature: divides the logits
+    Returns log-probs and entropies, [tokens] fp32 each, the same on every rank.
     """
     arguments = (hidden, weight, labels, vocab_size, tp_group, temperature)
     if hidden.size(0) <= CHUNK_TOKENS:
@@ -56,7 +60,7 @@ def _chunk_log_probs(
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """`_chunk_log_probs` of one chunk of tokens after the other, recomputed in backward."""
+    """`_chunk_log_probs` for one chunk of tokens after the other, recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -85,32 +89,33 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     for x, wanted in zip((hidden[chunk], weight), needed, strict=True)
                 ]
                 outputs = _chunk_log_probs(inputs[0], inputs[1], labels[chunk], *ctx.settings)
-            given = [
+            pairs = [
                 (out, g[chunk]) for out, g in zip(outputs, grads, strict=True) if g is not None
             ]
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(
-                    [out for out, _ in given],
+                    [out for out, _ in pairs],
                     [x for x in inputs if x.requires_grad],
-                    [g for _, g in given],
+                    [g for _, g in pairs],
                 )
             )
             if needed[0]:
-                hidden_grads.append(next(found))
+                hidden_grads.append(next(gradients))
             if needed[1]:
-                weight_sum.add(next(found))
+                weight_sum.add(next(gradients))
         hidden_grad = torch.cat(hidden_grads[::-1]) if needed[0] else None
         return hidden_grad, weight_sum.result(), None, None, None, None
 
 
 class _WeightGradient:
-    """The sum of a weight's gradients over the chunks, in fp32 where the weight is narrower.
+    """Sums a weight's gradients over the chunks, in fp32 if the weight is bf16 or fp16.
 
-    A weight under Megatron's data parallelism has a buffer for it (`main_grad`): the sum goes there
-    and autograd gets no gradient. Megatron's hook still runs once and adds what autograd does have,
-    the gradient of a tied embedding. (`grad_added_to_main_grad` would make it drop that one, but
-    for weights that Megatron marks with `zero_out_wgrad`.) With `overlap_grad_reduce` the hook
-    refuses a weight without a gradient (`reduced_early`): autograd gets the sum then, rounded.
+    Under Megatron's data parallelism such a weight may have an fp32 buffer for its gradient
+    (`main_grad`): the sum is added to it, and autograd gets no gradient. Megatron's hook still runs
+    once and adds the gradient that autograd has from elsewhere, of a tied embedding. (With
+    `grad_added_to_main_grad` the hook would drop that gradient, except for weights that Megatron
+    marks with `zero_out_wgrad`.) With `overlap_grad_reduce` the hook refuses a weight without a
+    gradient; the weight has `reduced_early`, and autograd gets the sum, rounded.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -132,7 +137,10 @@ class _WeightGradient:
             self._sum.add_(gradient)
 
     def result(self) -> Tensor | None:
-        """Return the gradient for autograd; None where the buffer has it or there is none."""
+        """Return the sum for autograd, in the weight's dtype.
+
+        None if `main_grad` has it, or nothing was added.
+        """
         return None if self._sum is None else self._sum.to(self._dtype)
 
 
@@ -143,7 +151,12 @@ def shard_logits(
     tp_group: dist.ProcessGroup,
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
-    """Compute [tokens, vocab] fp32 logits of this rank's part; -inf at padding ids."""
+    """Compute the logits of this rank's shard of the vocabulary, [tokens, vocab] fp32.
+
+    weight: [vocab, hidden], this rank's rows
+    linear: multiplies hidden states by the weight
+    -inf at padding ids, which are `vocab_size` and above.
+    """
     logits = linear(hidden, weight).float()
     first = tp_group.rank() * weight.size(0)
     real = max(0, min(weight.size(0), vocab_size - first))
@@ -160,8 +173,11 @@ def full_logits(
     tp_group: dist.ProcessGroup,
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
-    """Compute [tokens, vocab_size] fp32 logits of the whole vocabulary, equal on every tp rank.
+    """Gather the logits of the whole vocabulary, [tokens, vocab_size] fp32, on every tp rank.
 
+    A collective of the tensor-parallel ranks.
+
+    weight: [vocab, hidden], this rank's rows
     linear: multiplies hidden states by the weight
     """
     logits = shard_logits(hidden, weight, vocab_size, tp_group, linear)
@@ -184,16 +200,20 @@ def full_kl(
 ) -> Tensor:
     """Compute KL(p || q) = sum over the vocabulary of p (log p - log q), for each token.
 
-    hidden, weight: of p; other_hidden, other_weight: of q, split over the same ranks
-    Returns [tokens] fp32.
+    A collective of the tensor-parallel ranks; without a gradient.
+
+    hidden, weight:             of p: [tokens, hidden] and this rank's rows [vocab, hidden]
+    other_hidden, other_weight: the same of q
+    temperature:                divides the logits of p and q
+    Returns [tokens] fp32, the same on every rank.
     """
     parts = []
     chunk = max(1, CHUNK_TOKENS // 2)  # two distributions at a time
-    for mine, theirs in zip(hidden.split(chunk), other_hidden.split(chunk), strict=True):
-        log_p = _log_softmax(mine, weight, vocab_size, tp_group, temperature)
-        log_q = _log_softmax(theirs, other_weight, vocab_size, tp_group, temperature)
+    for p_hidden, q_hidden in zip(hidden.split(chunk), other_hidden.split(chunk), strict=True):
+        log_p = _log_softmax(p_hidden, weight, vocab_size, tp_group, temperature)
+        log_q = _log_softmax(q_hidden, other_weight, vocab_size, tp_group, temperature)
         terms = torch.where(log_p != -torch.inf, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
-        _reduce(terms, tp_group, dist.ReduceOp.SUM)
+        _all_reduce(terms, tp_group, dist.ReduceOp.SUM)
         parts.append(terms)
     return torch.cat(parts)
 
@@ -201,58 +221,67 @@ def full_kl(
 def _log_softmax(
     hidden: Tensor, weight: Tensor, vocab_size: int, group: dist.ProcessGroup, temperature: float
 ) -> Tensor:
-    """Compute [tokens, vocab] log-probs of this rank's part; -inf at padding ids."""
+    """Compute the log-probs of this rank's shard of the vocabulary, [tokens, vocab] fp32.
+
+    They are normalised over the whole vocabulary, by a collective; -inf at padding ids.
+    """
     logits = shard_logits(hidden, weight, vocab_size, group) / temperature
     maximum = logits.max(dim=-1).values
-    _reduce(maximum, group, dist.ReduceOp.MAX)
+    _all_reduce(maximum, group, dist.ReduceOp.MAX)
     shifted = logits - maximum[:, None]
     total = shifted.exp().sum(-1)
-    _reduce(total, group, dist.ReduceOp.SUM)
+    _all_reduce(total, group, dist.ReduceOp.SUM)
     return shifted - total.log()[:, None]
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
-    """log softmax at the labels, with the vocabulary split over tensor-parallel ranks."""
+    """Log-softmax at the labels, and entropy; the vocabulary is split over tp ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Any:
-        """Compute each label's log-prob and the entropy from logits split over the vocabulary."""
+        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab].
+
+        labels: [tokens] int64, token ids of the whole vocabulary
+        """
         maximum = logits.max(dim=-1).values
-        _reduce(maximum, group, dist.ReduceOp.MAX)
+        _all_reduce(maximum, group, dist.ReduceOp.MAX)
         shifted = logits - maximum[:, None]
         exponentials = shifted.exp()
         local = labels - group.rank() * logits.size(-1)
-        mine = (local >= 0) & (local < logits.size(-1))
+        is_local = (local >= 0) & (local < logits.size(-1))
         local = local.clamp(0, logits.size(-1) - 1)
-        at_label = shifted.gather(-1, local[:, None]).squeeze(-1).masked_fill(~mine, 0.0)
+        at_label = shifted.gather(-1, local[:, None]).squeeze(-1).masked_fill(~is_local, 0.0)
         # Sums that every rank contributes to, in one message: normaliser, label, p * logit.
         weighted = torch.nan_to_num(shifted, neginf=0.0).mul_(exponentials).sum(-1)
         sums = torch.stack((exponentials.sum(-1), at_label, weighted))
-        _reduce(sums, group, dist.ReduceOp.SUM)
+        _all_reduce(sums, group, dist.ReduceOp.SUM)
         normaliser = sums[0]
         log_normaliser = normaliser.log()
         entropy = log_normaliser - sums[2] / normaliser
-        ctx.save_for_backward(exponentials.div_(normaliser[:, None]), local, mine, entropy)
+        ctx.save_for_backward(exponentials.div_(normaliser[:, None]), local, is_local, entropy)
         ctx.set_materialize_grads(False)
         return sums[1] - log_normaliser, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
-        """Return the gradient of the logits, from those of the label's log-prob and of the entropy.
+        """Return the gradient of this rank's logits.
 
         d log p(label) / d logit = [label] - p; d entropy / d logit = -p (log p + entropy)
+
+        grad, entropy_grad: gradients of log-probs and entropies [tokens]; None = 0
         """
-        probabilities, local, mine, entropy = ctx.saved_tensors
+        probabilities, local, is_local, entropy = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(entropy)
         grad_logits = probabilities.mul(-grad[:, None])
-        grad_logits.scatter_add_(-1, local[:, None], (grad * mine)[:, None])
+        grad_logits.scatter_add_(-1, local[:, None], (grad * is_local)[:, None])
         if entropy_grad is not None:
             slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy[:, None]
             grad_logits -= slope * entropy_grad[:, None]
         return grad_logits, None, None
 
 
-def _reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """All-reduce a tensor in place."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

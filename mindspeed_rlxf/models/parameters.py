@@ -1,8 +1,8 @@
 """The parameter map: one table serves loading, export and weight transfer.
 
-Each Megatron parameter is described by the Hugging Face tensors it is made of and how it is split
-over tensor-parallel (tp) ranks. `shard_slices` turns a row of the table into the exact slices of
-Hugging Face tensors that a rank holds; reading joins them, export writes them back.
+A row of the table says of which Hugging Face tensors a Megatron parameter is made, and how it is
+split over tensor-parallel (tp) ranks. `shard_slices` returns the slices of Hugging Face tensors
+that a rank's shard consists of; reading joins them, export writes them back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 class Head(str, Enum):
-    """Output of the last stage, computed from the final hidden states."""
+    """Kind of output layer, which computes from the final hidden states."""
 
     LANGUAGE_MODEL = "language_model"  # logits over the vocabulary
     SCORE = "score"  # one number per token (AutoModelForSequenceClassification, num_labels=1)
@@ -37,10 +37,11 @@ class Split(Enum):
 class StageParameter:
     """A Megatron parameter of one pipeline stage.
 
-    name:    in the tables below `{layer}` stands for the stage's own index of its layer, `{expert}`
-             for the expert-parallel rank's own index of its expert
-    sources: its Hugging Face tensors; the indices are global ones
-    expert:  global index of its expert; None = every expert-parallel rank holds the parameter
+    name:    its name in Megatron; layers are counted from 0 in the stage, experts from 0 on the
+             expert-parallel rank. The tables below have `{layer}` and `{expert}` for both indices
+    sources: the Hugging Face tensors that it is made of; layers and experts of the whole model
+    expert:  index of its expert in the whole model; None = every expert-parallel rank has the
+             parameter
     """
 
     name: str
@@ -50,12 +51,14 @@ class StageParameter:
 
     @property
     def is_tied_output_layer(self) -> bool:
-        """Whether this is the output layer of a later stage that is the embedding of the first."""
+        """Whether this is the last stage's output layer as a copy of the first's embedding."""
         return self.name.endswith(OUTPUT_LAYER.name) and self.sources == EMBEDDING.sources
 
     def is_first_copy(self, tp_rank: int, ep_rank: int = 0) -> bool:
-        """Whether no other tensor- or expert-parallel rank before this one, and no earlier stage,
-        holds the same numbers."""
+        """Whether a rank has the first copy of the parameter's elements, which export writes.
+
+        False if a lower tensor- or expert-parallel rank or an earlier stage has the same elements.
+        """
         replicated = self.split is Split.REPLICATED and tp_rank > 0
         shared = self.expert is None and ep_rank > 0
         return not (replicated or shared or self.is_tied_output_layer)
@@ -92,10 +95,15 @@ _HF_LAYER = "model.layers.{layer}."
 
 
 def _layer(name: str, split: Split, *sources: str) -> StageParameter:
+    """Return the table's row of a decoder layer's parameter, from names within the layer."""
     return StageParameter(_MEGATRON_LAYER + name, tuple(_HF_LAYER + s for s in sources), split)
 
 
 def _qkv(kind: str) -> StageParameter:
+    """Return the row of the query, key and value projections.
+
+    kind: "weight" or "bias"
+    """
     sources = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
     return _layer(f"self_attention.linear_qkv.{kind}", Split.QKV, *sources)
 
@@ -120,20 +128,25 @@ MLP = (
 
 
 def _router(block: str) -> tuple[StageParameter, ...]:
+    """Return the row of the router. block: Hugging Face's name of the MoE layer"""
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
 
 
 def _expert(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
-    """List an expert's two parameters in Megatron, from the names of the family's layers."""
-    ours, theirs = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
+    """Return the rows of an expert's two parameters.
+
+    block:          Hugging Face's name of the MoE layer
+    gate, up, down: Hugging Face's names of the expert's three projections
+    """
+    megatron, hf = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
     return (
         _layer(
-            f"{ours}.linear_fc1.weight",
+            f"{megatron}.linear_fc1.weight",
             Split.GATE_UP,
-            f"{theirs}.{gate}.weight",
-            f"{theirs}.{up}.weight",
+            f"{hf}.{gate}.weight",
+            f"{hf}.{up}.weight",
         ),
-        _layer(f"{ours}.linear_fc2.weight", Split.COLUMNS, f"{theirs}.{down}.weight"),
+        _layer(f"{megatron}.linear_fc2.weight", Split.COLUMNS, f"{hf}.{down}.weight"),
     )
 
 
@@ -142,24 +155,30 @@ MIXTRAL_MOE = (_router("block_sparse_moe"), _expert("block_sparse_moe", "w1", "w
 
 
 def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    """List the parameters of one decoder layer but its experts'."""
-    mlp = MLP if architecture.num_experts is None else _moe(architecture)[0]
+    """Return the rows of one decoder layer's parameters, without its experts."""
+    mlp = MLP if architecture.num_experts is None else _moe_parameters(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
 
 
-def _moe(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
-    """Return the parameters of router and expert by family; Qwen3-MoE has norms of the heads."""
+def _moe_parameters(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
+    """Return the rows of the router, and those of an expert, in the names of the model's family.
+
+    Qwen3-MoE if queries and keys are normed, else Mixtral.
+    """
     return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
 
 
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
-    """Round the vocabulary up to a multiple of tp: the embedding's rows over all ranks."""
+    """Return the vocabulary's size rounded up to a multiple of tp: rows of the whole embedding."""
     return -(-architecture.vocab_size // tp) * tp
 
 
 def equal_share(count: int, rank: int, ranks: int) -> range:
-    """Return the indices of `count` items (layers, experts, rows) that a rank holds."""
+    """Return the indices that `rank` gets of `count` items, split evenly in order over `ranks`.
+
+    A remainder of the division belongs to no rank.
+    """
     size = count // ranks
     return range(rank * size, (rank + 1) * size)
 
@@ -175,8 +194,11 @@ def stage_parameters(
 ) -> Iterator[StageParameter]:
     """Yield the parameters of one pipeline stage, in an order that is the same on every rank.
 
-    Expert-parallel ranks differ in the experts only.
-    layers: global indices of the stage's layers; None = all stages hold as many.
+    Defaults: the whole model.
+
+    pp_rank, pp: index of the stage and number of stages
+    ep_rank, ep: expert-parallel rank and size; a rank has 1 / ep of each layer's experts
+    layers:      indices of the stage's layers in the model; None = an equal share
     """
     layers = equal_share(architecture.num_layers, pp_rank, pp) if layers is None else layers
     first, last = pp_rank == 0, pp_rank == pp - 1
@@ -185,10 +207,10 @@ def stage_parameters(
         yield EMBEDDING
     for local, layer in enumerate(layers):
         for parameter in _layer_parameters(architecture):
-            yield _resolved(parameter, local, layer)
+            yield _set_indices(parameter, local, layer)
         for index, expert in enumerate(equal_share(architecture.num_experts or 0, ep_rank, ep)):
-            for parameter in _moe(architecture)[1]:
-                yield _resolved(parameter, local, layer, index, expert)
+            for parameter in _moe_parameters(architecture)[1]:
+                yield _set_indices(parameter, local, layer, index, expert)
     if last:
         yield FINAL_NORM
         if head is Head.SCORE:
@@ -208,21 +230,25 @@ def rank_parameters(
     ep_rank: int = 0,
     ep: int = 1,
 ) -> Iterator[StageParameter]:
-    """Yield the parameters of all chunks of the model that a pipeline rank holds.
+    """Yield the parameters of all chunks of the model on a pipeline rank.
 
     Chunk c of rank r is stage c * pp + r of a pipeline of chunks * pp stages (Megatron's virtual
-    pipeline). With several chunks a name starts with that of its chunk, `{c}.`.
+    pipeline). With several chunks each name gets the prefix `{c}.`.
     """
     for chunk in range(chunks):
-        place = (chunk * pp + pp_rank, chunks * pp, ep_rank, ep)
-        for parameter in stage_parameters(architecture, head, *place):
+        position = (chunk * pp + pp_rank, chunks * pp, ep_rank, ep)
+        for parameter in stage_parameters(architecture, head, *position):
             yield parameter if chunks == 1 else replace(parameter, name=f"{chunk}.{parameter.name}")
 
 
-def _resolved(
+def _set_indices(
     parameter: StageParameter, local: int, layer: int, index: int = 0, expert: int | None = None
 ) -> StageParameter:
-    """Fill in the indices of a table's row: local ones in Megatron's name, global ones in HF's."""
+    """Return a table's row with the indices of its layer and expert in the names.
+
+    local, index:  of layer and expert in the stage and on the rank, for Megatron's name
+    layer, expert: of both in the whole model, for Hugging Face's names
+    """
     return StageParameter(
         parameter.name.format(layer=local, expert=index),
         tuple(source.format(layer=layer, expert=expert) for source in parameter.sources),
@@ -232,19 +258,19 @@ def _resolved(
 
 
 def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every Hugging Face tensor that the model is made of."""
+    """Return the shape of every Hugging Face tensor of the model, by name."""
     sources = (s for parameter in stage_parameters(architecture, head) for s in parameter.sources)
     return {source: hf_shape(source, architecture) for source in sources}
 
 
 def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
-    """Shape of the Hugging Face tensor of that name."""
+    """Return the shape of the Hugging Face tensor `source`. Raises KeyError if it is unknown."""
     return _shapes_by_ending(architecture)[source[source.rfind(".", 0, source.rfind(".")) + 1 :]]
 
 
 @lru_cache(maxsize=16)
 def _shapes_by_ending(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
-    """Map the last two parts of a tensor's name to its shape."""
+    """Map the last two words of a tensor's name, "q_proj.weight", to its shape."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)
@@ -280,12 +306,12 @@ def shard_slices(
     tp: int,
     vocab_rows: int | None = None,
 ) -> list[Slice]:
-    """List the slices which, joined along their axis, are the rank's shard of `parameter`.
+    """Return the slices that, concatenated along their axis, are a rank's shard of `parameter`.
 
-    vocab_rows: of the embedding on each rank; None = just enough for the vocabulary.
+    The slices have no padding: on the last ranks a vocabulary shard may have fewer rows than the
+    Megatron parameter, or none.
 
-    A vocabulary shard that reaches beyond the vocabulary is shorter than the Megatron parameter:
-    the rows that are missing at its end are padding.
+    vocab_rows: rows of the embedding on each rank; None = the padded vocabulary / tp
     """
     a = architecture
     sources = parameter.sources
@@ -312,7 +338,7 @@ def shard_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the shard on every tensor-parallel rank, padding included.
 
-    vocab_rows: as of `shard_slices`
+    vocab_rows: rows of the embedding on each rank; None = the padded vocabulary / tp
     """
     parts = shard_slices(parameter, architecture, 0, tp, vocab_rows)
     shape = list(hf_shape(parameter.sources[0], architecture))
@@ -325,12 +351,13 @@ def shard_shape(
 def _qkv_slices(
     sources: tuple[str, ...], a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[Slice]:
-    """List the slices of query, key and value that a rank holds, in Megatron's order of rows.
+    """Return a rank's slices of query, key and value, in Megatron's order of rows.
 
-    Megatron keeps, for each query group, its query heads, then its key head, its value head.
+    Megatron has for each query group its query heads, then its key head, then its value head. Each
+    rank has an equal share of these rows, in order. Where several ranks share a group, their rows
+    begin and end anywhere in it, and the ranks gather what they project (megatron-core 0.16).
 
-    Each rank holds as many of these rows, in their order. Where several ranks share a group, their
-    rows begin and end anywhere in it; the ranks gather what they project (megatron-core 0.16).
+    sources: names of query, key and value
     """
     widths = (a.num_attention_heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim)
     held = equal_share(qkv_rows(a), tp_rank, tp)

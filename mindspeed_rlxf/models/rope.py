@@ -1,7 +1,7 @@
 """Rotary position frequencies (arXiv:2104.09864), with linear and Llama-3 scaling.
 
-The Llama-3 rule keeps high frequencies, divides low ones by `factor` and blends between; it follows
-transformers' `rope_type: llama3` so that imported models see the same angles.
+The Llama-3 rule keeps high frequencies, divides low ones by `rope_scaling_factor` and blends
+between. It follows transformers' `rope_type: llama3`, so that imported models get the same angles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
-    """Compute the rotary frequencies, scaled if configured, [head_dim / 2] fp32 on the CPU."""
+    """Return the angle per position of each pair of a head's elements, scaled if configured.
+
+    Returns [head_dim / 2] fp32 on the CPU.
+    """
     a = architecture
     exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
     inverse = 1.0 / (a.rotary_base**exponents)
@@ -28,7 +31,10 @@ def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
 
 
 def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
-    """Scale frequencies as Llama 3: long waves by the factor, short ones not, blended between."""
+    """Return frequencies scaled as in Llama 3, [head_dim / 2].
+
+    Those of long waves are divided by the factor, those of short waves kept; blended between.
+    """
     assert a.original_max_position_embeddings, "llama3 scaling needs the original length"
     original = a.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
@@ -41,6 +47,12 @@ def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, inverse: Tensor) -> Tensor:
-    """Compute angles [tokens, 1, 1, head_dim] fp32 in Megatron's form, of positions [tokens]."""
+    """Return position * frequency in Megatron's form, [tokens, 1, 1, head_dim] fp32.
+
+    The frequencies stand twice, for both halves of a head.
+
+    positions: [tokens] int64
+    inverse:   frequencies [head_dim / 2]
+    """
     angles = positions.to(torch.float32)[:, None] * inverse[None, :]
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -1,17 +1,18 @@
 """Experts of a layer that the ranks of an expert-parallel group share, without a gradient.
 
-Each rank has its own tokens and its own experts. In a pass all ranks gather the tokens of all, each
-computes its experts' part of every token, and the parts are summed where the token came from:
+Each rank has its own tokens and its own experts. In a pass the tokens of all ranks are gathered on
+every rank, each rank sums its own experts' results for every token, and these sums are added up on
+the rank that the token came from:
 
     own tokens [tokens, h] -- all_gather --> [ep * size, h] -- own experts -->
-    parts [ep * size, h] fp32 -- reduce_scatter --> own tokens [tokens, h]
+    partial sums [ep * size, h] fp32 -- reduce_scatter --> own tokens [tokens, h]
 
 The sizes are known on the host before the pass (`Exchange.sizes`), so that no rank waits for its
-device. A rank without tokens takes part with none. Tokens choose their experts on their own rank:
-computed again elsewhere, rounding could make another choice.
+device. A rank without tokens takes part with none. The router runs on the token's own rank only:
+run again on another rank, rounding could choose other experts.
 
 Axes: h = hidden size, ep = ranks of the group, size = tokens of the rank that has the most, to
-which the others pad
+which all ranks pad
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.memory import EXCHANGE_TOKENS
 from mindspeed_rlxf.models.grouped_experts import ExpertWeights, gated_products, sort_by_expert
 
-# Newer versions of torch have other names for them.
+# Newer versions of torch have other names for these two.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass
 class Exchange:
-    """The expert-parallel group of a module.
+    """The ranks that share the experts of a module, and the sizes of their present pass.
 
-    tp:    sums over the parts of an expert
-    sizes: tokens of each rank of `ep` in this pass; set before each pass, alike on all
+    ep:    expert-parallel group
+    tp:    tensor-parallel group, whose ranks split each expert
+    sizes: tokens of each rank of `ep` in this pass; set before each pass, the same on all ranks
     """
 
     ep: dist.ProcessGroup
@@ -48,7 +50,7 @@ class Exchange:
 
     @property
     def chunk(self) -> int:
-        """The most tokens of a rank that are exchanged at once, which limits the memory."""
+        """The most tokens of one rank that are exchanged at a time, which limits the memory."""
         return max(1, EXCHANGE_TOKENS // self.ep.size())
 
 
@@ -56,30 +58,35 @@ class LocalExperts:
     """This rank's experts of a layer; in grouped products where torch and the weights allow it."""
 
     def __init__(self, module: Any) -> None:
-        """module: Megatron's module of the experts, whose weights stay where they are"""
+        """View the weights of Megatron's module of experts, which must not be moved afterwards."""
         self.module, self.count = module, len(module.local_experts)
         # MindSpeed computes experts in its own way, which only the module knows.
         fused = device.fuses_layers()
         self.weights = None if fused else ExpertWeights.of(module.local_experts)
 
     def __call__(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Sum the results of each token's experts on this rank, [tokens, h] fp32.
+        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
+
+        A token without an expert on this rank gets 0.
 
         hidden:  [tokens, h]
-        numbers: [tokens, topk] int64, local numbers of the experts; `count` = on another rank
+        numbers: [tokens, topk] int64, experts counted from 0 on this rank; `count` = an expert of
+                 another rank
         shares:  [tokens, topk] fp32, the weight of each expert's result
         """
-        compute = self._by_megatron if self.weights is None else self._grouped
+        compute = self._with_megatron if self.weights is None else self._in_grouped_products
         return compute(hidden, numbers, shares.flatten())
 
-    def _grouped(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute in grouped products, as `__call__`, without a wait for the device.
+    def _in_grouped_products(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Compute `__call__` in grouped products, without a wait for the device.
 
-        Pairs of a token and an expert of another rank are carried along at the end, where no
-        product reads or writes them, and end as zeros.
+        A pair is a token and one of its experts. Pairs of other ranks' experts are sorted to the
+        end, where no product reads or writes them, and are set to 0 afterwards.
+
+        shares: [tokens * topk]
         """
         assert self.weights is not None, "checked by the caller"
-        topk, others = numbers.size(1), numbers.flatten() == self.count
+        topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
         if self.weights.is_reversed:
             numbers = torch.where(numbers == self.count, numbers, self.count - 1 - numbers)
         order, ends = sort_by_expert(numbers.flatten(), self.count)
@@ -87,13 +94,15 @@ class LocalExperts:
         pairs = torch.empty_like(rows)
         pairs[order] = rows
         del rows  # its memory is for the sum
-        pairs.masked_fill_(others[:, None], 0)  # may be anything, nan too
+        pairs.masked_fill_(elsewhere[:, None], 0)  # may be anything, nan too
         return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 
-    def _by_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute in Megatron's module, as `__call__`; sorts the pairs on the host.
+    def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """Compute `__call__` with Megatron's module; waits for the device to sort on the host.
 
-        NPU cannot sum in another dtype than that of the numbers, so they are in fp32 before.
+        An NPU cannot sum in another dtype than its input's, so results become fp32 before the sum.
+
+        shares: [tokens * topk]
         """
         topk, flat = numbers.size(1), numbers.flatten().cpu()
         counts = flat.bincount(minlength=self.count + 1)[: self.count]
@@ -107,25 +116,30 @@ class LocalExperts:
 
 
 class SharedExperts(nn.Module):
-    """Replaces Megatron's layer of experts in a module that generates; has its parameters' names.
+    """Replaces Megatron's MoE layer in a module that generates; has the same parameter names.
 
-    All ranks of the group call it for the same layer at the same time.
+    A call is a collective: all ranks of the group call it for the same layer at the same time.
     """
 
     def __init__(self, layer: Any, exchange: Exchange) -> None:
-        """layer: Megatron's, with this rank's experts"""
+        """layer: Megatron's MoE layer with this rank's experts"""
         super().__init__()
         self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
         self._local: LocalExperts | None = None
 
     def bind(self) -> None:
-        """View the weights where they lie now. Call it whenever they may have moved."""
+        """View the weights where they are now. Call it before passes; they may have been moved."""
         self._local = LocalExperts(self.experts)
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Compute the layer for [tokens, 1, h], which may be none; returns [tokens, 1, h].
+    def release(self) -> None:
+        """Drop the views of the weights, which would keep their memory after they are freed."""
+        self._local = None
 
-        `_`: a padding mask of Megatron, None
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Compute the layer for this rank's tokens; Megatron's second result, a bias, is None.
+
+        hidden: [tokens, 1, h]; tokens may be 0, and are as many as the rank announced
+        Returns [tokens, 1, h].
         """
         tokens, exchange = hidden.flatten(0, 1), self.exchange
         routes = self._route(hidden)
@@ -138,7 +152,10 @@ class SharedExperts(nn.Module):
         return out.view_as(hidden), None
 
     def _route(self, hidden: Tensor) -> Tensor:
-        """Return weights and numbers of each token's experts, [tokens, 2 * topk] fp32."""
+        """Return each token's experts: topk weights, then topk global numbers.
+
+        Both in one tensor [tokens, 2 * topk] fp32, to be gathered at once.
+        """
         topk = self.router.topk
         if not hidden.numel():
             return hidden.new_zeros(0, 2 * topk, dtype=torch.float32)
@@ -147,32 +164,38 @@ class SharedExperts(nn.Module):
         return torch.cat((shares.float(), numbers.float()), dim=-1)
 
     def _exchange(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Compute [tokens, h] of this rank's tokens, together with the other ranks'.
+        """Compute the layer for one chunk of each rank's tokens; a collective of all ranks.
 
-        Sums over ranks in fp32 and rounds once: first over the experts, which leaves fewer tokens,
-        then over the parts of an expert.
+        Sums in fp32 and rounds once: first over the expert-parallel ranks, which leaves only own
+        tokens, then over the tensor-parallel ranks.
 
-        sizes: tokens of each rank
+        hidden: own tokens [tokens, h]
+        routes: of own tokens, as `_route` returns
+        sizes:  tokens of each rank in this chunk
+        Returns [tokens, h] for own tokens.
         """
         assert self._local is not None, "bind comes first"
         group, count = self.exchange.ep, self._local.count
-        everyone = _gather(hidden, sizes, group)
-        routes = _gather(routes, sizes, group, padding=-1.0)  # no rank has an expert -1
+        everyone = _gather_rows(hidden, sizes, group)
+        routes = _gather_rows(routes, sizes, group, padding=-1.0)  # no rank has an expert -1
         shares, numbers = routes.chunk(2, dim=-1)
         local = numbers.long() - group.rank() * count
         local = local.masked_fill((local < 0) | (local >= count), count)
-        own = _sum(self._local(everyone, local, shares), sizes, group)[: len(hidden)]
+        own = _sum_rows(self._local(everyone, local, shares), sizes, group)[: len(hidden)]
         if self.exchange.tp.size() > 1 and len(own):  # the ranks of a replica have the same tokens
             dist.all_reduce(own, group=self.exchange.tp)
         return own.to(hidden.dtype)
 
 
-def _gather(
+def _gather_rows(
     rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, padding: float = 0.0
 ) -> Tensor:
-    """Gather the rows of all ranks, one rank after the other; some of them may be padding.
+    """Return the rows of all ranks, rank after rank; a collective.
 
-    sizes: rows of each rank
+    The rows of each rank are followed by rows of `padding`, up to the most rows of a rank, unless
+    `_is_sparse`.
+
+    sizes: rows of each rank, without padding
     """
     size = max(sizes)
     gathered = rows.new_empty(len(sizes) * size, rows.size(1))
@@ -183,8 +206,12 @@ def _gather(
     return torch.cat([part[:count] for part, count in parts if count])
 
 
-def _sum(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Sum rows in the order of `_gather` over the ranks; return this rank's, and padding."""
+def _sum_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Sum rows over the ranks; return this rank's own rows, then padding; a collective.
+
+    rows:  all ranks' rows, in the order and with the padding that `_gather_rows` returns
+    sizes: rows of each rank, without padding
+    """
     size = max(sizes)
     if _is_sparse(sizes):
         padded = rows.new_zeros(len(sizes), size, rows.size(1))
@@ -197,12 +224,12 @@ def _sum(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor
 
 
 def _is_sparse(sizes: Sequence[int]) -> bool:
-    """Whether so many rows are padding that to drop it costs less than to compute with it."""
+    """Whether at least half of the padded rows are padding: dropping it then saves time."""
     return 2 * sum(sizes) <= len(sizes) * max(sizes)
 
 
 def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:
-    """Let the layers of a module share their experts with the other ranks; return these layers."""
+    """Replace the MoE layers of a module, all its layers, by SharedExperts; return the new ones."""
     shared = []
     for layer in module.decoder.layers:  # type: ignore[union-attr]
         layer.mlp = SharedExperts(layer.mlp, exchange)  # type: ignore[union-attr]

@@ -31,7 +31,11 @@ def shard_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> list[int]:
-    """Return the size of each parameter on a rank of a pipeline stage, padding included."""
+    """Return the number of elements of each parameter on a pipeline rank, padding included.
+
+    chunks: chunks of the model on a pipeline rank
+    ep:     expert-parallel size; every expert-parallel rank has the same sizes
+    """
     shared, experts = split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
     return shared + experts
 
@@ -45,10 +49,7 @@ def split_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[list[int], list[int]]:
-    """Return `shard_sizes` in two lists: what all expert-parallel ranks hold, and the experts.
-
-    Every expert-parallel rank holds as many experts as the first.
-    """
+    """Return `shard_sizes` in two lists: parameters outside experts, and those of experts."""
     shared, expert_sizes = _split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
     return list(shared), list(expert_sizes)
 
@@ -63,6 +64,7 @@ def _split_sizes(
     chunks: int,
     ep: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Compute `split_sizes`, as tuples that are cached."""
     shared: list[int] = []
     experts: list[int] = []
     for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
@@ -81,9 +83,10 @@ def received_numbers(
     chunks: int = 1,
     ep: int = 1,
 ) -> int:
-    """Count the numbers that a rank receives to hold all layers, with its share of the experts.
+    """Count the elements that a pipeline rank receives before it generates with all layers.
 
-    A tied output layer does not count as its own, as the embedding comes from the first stage.
+    They are the parameters of the other stages, of the experts its own share. A last stage with a
+    tied output layer receives the embedding too.
     """
     own = [
         prod(shard_shape(parameter, architecture, tp))

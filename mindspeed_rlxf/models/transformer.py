@@ -1,8 +1,8 @@
 """The Megatron module of every role: embedding, decoder, and a language-model or score head.
 
-One stage of the model as Megatron's pipeline sees it. `forward` ends at the hidden states; what is
-read from them (log-probs of response tokens, values, scores, logits) is computed by the methods of
-the last stage, for just the tokens that are asked for.
+A module is one pipeline stage of the model, or a chunk of a stage. `forward` ends at the hidden
+states. From the last stage's, callers compute log-probs, values, scores or logits (`heads.py`,
+`ScoreHead`), only for the tokens that they need.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
 
 
 class RMSNorm(MegatronModule):
-    """Root-mean-square norm (arXiv:1910.07467), computed in fp32, that allows sequence parallel."""
+    """Root-mean-square norm (arXiv:1910.07467) in fp32; works with sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config=config)
@@ -54,7 +54,7 @@ class RMSNorm(MegatronModule):
 
 
 class ScoreHead(MegatronModule):
-    """hidden -> one number, the same on every tensor-parallel rank."""
+    """Computes one number from each hidden state; the weight is not split over ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -66,8 +66,7 @@ class ScoreHead(MegatronModule):
 
 
 class TransformerModel(LanguageModule):
-    """One pipeline stage, or a chunk of one: `pre_process` holds the embedding, `post_process` the
-    head. vp_stage: number of the chunk where a rank has several."""
+    """One pipeline stage of the model, or one of the chunks of a stage."""
 
     def __init__(
         self,
@@ -78,13 +77,19 @@ class TransformerModel(LanguageModule):
         post_process: bool,
         vp_stage: int | None = None,
     ) -> None:
+        """Build the layers of this rank's stage, with weights unset, in Megatron's active groups.
+
+        pre_process:  whether the stage has the embedding (the first one)
+        post_process: whether the stage has the final norm and the head (the last one)
+        vp_stage:     number of the chunk where a rank has several; None = it has one
+        """
         super().__init__(config=config)
         self.vp_stage = vp_stage
         # Megatron-core 0.16 sets these to the same values, 0.12 has no such attributes.
         self.vp_size = config.virtual_pipeline_model_parallel_size
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
-        self.model_type = ModelType.encoder_or_decoder  # asked for by the schedules
+        self.model_type = ModelType.encoder_or_decoder  # read by Megatron's schedules
         self.architecture, self.head = architecture, head
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = (
@@ -120,10 +125,10 @@ class TransformerModel(LanguageModule):
         self._mark_shards()
 
     def _mark_shards(self) -> None:
-        """Mark the parameters that are shards, for the gradient norm.
+        """Mark the parameters that are split over tensor-parallel ranks, for the gradient norm.
 
-        Megatron marks them on initialisation only, which is skipped here, and counts unmarked ones
-        on tensor-parallel rank 0 alone.
+        Megatron marks them only when it initialises weights, which is skipped here. Of unmarked
+        ones it counts the gradient of tensor-parallel rank 0 alone.
         """
         pp, chunks = self.pp_group.size(), self.vp_size or 1
         stage = (self.vp_stage or 0) * pp + self.pp_group.rank()
@@ -144,14 +149,18 @@ class TransformerModel(LanguageModule):
                 )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Set the hidden states of the stage before; called by Megatron's schedule."""
+        """Set the previous stage's hidden states for `forward`; Megatron's schedule calls it."""
         tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         self.decoder.set_input_tensor(tensors[0])
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
-        """Compute this stage's hidden states [s, b, hidden] from token_ids [b, s], positions [s].
+        """Compute this stage's hidden states, [s, b, hidden].
 
-        With sequence parallel a rank holds its part of the first axis.
+        token_ids: [b, s] int64, used on the first stage; other stages read the previous stage's
+                   hidden states (`set_input_tensor`)
+        positions: [s] int64
+        attend:    of packed tokens, b = 1; None = each row attends causally
+        With sequence parallelism the result is this rank's share of the first axis.
         """
         hidden = self.embedding(token_ids, None) if self.pre_process else None
         angles = rotary_angles(positions, self.inverse_frequencies.to(positions.device))
@@ -164,16 +173,23 @@ class TransformerModel(LanguageModule):
 
     @property
     def output_weight(self) -> Tensor:
-        """The language-model head's weight on the last stage, [vocab / tp, hidden]."""
+        """The weight of the language-model head, [padded vocab / tp, hidden].
+
+        The last stage has it; with tied embeddings it is the embedding's.
+        """
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
-        """Gather the hidden states of all tokens, [s * b, hidden] in the order of [s, b].
+        """Return the hidden states of all tokens, [s * b, hidden], in the order of [s, b].
 
-        partial_gradient: what follows differs between tensor-parallel ranks (a vocabulary shard),
-        so that their gradients have to be summed; otherwise every rank computes the same one.
+        With sequence parallelism a collective that gathers them.
+
+        hidden:           result of `forward`
+        partial_gradient: True = the caller computes something else on each tensor-parallel rank (a
+                          vocabulary shard), so backward sums the ranks' gradients; False = every
+                          rank computes the same
         """
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
@@ -184,7 +200,10 @@ class TransformerModel(LanguageModule):
         return hidden.flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
-        """Return the language module's sharded state; a score head has no output layer in it."""
+        """Return the state for Megatron's distributed checkpoints; a score head is allowed too.
+
+        Megatron's own method expects an output layer, which such a model has not.
+        """
         with megatron_versions.current_chunk(self.vp_stage):
             if self.head is Head.SCORE:
                 return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
@@ -192,9 +211,9 @@ class TransformerModel(LanguageModule):
 
 
 def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return the RMSNorm of a device without Megatron's own.
+    """Return the class of norms: in bf16 and fp16 the device's fused one if it works, else RMSNorm.
 
-    It is a fused one in half precision where that works, else ours.
+    Not for a device whose norms MindSpeed replaces.
     """
     half = config.params_dtype in (torch.bfloat16, torch.float16)
     fused = kernels.find(kernels.Operator.NORM) if half else None
@@ -212,9 +231,10 @@ def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Specify this stage's layers: Megatron's local ones with our norm and core attention.
+    """Return the specification of this stage's layers, from Megatron's local specification.
 
-    On NPU with Megatron's, in whose place MindSpeed puts fused operators.
+    Norm, core attention and experts are those of this package; on an NPU the norm and experts are
+    Megatron's classes, which MindSpeed replaces by fused operators. The router is always ours.
     """
     # By its name at this moment: MindSpeed replaces the class itself.
     norm = torch_norm.WrappedTorchNorm if device.fuses_layers() else plain_norm(config)
@@ -238,10 +258,10 @@ def layer_spec(
 
 
 def recompute_settings(role: LearningConfig) -> dict[str, Any]:
-    """Megatron's settings for what the backward pass of a role computes once more.
+    """Return Megatron's settings of activation recomputation for a role; {} for none.
 
-    Megatron's own choice of parts, the core attention, would save nothing: fused kernels keep no
-    scores. The MLP holds most of what a layer keeps.
+    Selective recomputation is of the MLP or experts, which keep the most activations. Megatron's
+    default, the core attention, would save nothing: fused kernels keep no scores.
     """
     if role.recompute is Recompute.NONE:
         return {}
@@ -256,6 +276,7 @@ def recompute_settings(role: LearningConfig) -> dict[str, Any]:
 
 
 def _works(operator: kernels.Operator, dtype: torch.dtype) -> bool:
+    """Whether the device has a working fused operator; only looked for in bf16."""
     return dtype is torch.bfloat16 and kernels.find(operator) is not None
 
 
@@ -269,17 +290,20 @@ def transformer_config(
     ep: int = 1,
     recompute: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Make Megatron's configuration for one role.
+    """Return Megatron's configuration of a model on tp * pp ranks.
 
-    Fusions that need extra kernels are on where the device has them (`device.kernels`), and that of
-    the activation where MindSpeed has one.
+    Fusions that need extra kernels are on where the device has them (`device.kernels`), and the
+    activation's where MindSpeed has one.
 
-    recompute: see `recompute_settings`
-    chunks: of the model on a pipeline rank. The interleaved schedule may then send forward and
-        backward between the same two ranks, which needs one exchange for each direction
-        (overlap_p2p_comm): in one batch they would be mixed up with two stages.
+    dtype:     of parameters and activations
+    chunks:    chunks of the model on a pipeline rank
+    ep:        expert-parallel size
+    recompute: result of `recompute_settings`; None = keep all activations
     """
     a = architecture
+    # With chunks the interleaved schedule may send forward and backward between the same two ranks.
+    # This needs one exchange for each direction (overlap_p2p_comm): in one batch they would be
+    # mixed up with two stages.
     return TransformerConfig(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,

@@ -72,12 +72,12 @@ class RolloutRole:
         The engine takes device memory (weights, KV cache) only during the call. With a scorer it
         starts to score responses as they finish.
         """
-        with self.replica.room():
+        with self.replica.make_room():
             return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> RoleOutput:
         """Generate as `generate` does, with the sampling settings of the validation section."""
-        with self.replica.room():
+        with self.replica.make_room():
             return self._generate(prompts, self.validation, seed)
 
     def _generate(self, prompts: Prompts, settings: SamplingSettings, seed: int) -> RoleOutput:

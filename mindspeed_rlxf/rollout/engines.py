@@ -11,23 +11,25 @@ from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
 
 NATIVE = "native"
-"""Generation with the Megatron model itself (`native`)."""
+"""Name of the package's own engine, which generates with the Megatron model itself."""
 
 EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
-"""(configuration, the actor's engine in the same process) -> the engine of this rank.
+"""(configuration, the actor's training engine in the same process) -> the engine of this rank.
 
-It has no weights yet: `update_weights` loads them, whole tensors on the actor's device, before the
-first generation. Ranks of one tensor-parallel group make the same calls; one's results are used.
+The new engine has no weights yet. Before the first generation its `update_weights` gets all of
+them: whole tensors, on the actor's device. All ranks of a tensor-parallel group make the same calls
+on their engines; only the results of the first rank are used.
 """
 
 ENGINES: dict[str, EngineFactory] = {}
-"""Those of plugins."""
+"""Factories of the engines of plugins, by name."""
 
 
 def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
-    """Decorator that registers an engine class, or a function that makes one, under a name.
+    """Return a decorator that adds an engine class, or a function that makes one, to `ENGINES`.
 
-    Raises ValueError for a name that is taken.
+    The decorator returns the class or function unchanged. It raises ValueError for a name that is
+    taken, "native" among them.
     """
 
     def register(factory: EngineFactory) -> EngineFactory:

@@ -17,9 +17,10 @@ def answer_from_table(
     responses: Mapping[int, Sequence[int]],
     requests: Sequence[GenerationRequest],
 ) -> Iterator[GenerationResult]:
-    """Answer requests with given responses, in the form of `RolloutEngine.generate`.
+    """Yield each request's given response as a result, in the order of the requests.
 
-    The engine computes their log-probs.
+    The engine computes the log-probs of all responses before the first result, and nothing is
+    generated. All requests must have one temperature.
 
     responses: sample id -> token ids, EOS included, at least one
     Raises KeyError for a sample without a response.
@@ -27,7 +28,7 @@ def answer_from_table(
     given = [list(responses[request.sample_id]) for request in requests]
     temperatures = {request.settings.logit_temperature for request in requests}
     assert len(temperatures) <= 1, f"one temperature for all of a batch, not {temperatures}"
-    log_probs = engine.score([request.prompt for request in requests], given, *temperatures)
-    for request, tokens, found in zip(requests, given, log_probs, strict=True):
+    scored = engine.score([request.prompt for request in requests], given, *temperatures)
+    for request, tokens, log_probs in zip(requests, given, scored, strict=True):
         reason = FinishReason.of(tokens, request.settings)
-        yield GenerationResult(request.place, tokens, found, reason, engine.weights_version)
+        yield GenerationResult(request.place, tokens, log_probs, reason, engine.weights_version)

@@ -1,8 +1,9 @@
 """One call of the native engine's `generate`: schedule the samples and run the model.
 
-Samples wait, grow and end. Rows that end leave the batch, and waiting samples take their place. The
-host launches several decode steps before it reads the drawn tokens. It decides which samples enter,
-end or go back to waiting from numbers that are equal on all ranks of a replica.
+A sample waits in a queue, then is a row of the batch until its response ends. Rows that end leave
+the batch, and waiting samples take their slots (continuous batching). Between two reads of the
+drawn tokens the host launches several decode steps. The host decides which samples enter the batch,
+end, or go back to the queue, from numbers that are equal on all ranks of a replica.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
 from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
-from mindspeed_rlxf.rollout.rows import Alike, Growing, RowStates
+from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs
 
-REFILLED = 8  # freed slots are refilled when they are 1 in REFILLED of all
+REFILLED = 8  # while others decode, samples enter once they would be 1 in REFILLED of the rows
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of one `generate`.
 
-    rows:   rows that grow at the same time
-    tokens: tokens in the cache, rows times the longest row; None = no limit
-    steps:  decode steps until the host reads the drawn tokens
+    rows:   most rows in the batch
+    tokens: most tokens in the KV cache, counted as rows times the longest row; None = no limit
+    steps:  decode steps that are launched before the host reads the drawn tokens
     """
 
     rows: int
@@ -46,6 +47,7 @@ class Limits:
 
 
 def cache_shape(model: TransformerModel) -> CacheShape:
+    """Return the sizes of this rank's KV cache for a model."""
     config = model.config
     return CacheShape(
         num_layers=config.num_layers,
@@ -56,7 +58,11 @@ def cache_shape(model: TransformerModel) -> CacheShape:
 
 
 class Generation:
-    """The samples of one `generate`. Active row i uses slot i of the cache and of the states."""
+    """The samples of one `generate` and its batch; row i of the batch has slot i of the KV cache.
+
+    waiting: samples that are not in the batch; the first one enters next
+    active:  samples in the batch, by row
+    """
 
     def __init__(
         self,
@@ -66,74 +72,93 @@ class Generation:
         stats: GenerationStats,
         rounds: Rounds,
     ) -> None:
+        """Put all requests into the queue and allocate an empty KV cache.
+
+        stats:  is counted up by every pass
+        rounds: announces every pass to the ranks that share experts
+        """
         self.model, self.limits, self.stats, self.rounds = model, limits, stats, rounds
-        self.waiting = deque(map(Growing.begin, requests))
-        self.active: list[Growing] = []
+        self.waiting = deque(map(GrowingSample.from_request, requests))
+        self.active: list[GrowingSample] = []
         self.where = next(model.parameters()).device
         width = max(request.settings.max_new_tokens for request in requests)
-        self._most = max(len(request.prompt) for request in requests) + width  # tokens of a row
-        self._decoder = Decoder(model, self._most)
-        self.cache = KvCache(cache_shape(model), self._most, self.where)
+        # the most tokens that a row can have
+        self._max_length = max(len(request.prompt) for request in requests) + width
+        self._decoder = Decoder(model, self._max_length)
+        self.cache = KvCache(cache_shape(model), self._max_length, self.where)
         self.states = RowStates(limits.rows, width, self.where)
-        self._groups: list[Alike] | None = None  # of the active rows
-        self._counts = np.zeros(0, np.int64)  # response tokens of the active rows, when last read
-        self._prompts = np.zeros(0, np.int64)  # tokens of their prompts
-        self._prompt_states: dict[bytes, Tensor] = {}  # last state of each prompt, [hidden]
+        self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
+        self._counts = np.zeros(0, np.int64)  # response tokens of each row, when last read
+        self._prompts = np.zeros(0, np.int64)  # prompt tokens of each row
+        # prompt -> hidden state of its last token [hidden], while samples wait that have it
+        self._prompt_states: dict[bytes, Tensor] = {}
 
-    def advance(self) -> list[Growing]:
-        """Compute until at least one sample ends; return the samples that ended."""
-        finished: list[Growing] = []
+    def advance(self) -> list[GrowingSample]:
+        """Prefill and decode until at least one sample ends; remove and return the ended ones."""
+        finished: list[GrowingSample] = []
         while not finished:
-            refills = self._refills()
+            refills = self._should_admit()
             if refills:
                 self._admit()
             else:
                 self._decode()
-            finished = self._look(decoded=not refills)
+            finished = self._remove_ended(decoded=not refills)
         return finished
 
     # Rows that enter
 
-    def _refills(self) -> bool:
-        """Whether enough waiting samples can enter to make a prefill worthwhile."""
-        entering = self._entering()
+    def _should_admit(self) -> bool:
+        """Whether the batch is empty, or enough waiting samples fit to make a prefill worthwhile.
+
+        Enough: all waiting samples, or 1 in REFILLED of the rows that the batch would have.
+        """
+        entering = self._count_admissible()
         if not self.active:
             return True
         rows = len(self.active) + entering
         return entering > 0 and entering >= min(len(self.waiting), rows // REFILLED)
 
-    def _entering(self) -> int:
-        """Count the waiting samples with a free slot and room for GROWTH tokens in the cache."""
-        longest, rows, limit = self._room(0), len(self.active), self.limits.tokens
+    def _count_admissible(self) -> int:
+        """Count the first waiting samples that fit: each needs a slot and space in the cache.
+
+        The space is for the longest row and GROWTH more tokens in every row.
+        """
+        longest, rows, limit = self._longest_row(0), len(self.active), self.limits.tokens
         for row in itertools.islice(self.waiting, self.limits.rows - rows):
             longest, rows = max(longest, row.length), rows + 1
-            if limit is not None and rows * self._capacity(longest + GROWTH) > limit:
+            if limit is not None and rows * self._row_capacity(longest + GROWTH) > limit:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
     def _admit(self) -> None:
-        """Prefill as many waiting samples as can enter, at least one."""
-        first, rows = len(self.active), max(self._entering(), 1)
+        """Move waiting samples that fit into the batch, at least one, and prefill them.
+
+        The prefill also draws the next token of each.
+        """
+        first, rows = len(self.active), max(self._count_admissible(), 1)
         entering = [self.waiting.popleft() for _ in range(rows)]
         kept, counts = self.active, [len(row.tokens) for row in entering]
-        self._place([*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64))
-        self.cache.fit(len(self.active), self._room(self.limits.steps))
-        self.states.begin(first, entering)
+        self._set_active(
+            [*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64)
+        )
+        self.cache.fit(len(self.active), self._longest_row(self.limits.steps))
+        self.states.set_up(first, entering)
         donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
-        for pack in self._packs(first, donors):
+        for pack in self._make_packs(first, donors):
             self._prefill(pack)
         still = {row.key for row in self.waiting}
         self._prompt_states = {
             key: state for key, state in self._prompt_states.items() if key in still
         }
 
-    def _packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
-        """Cut the rows from slot `first` on into packs of PREFILL_TOKENS tokens to compute.
+    def _make_packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
+        """Group the rows from slot `first` on into packs of at most PREFILL_TOKENS computed tokens.
 
-        A row that is longer makes a pack of its own.
+        A row is computed alone if it is longer. A row whose prompt another slot has, and which has
+        no response yet, costs nothing: it copies the prompt's keys and values.
 
-        donors: prompt -> a slot that has it in the cache; new prompts are added
-        Yields packs: slot -> slot whose prompt it copies, or itself if it is computed.
+        donors: prompt -> a slot that has it in the cache; gets an entry for each new prompt
+        Yields packs: slot -> slot that it copies its prompt from, or itself if it is computed.
         """
         pack: dict[int, int] = {}
         tokens = 0
@@ -141,26 +166,23 @@ class Generation:
             if not row.tokens and row.key in donors:
                 pack[slot] = donors[row.key]
                 continue
-            if tokens and tokens + len(row.known) > PREFILL_TOKENS:
+            if tokens and tokens + len(row.prefill_ids) > PREFILL_TOKENS:
                 yield pack
                 pack, tokens = {}, 0
-            tokens += len(row.known)
+            tokens += len(row.prefill_ids)
             pack[slot] = slot
             if not row.tokens:
                 donors[row.key] = slot
         yield pack
 
     def _prefill(self, pack: dict[int, int]) -> None:
-        """Fill the cache of the slots of a pack, and draw the next token of each row.
+        """Fill the cache of the slots of a pack, and draw and append the next token of each row.
 
-        Rows that are their own source are computed in one pass. The others copy the prompt of
-        their source.
-
-        pack: slot -> slot that holds its prompt, or itself
+        pack: as `_make_packs` yields; rows that copy nothing are computed in one forward pass
         """
         computed = [slot for slot, source in pack.items() if slot == source]
-        found = dict(zip(computed, self._compute(computed), strict=True)) if computed else {}
-        for slot, state in found.items():
+        last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}
+        for slot, state in last.items():
             if not self.active[slot].tokens:
                 self._prompt_states[self.active[slot].key] = state
         copied = [(source, slot) for slot, source in pack.items() if slot != source]
@@ -169,18 +191,19 @@ class Generation:
             longest = max(len(self.active[slot].request.prompt) for _, slot in copied)
             self.cache.copy(source, target, longest)
         rows = [self.active[slot] for slot in pack]
-        states = [found.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
+        states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
         slots = slice(min(pack), max(pack) + 1)
-        self._append(torch.stack(states), slots, self.states.group(rows))  # type: ignore[arg-type]
+        groups = self.states.group_by_settings(rows)
+        self._append(torch.stack(states), slots, groups)  # type: ignore[arg-type]
 
-    def _compute(self, slots: list[int]) -> Tensor:
-        """Run the known tokens of rows through the model, which fills the cache.
+    def _forward_prefill(self, slots: list[int]) -> Tensor:
+        """Run the prompts of slots, and their responses so far, through the model in one pass.
 
-        Returns the hidden states of their last tokens, [slots, hidden].
+        Fills the cache. Returns the hidden states of the last tokens, [slots, hidden].
         """
-        known = [self.active[slot].known for slot in slots]
-        lengths = np.array([len(tokens) for tokens in known])
-        token_ids = torch.from_numpy(np.concatenate(known)).to(self.where)
+        rows = [self.active[slot].prefill_ids for slot in slots]
+        lengths = np.array([len(tokens) for tokens in rows])
+        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.where)
         position = self._tensor(np.concatenate([np.arange(n) for n in lengths]))
         slot = self._tensor(np.repeat(slots, lengths))
         attend = Prefill(
@@ -191,17 +214,20 @@ class Generation:
         self.stats.prompt_tokens += len(token_ids)
         return hidden[self._tensor(lengths.cumsum() - 1)]
 
-    # Rows that grow
+    # Rows that decode
 
     def _decode(self) -> None:
-        """Launch the decode steps up to the next read by the host."""
+        """Launch up to `limits.steps` decode steps of all rows, without reading the drawn tokens.
+
+        Moves rows back to the queue first if the cache cannot hold these steps.
+        """
         left = [row.settings.max_new_tokens for row in self.active] - self._counts
         steps = min(self.limits.steps, int(left.max()))
-        self._set_back(steps)
+        self._preempt(steps)
         rows = len(self.active)
-        self.cache.fit(rows, self._room(steps))
+        self.cache.fit(rows, self._longest_row(steps))
         if self._groups is None:
-            self._groups = self.states.group(self.active)
+            self._groups = self.states.group_by_settings(self.active)
         for _ in range(steps):
             position = self.states.position[:rows]
             attend = DecodeStep(cache=self.cache, position=position)
@@ -209,94 +235,111 @@ class Generation:
             hidden = self._decoder(self.states.last[:rows], position, attend)
             self._append(hidden, slice(0, rows), self._groups)
 
-    def _append(self, hidden: Tensor, slots: slice, groups: Sequence[Alike]) -> None:
-        """Draw and append the next token of each row. hidden: last states, [rows, hidden]"""
+    def _append(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
+        """Draw the next token of the rows in these slots and append it to their states.
+
+        The ranks of a replica take the tokens that their first rank draws.
+
+        hidden: hidden states of the rows' last tokens, [rows, hidden]
+        groups: the rows by settings
+        """
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
-        tokens, log_probs = self.states.choose(logits, slots, groups)
-        as_first_rank(tokens, group)
+        tokens, log_probs = self.states.draw(logits, slots, groups)
+        broadcast_from_first(tokens, group)
         self.states.append(tokens, log_probs, slots, groups)
 
     # Rows that leave
 
-    def _look(self, decoded: bool) -> list[Growing]:
-        """Wait for the drawn tokens; remove the samples that have ended and return them.
+    def _remove_ended(self, decoded: bool) -> list[GrowingSample]:
+        """Wait for the drawn tokens; remove from the batch the samples that ended, and return them.
 
-        decoded: the tokens are of decode steps, not of a prefill
+        Counts the new tokens in the stats. Empty if no sample has ended.
+
+        decoded: whether the new tokens are of decode steps, not of a prefill
         """
-        counts, going = self.states.progress(len(self.active))
+        counts, going = self.states.read_progress(len(self.active))
         counts, ended = counts.copy(), ~going
         stopped = [slot for slot, row in enumerate(self.active) if row.settings.stop is not None]
         if stopped:
             drawn, _ = self.states.read(stopped, int(counts.max()))
             for slot, tokens in zip(stopped, drawn.tolist(), strict=True):
                 row = self.active[slot]
-                ended[slot] |= row.take(tokens[len(row.tokens) : counts[slot]])
+                ended[slot] |= row.append_until_end(tokens[len(row.tokens) : counts[slot]])
                 counts[slot] = len(row.tokens)
         new = int((counts - self._counts).sum())
         self.stats.sampled_tokens += new
         self.stats.decoded_tokens += new if decoded else 0
         self._counts = counts
         leaving = np.flatnonzero(ended).tolist()
-        return self._take_out(leaving) if leaving else []
+        return self._remove(leaving) if leaving else []
 
-    def _set_back(self, steps: int) -> None:
-        """If the cache cannot hold the next steps, put samples back among the waiting ones.
+    def _preempt(self, steps: int) -> None:
+        """Move rows back to the head of the queue if the cache cannot hold `steps` more tokens.
 
-        Those with the fewest tokens, until the others have room for GROWTH more tokens.
+        The rows with the shortest responses go, until the others, at least one, have space for
+        GROWTH more tokens each. A row that goes keeps its tokens, to be prefilled again.
         """
         limit, rows = self.limits.tokens, len(self.active)
-        if limit is None or rows * self._capacity(self._room(steps)) <= limit:
+        if limit is None or rows * self._row_capacity(self._longest_row(steps)) <= limit:
             return
         kept = np.argsort(-self._counts, kind="stable").tolist()
         lengths = self._prompts + self._counts
         while len(kept) > 1:
-            if len(kept) * self._capacity(int(lengths[kept].max()) + GROWTH) <= limit:
+            if len(kept) * self._row_capacity(int(lengths[kept].max()) + GROWTH) <= limit:
                 break
             kept.pop()
-        back = self._take_out(sorted(set(range(rows)) - set(kept)))
-        self.waiting.extendleft(reversed(back))
+        preempted = self._remove(sorted(set(range(rows)) - set(kept)))
+        self.waiting.extendleft(reversed(preempted))
 
-    def _take_out(self, slots: list[int]) -> list[Growing]:
-        """Copy rows' tokens and log-probs to the host, and let the last rows take their slots."""
+    def _remove(self, slots: list[int]) -> list[GrowingSample]:
+        """Remove rows from the batch and return their samples, with tokens and log-probs.
+
+        Waits for the device. The last rows move into the freed slots.
+
+        Raises FloatingPointError for a log-prob that is nan.
+        """
         tokens, log_probs = self.states.read(slots, int(self._counts[slots].max()))
         for slot, drawn, logs in zip(slots, tokens.tolist(), log_probs, strict=True):
             row, count = self.active[slot], self._counts[slot]
             check_log_probs(logs[:count])
             row.tokens, row.log_probs = drawn[:count], logs[:count].tolist()
-        taken, gone = [self.active[slot] for slot in slots], set(slots)
+        removed, freed = [self.active[slot] for slot in slots], set(slots)
         size = len(self.active) - len(slots)
         target = [slot for slot in slots if slot < size]
-        source = [slot for slot in range(size, len(self.active)) if slot not in gone]
+        source = [slot for slot in range(size, len(self.active)) if slot not in freed]
         order = np.arange(size)
         if source:
             order[target] = source
             where = self._tensor(source), self._tensor(target)
-            self.states.move(*where)
+            self.states.copy_rows(*where)
             self.cache.copy(*where, self.cache.capacity)
-        self._place([self.active[slot] for slot in order], self._counts[order])
-        return taken
+        self._set_active([self.active[slot] for slot in order], self._counts[order])
+        return removed
 
-    def _place(self, rows: list[Growing], counts: np.ndarray) -> None:
-        """Set the active rows. counts: [rows] int64, tokens of their responses"""
+    def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
+        """Set the rows of the batch. counts: [rows] int64, tokens of their responses"""
         self.active, self._counts, self._groups = rows, counts, None
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
 
-    def _capacity(self, length: int) -> int:
-        """Return the tokens that each row of the cache has room for, given the longest row's."""
-        return min(paged(length), self._most)
+    def _row_capacity(self, length: int) -> int:
+        """Return the tokens allocated to each row of a cache whose longest row has `length`."""
+        return min(paged(length), self._max_length)
 
-    def _room(self, more: int) -> int:
-        """Return the tokens of the longest row after `more` tokens."""
+    def _longest_row(self, more: int) -> int:
+        """Return the tokens of the longest row after `more` tokens; at most `_max_length`."""
         lengths = self._prompts + self._counts
-        return min(int(lengths.max(initial=0)) + more, self._most)
+        return min(int(lengths.max(initial=0)) + more, self._max_length)
 
     def _tensor(self, numbers: Sequence[object] | np.ndarray) -> Tensor:
         return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.where)
 
 
-def as_first_rank(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace the values by the first rank's; ranks with different values would wait for ever."""
+def broadcast_from_first(values: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace `values` by those of the group's first rank; a collective.
+
+    Ranks that act on different values would wait for each other for ever.
+    """
     if group.size() > 1:
         dist.broadcast(values, dist.get_global_rank(group, 0), group=group)

@@ -2,9 +2,8 @@
 
 With one pipeline stage the rollout module shares the storage of the trained parameters. With
 several, each rank receives the other stages' parameters before generation (broadcast from the rank
-that trains them, one parameter at a time) and frees them afterwards. Of the experts a rank has its
-own share in training and in generation, where the replicas that share them generate in rounds
-(`rounds.py`).
+that trains them, one parameter at a time) and frees them afterwards. A rank generates with the same
+share of the experts that it trains; the replicas that share experts keep in step (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -26,36 +25,44 @@ from mindspeed_rlxf.models.parameters import (
     rank_parameters,
     stage_parameters,
 )
-from mindspeed_rlxf.rollout.weights import rollout_module
+from mindspeed_rlxf.rollout.weights import build_rollout_module
 
 
 class SharedWeights:
-    """All layers of the trained model. While awake it has copies of what other ranks train."""
+    """Weights of all layers: shared with training, or while awake copied from other stages."""
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
-        """A collective over the world."""
+        """Build a module without weights; a collective over the world.
+
+        engine: trains the weights in this process
+        seed:   of Megatron's tensor-parallel random streams
+        """
         self.engine = engine
         experts = engine.groups.ep
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
         architecture = engine.role.architecture
-        self.module, self.rounds = rollout_module(architecture, self.groups, engine.dtype)
+        self.module, self.rounds = build_rollout_module(architecture, self.groups, engine.dtype)
         named = dict(self.module.named_parameters())
         share = {"ep_rank": experts.rank(), "ep": experts.size()}
         table = stage_parameters(architecture, engine.head, **share)
         self._by_source = {p.sources: named[p.name] for p in table}
         self._shapes = {k: p.shape for k, p in self._by_source.items()}
-        self._held = contextlib.ExitStack()
+        self._kept_on_device = contextlib.ExitStack()
         self.sleep()
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return self.groups.active()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise AssertionError: nothing but training changes these weights."""
         raise AssertionError("the weights are shared with training, which alone changes them")
 
     def wake(self) -> None:
-        """Receive the parameters of other stages; a collective over the pipeline."""
-        self._held.enter_context(self.engine.holding(Part.WEIGHTS))
+        """Share this stage's weights and receive the other stages'; a collective of the pipeline.
+
+        The trained weights stay on the device until `sleep`.
+        """
+        self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
         pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
         for stage in range(pipeline.size()):
             place = (stage, pipeline.size(), role.model_chunks, experts.rank(), experts.size())
@@ -67,14 +74,17 @@ class SharedWeights:
                 if stage == pipeline.rank():
                     target.data = self.engine.weights.tensors[parameter.name].data
                 else:
-                    target.data = self._empty(parameter, stacks)
+                    target.data = self._allocate(parameter, stacks)
                 if pipeline.size() > 1:
                     dist.broadcast(target.data, dist.get_global_rank(pipeline, stage), pipeline)
 
-    def _empty(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
-        """Allocate a parameter; experts of a layer lie one after the other, for grouped products.
+    def _allocate(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
+        """Allocate a parameter on the device, without setting it; experts of a layer in one tensor.
 
-        stacks: memory for all experts of a layer, by their names without the expert; is added to
+        Grouped products need the experts at equal distances in one memory.
+
+        stacks: that tensor [experts, ...] by the parameter's name without the expert's index; gets
+                an entry for the first expert of each layer
         """
         shape, where = self._shapes[parameter.sources], device.current_device()
         if parameter.expert is None:
@@ -86,9 +96,13 @@ class SharedWeights:
         return stacks[layer][parameter.expert % count]
 
     def sleep(self) -> None:
-        # Megatron makes them on the host. They must be on the device, as the generating engine
-        # reads the device of a sleeping module.
+        """Detach all parameters, which become empty; frees the copies of other stages' weights.
+
+        The trained weights may leave the device again.
+        """
+        # Megatron makes parameters on the host. Empty ones must be on the device, as the generating
+        # engine reads the device of a sleeping module.
         where = device.current_device()
         for parameter in self._by_source.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=where)
-        self._held.close()
+        self._kept_on_device.close()

@@ -1,13 +1,13 @@
 """Key-value cache that grows with its rows, and the attention of prefill and decode.
 
 Axes: slots = rows of the cache, groups = key-value groups that this tensor-parallel rank uses;
-ranks that share a group each hold its keys and values. The active rows are always slots 0 .. n - 1,
-so that one decode step computes exactly the active rows.
+ranks that share a group each have its keys and values. The rows of the batch are always slots
+0 .. n - 1, so that a decode step computes these rows and no others.
 
-A layer's keys are one tensor [slots, groups, capacity, head_dim]. The capacity is the longest
-active row, rounded up to pages of PAGE tokens: it grows a page at a time and shrinks when long rows
-have ended. So a row takes memory for its present tokens, not for the most that it may have, and
-attention reads whole tensors. The cache is copied once in PAGE steps, one layer after the other.
+A layer's keys are one tensor [slots, groups, capacity, head_dim]. The capacity is the length of the
+longest row, rounded up to pages of PAGE tokens: it grows a page at a time and shrinks when long
+rows have ended. So a row takes memory for the tokens of the longest row now, not for the most
+tokens that it may have. The cache is copied once in PAGE steps, one layer after the other.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ class CacheShape:
 class KvCache:
     """The keys and values of all layers: [layer][slots, groups, capacity, head_dim]."""
 
-    def __init__(self, shape: CacheShape, most: int, where: torch.device) -> None:
-        """most: the most tokens that a row can have"""
-        self.shape, self.most, self.slots, self.capacity = shape, most, 0, 0
+    def __init__(self, shape: CacheShape, max_length: int, where: torch.device) -> None:
+        """Make a cache without slots on the device `where`.
+
+        max_length: the most tokens that a row can have, and the largest capacity
+        """
+        self.shape, self.max_length, self.slots, self.capacity = shape, max_length, 0, 0
         empty = (0, shape.groups, 0, shape.head_dim)
         layers = range(shape.num_layers)
         self.keys = [torch.zeros(empty, dtype=shape.dtype, device=where) for _ in layers]
@@ -54,12 +57,12 @@ class KvCache:
         return self.slots * self.capacity * self.shape.token_bytes
 
     def fit(self, slots: int, length: int) -> None:
-        """Resize the cache to `slots` rows of `length` tokens.
+        """Reallocate the cache for `slots` rows of `length` tokens, rounded up to pages.
 
-        A cache that is less than a page longer, and of at most twice the slots, stays as it is.
-        Rows keep their tokens, up to the new capacity.
+        Rows keep their keys and values, as far as the new capacity goes. A cache that is large
+        enough stays as it is, unless it is over a page longer or has twice the slots or more.
         """
-        capacity = min(paged(length), self.most)
+        capacity = min(paged(length), self.max_length)
         if slots <= self.slots and capacity <= self.capacity <= capacity + PAGE:
             if 2 * slots > self.slots:
                 return
@@ -75,28 +78,39 @@ class KvCache:
         self.slots, self.capacity = slots, capacity
 
     def write(self, layer: int, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store key, value [tokens, groups, d] of the tokens at (slot, position)."""
-        group = torch.arange(self.shape.groups, device=slot.device)
-        self.put(layer, (slot[:, None], group, position[:, None]), key, value)
+        """Store the key and value of each token at its slot and position.
 
-    def put(self, layer: int, place: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
-        """Store key and value at (slot, group, position), each of a shape that broadcasts."""
-        self.keys[layer - 1][place] = key
-        self.values[layer - 1][place] = value
+        layer:          number of the layer, from 1
+        slot, position: [tokens] int64
+        key, value:     [tokens, groups, head_dim]
+        """
+        group = torch.arange(self.shape.groups, device=slot.device)
+        self.write_at(layer, (slot[:, None], group, position[:, None]), key, value)
+
+    def write_at(self, layer: int, index: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
+        """Store key and value at `index`, as `write` with the index made beforehand.
+
+        index: (slot, group, position), int64 tensors that broadcast to [tokens, groups]
+        """
+        self.keys[layer - 1][index] = key
+        self.values[layer - 1][index] = value
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots to others. source, target: [rows] int64"""
+        """Copy the first `length` positions of slots `source` to slots `target`, in all layers.
+
+        source, target: [rows] int64
+        """
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :length] = tensor[source, :, :length]
 
 
 @dataclass
 class Prefill(PackedSequences):
-    """Attention of whole packed prompts, whose keys and values are written to the cache."""
+    """Attention of whole packed rows, whose keys and values are written to the cache."""
 
     cache: KvCache = None  # type: ignore[assignment]
-    slot: Tensor = None  # type: ignore[assignment]  # [tokens]
-    position: Tensor = None  # type: ignore[assignment]  # [tokens]
+    slot: Tensor = None  # type: ignore[assignment]  # [tokens] int64, slot of each token's row
+    position: Tensor = None  # type: ignore[assignment]  # [tokens] int64, in the row
 
     def attend(
         self,
@@ -106,6 +120,7 @@ class Prefill(PackedSequences):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
+        """Write keys and values to the cache, then attend as `PackedSequences.attend`."""
         self.cache.write(layer, self.slot, self.position, key, value)
         return super().attend(layer, query, key, value, fused)
 
@@ -114,8 +129,8 @@ class Prefill(PackedSequences):
 class DecodeStep(Attend):
     """Attention of one new token for each of the slots 0 .. n - 1, over all tokens of its slot.
 
-    Every device uses torch's own attention: the NPU's fused one is made for training, and those for
-    inference support neither fp32 nor a cache of this form.
+    Every device uses torch's own attention: the NPU's fused operator is made for training, and its
+    operators for inference support neither fp32 nor a cache of this form.
     """
 
     cache: KvCache = None  # type: ignore[assignment]
@@ -123,8 +138,8 @@ class DecodeStep(Attend):
 
     def __post_init__(self) -> None:
         where, shape = self.position.device, self.cache.shape
-        places = torch.arange(self.cache.capacity, device=where)
-        visible = places <= self.position[:, None]
+        columns = torch.arange(self.cache.capacity, device=where)
+        visible = columns <= self.position[:, None]
         if not device.fuses_layers():
             # Made once here; torch would convert a mask of bool in every layer.
             hidden = torch.zeros(visible.shape, dtype=shape.dtype, device=where)
@@ -132,7 +147,7 @@ class DecodeStep(Attend):
         self._mask = visible[:, None, None, :]  # [n, 1, 1, capacity]
         slot = torch.arange(len(self.position), device=where)
         group = torch.arange(shape.groups, device=where)
-        self._place = slot[:, None], group, self.position[:, None]
+        self._index = slot[:, None], group, self.position[:, None]
 
     def attend(
         self,
@@ -142,17 +157,20 @@ class DecodeStep(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Store the new token's key and value of each row, and attend to all tokens of its slot.
+        """Write each row's new key and value to the cache, and attend to all tokens of its slot.
 
-        query: [n, heads, d] or [n, groups, heads of a group, d]; the result has as many axes
+        query:      [n, heads, d] or [n, groups, heads of a group, d]
+        key, value: [n, groups, d]
+        fused:      ignored
+        Returns the attended values in the shape of `query`.
         """
         rows, groups = key.size(0), key.size(1)
-        self.cache.put(layer, self._place, key, value)
+        self.cache.write_at(layer, self._index, key, value)
         keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
         if rows < self.cache.slots:
             keys, values = keys[:rows], values[:rows]
-        # The queries of a group take the sequence axis: so no key is copied for them, and scores
-        # stay fp32 inside the kernel.
+        # The queries of a group stand on the sequence axis, so that no key is copied for each query
+        # and scores stay fp32 inside the kernel.
         queries = query if query.dim() == 4 else query.unflatten(1, (groups, -1))
         # A row of the mask for each query: before CANN 9.1 an NPU's attention does not repeat one.
         mask = self._mask.expand(-1, -1, queries.size(2), -1)

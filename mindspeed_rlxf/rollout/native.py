@@ -19,15 +19,15 @@ from mindspeed_rlxf.config.memory import PREFILL_TOKENS, kv_cache_rows, kv_cache
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.rollout.generation import Generation, Limits, as_first_rank, cache_shape
+from mindspeed_rlxf.rollout.generation import Generation, Limits, broadcast_from_first, cache_shape
 from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationResult, GenerationStats
 from mindspeed_rlxf.rollout.weights import WeightSource
 
-STEPS_OF_A_DEVICE = 8  # decode steps until the host reads the drawn tokens, which makes it wait
+STEPS_OF_A_DEVICE = 8  # decode steps between two reads of the drawn tokens, which wait for them
 
 
 class NativeRollout:
-    """One tensor-parallel replica; all its ranks run the same steps on the same prompts."""
+    """This rank of a tensor-parallel replica; its ranks run the same steps on the same prompts."""
 
     def __init__(
         self,
@@ -36,16 +36,18 @@ class NativeRollout:
         memory: int | None = None,
         steps: int | None = None,
     ) -> None:
-        """Make an engine without weights.
+        """Make an engine that sleeps and has no weights yet.
 
-        max_rows: sequences that grow at the same time; None = as many as fit (`kv_cache_rows`)
-        memory:   bytes of the device's memory to plan with; None = all
-        steps:    decode steps until the drawn tokens are read; a row that ends in between is still
-                  computed. None = 1 on the CPU, where reading costs nothing, else STEPS_OF_A_DEVICE
+        source:   gives the module and its weights
+        max_rows: most sequences in the batch; None = as many as fit (`kv_cache_rows`)
+        memory:   bytes of the device's memory to plan the KV cache with; None = all
+        steps:    decode steps between two reads of the drawn tokens; a row that ends in between is
+                  computed on. None = 1 on the CPU, where reading costs nothing, else
+                  STEPS_OF_A_DEVICE
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
         self._stats = GenerationStats()
-        self._version: int | None = None  # None = the weights are not whole
+        self._version: int | None = None  # None = no weights, or only some were replaced
         self._awake = False
         self._device = next(source.module.parameters()).device
         on_cpu = self._device.type == "cpu"
@@ -56,18 +58,24 @@ class NativeRollout:
         return self.source.module
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights as `RolloutEngine.update_weights` says; if that fails, none count."""
         with self.replacing_weights(version):
             self.source.load(tensors)
 
     @contextlib.contextmanager
     def replacing_weights(self, version: int) -> Iterator[None]:
-        """Set the version after the block, which replaces the weights; no version if it fails."""
+        """Return a context manager for a block that replaces all weights by those of `version`.
+
+        From its start until it ends without an exception the engine has no version: generation and
+        `weights_version` fail with an AssertionError.
+        """
         self._version = None
         yield
         self._version = version
 
     @property
     def weights_version(self) -> int:
+        """The version of the loaded weights. Raises AssertionError if there are none."""
         assert self._version is not None, "the rollout has not received its weights"
         return self._version
 
@@ -75,26 +83,32 @@ class NativeRollout:
         return self._stats
 
     def wake(self) -> None:
+        """Bring the weights of the source to the device."""
         self.source.wake()
         self._awake = True
 
     def sleep(self) -> None:
-        """Free the weights of the source. The KV cache exists only during `generate`."""
+        """Let the source free its weights. The KV cache exists only during `generate`."""
         self._awake = False
         self.source.sleep()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Activate the parallel groups of the module.
+        """Activate the module's parallel groups, without gradients, inside the block.
 
-        Results are returned outside the block, since their receiver may run other roles.
+        Raises AssertionError while the engine sleeps. Results must be yielded outside the block, as
+        their receiver may run other roles.
         """
         assert self._awake, "the rollout sleeps"
         with torch.no_grad(), self.source.active():
             yield
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """Generate as `RolloutEngine.generate` says; settings may differ between requests."""
+        """Generate as `RolloutEngine.generate` says; settings may differ between requests.
+
+        After the last result, or when the iterator is closed after the first, computes this rank's
+        experts for other ranks until all have finished.
+        """
         self.model.eval()
         self._stats, version, rounds = GenerationStats(), self.weights_version, self.source.rounds
         rounds.begin()
@@ -103,13 +117,18 @@ class NativeRollout:
                 yield from self._generate(requests, version)
         except GeneratorExit:  # the caller wants no more, but other ranks need this one's experts
             if self._awake:
-                self._finish()
+                self._serve_other_ranks()
             raise
-        self._finish()
+        self._serve_other_ranks()
 
     def _generate(
         self, requests: Sequence[GenerationRequest], version: int
     ) -> Iterator[GenerationResult]:
+        """Yield the result of each request, without serving other ranks afterwards.
+
+        requests: at least one
+        version:  of the weights. Raises AssertionError if the weights are replaced meanwhile
+        """
         rounds = self.source.rounds
         with self._computing():
             limits = self._limits(requests)
@@ -119,18 +138,18 @@ class NativeRollout:
                 assert self.weights_version == version, "weights changed during a generation"
                 finished = generation.advance()
             for sequence in finished:
-                yield sequence.result(version)
+                yield sequence.make_result(version)
 
-    def _finish(self) -> None:
-        """Take part in the passes of the ranks that need this one's experts, until all are done."""
+    def _serve_other_ranks(self) -> None:
+        """Compute this rank's experts for other ranks until all have finished; count the passes."""
         with self._computing():
             self._stats.idle_passes = self.source.rounds.finish()
 
     def _limits(self, requests: Sequence[GenerationRequest]) -> Limits:
-        """Return the limits of rows and cache tokens; a collective of the tensor-parallel ranks.
+        """Return the limits of one `generate`; a collective of the tensor-parallel ranks.
 
-        `max_rows` limits the rows; without it the memory of the cache does. All ranks take the
-        numbers of the first one.
+        `max_rows` limits the rows; without it the device's memory limits rows and cache tokens. All
+        ranks take the limits of the first one.
         """
         prompt = max(len(request.prompt) for request in requests)
         response = max(request.settings.max_new_tokens for request in requests)
@@ -142,7 +161,7 @@ class NativeRollout:
         tokens = kv_cache_tokens(token, memory)
         rows = kv_cache_rows(self.max_rows, len(requests), prompt, response, tokens)
         agreed = torch.tensor([rows, tokens or 0], device=self._device)
-        as_first_rank(agreed, self.model.tp_group)
+        broadcast_from_first(agreed, self.model.tp_group)
         rows, tokens = agreed.tolist()
         return Limits(rows, tokens or None, self.steps)
 
@@ -152,7 +171,11 @@ class NativeRollout:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Score as `RolloutEngine.score` says, in packed passes of up to PREFILL_TOKENS tokens."""
+        """Score as `RolloutEngine.score` says, in packed passes of up to PREFILL_TOKENS tokens.
+
+        A longer sequence has a pass of its own. Then computes this rank's experts for other ranks
+        until all have finished.
+        """
         self.model.eval()
         self._stats = GenerationStats()
         self.source.rounds.begin()
@@ -166,29 +189,29 @@ class NativeRollout:
                 pack.append(waiting.popleft())
             with self._computing():
                 log_probs += self._score_pack(pack, temperature)
-        self._finish()
+        self._serve_other_ranks()
         return log_probs
 
     def _score_pack(
         self, pack: list[tuple[np.ndarray, Sequence[int]]], temperature: float
     ) -> list[list[float]]:
-        """Compute the log-probs of each response's tokens in one packed forward pass.
+        """Return the log-probs of each response's tokens, computed in one packed forward pass.
 
-        pack: (prompt, response) of each sequence; the last token is not fed, as it predicts nothing
+        pack: (prompt, response) of each sequence; its last token is no input, as it predicts none
         """
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
         ids = [np.concatenate((prompt, response))[:-1] for prompt, response in pack]
         starts = np.cumsum([0, *lengths[:-1]])
-        places = [
+        predicting = [  # indices in the pack of the tokens that predict a token of a response
             np.arange(start + p - 1, start + n)
             for start, p, n in zip(starts, prompts, lengths, strict=True)
         ]
-        token_ids, place, position, label = (
+        token_ids, index, position, label = (
             torch.from_numpy(np.concatenate(parts)).to(self._device)
             for parts in (
                 ids,
-                places,
+                predicting,
                 [np.arange(n) for n in lengths],
                 [np.asarray(response, dtype=np.int64) for _, response in pack],
             )
@@ -196,18 +219,21 @@ class NativeRollout:
         self.source.rounds.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, PackedSequences(lengths=tuple(lengths)))
         self._stats.prompt_tokens += sum(lengths)
-        found, _ = token_log_probs(
-            hidden.squeeze(1)[place],
+        log_probs, _ = token_log_probs(
+            hidden.squeeze(1)[index],
             self.model.output_weight,
             label,
             self.model.architecture.vocab_size,
             self.model.tp_group,
             temperature,
         )
-        return [part.tolist() for part in found.split([len(response) for _, response in pack])]
+        return [part.tolist() for part in log_probs.split([len(response) for _, response in pack])]
 
 
 def _memory_of_one_process() -> int:
-    """Return bytes of memory; processes on a CPU get equal shares of it."""
+    """Return the bytes of memory of this process's device; on a CPU its share of the host's.
+
+    All processes of the world have equal shares.
+    """
     on_cpu = device.current_device().type == "cpu"
     return device.memory_total() // (dist.get_world_size() if on_cpu else 1)

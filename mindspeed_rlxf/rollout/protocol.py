@@ -18,7 +18,7 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
 class FinishReason(str, Enum):
-    """The reason for the end of a response."""
+    """Reason why a response ended."""
 
     STOP = "stop"  # its last token is an EOS, or completes a stop string
     LENGTH = "length"  # it has `max_new_tokens` tokens
@@ -36,8 +36,8 @@ class FinishReason(str, Enum):
 class GenerationRequest:
     """The request of one response.
 
-    place:     index of the sample in the caller's batch; the result repeats it
-    sample_id: determines every sampled token together with `seed`, whatever else is in the batch
+    place:     index of the sample in the caller's batch, which the result repeats
+    sample_id: with `seed` it determines every random number, whatever else is in the batch
     prompt:    [prompt] int64, without padding
     """
 
@@ -52,9 +52,10 @@ class GenerationRequest:
 class GenerationResult:
     """One finished response.
 
-    tokens:          EOS included
-    log_probs:       one per token, unfiltered, at the temperature of the request
-    weights_version: number of actor updates in the weights
+    place:           of the request
+    tokens:          token ids of the response, EOS included
+    log_probs:       one per token, at the request's temperature, before top-k and top-p
+    weights_version: number of updates of the actor that the weights contain
     """
 
     place: int
@@ -66,22 +67,22 @@ class GenerationResult:
 
 @dataclass
 class GenerationStats:
-    """Counts of computed and produced tokens since the last `generate` or `score` began."""
+    """Counts since the last `generate` or `score` began."""
 
-    prompt_tokens: int = 0  # prompt tokens run through the model
-    decoded_tokens: int = 0  # response tokens run through the model
-    sampled_tokens: int = 0  # next-token choices made: each is a token of a response
-    idle_passes: int = 0  # passes of other ranks that needed this one's experts after its own
+    prompt_tokens: int = 0  # tokens computed in prefills, and in `score`
+    decoded_tokens: int = 0  # response tokens drawn in decode steps
+    sampled_tokens: int = 0  # response tokens drawn
+    idle_passes: int = 0  # passes for other ranks' tokens after this rank had finished
 
 
 class RolloutEngine(Protocol):
-    """One replica of the policy that generates."""
+    """This rank's part of one replica of the policy that generates."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights.
 
         tensors: each Hugging Face tensor of the model once, with its name, in any order
-        version: number of actor updates in them
+        version: number of updates of the actor that they contain
         Raises ValueError for a tensor that is missing or unknown, or has another shape.
         """
 
@@ -89,13 +90,14 @@ class RolloutEngine(Protocol):
         """Prepare to generate: move the weights to the device."""
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs: copies of weights, the KV cache."""
+        """Free the device memory that only generation needs: copies of weights, the KV cache."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Yield one result for each request as soon as its response ends, in no fixed order.
 
         The engine must be awake until the last result has been taken. Ranks that share experts
-        need one another: take all results, or close the iterator after some.
+        (expert parallelism) wait for one another: all must call it, even without requests, and take
+        all results, or close the iterator after the first or a later one.
         """
 
     def score(
@@ -104,13 +106,18 @@ class RolloutEngine(Protocol):
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Return a list for each response: the log-probs that generation would report for it.
+        """Return for each response the log-probs that generation would report for its tokens.
 
+        The engine must be awake. Ranks that share experts must all call it, even without responses.
+
+        prompts:     one for each response, [prompt] int64 each
+        responses:   token ids, at least one each
         temperature: divides the logits
         """
 
-    def stats(self) -> GenerationStats: ...
+    def stats(self) -> GenerationStats:
+        """Return the counts of the current or last `generate` or `score`."""
 
     @property
     def weights_version(self) -> int:
-        """The version of the loaded weights."""
+        """The version of the loaded weights, as given to `update_weights`."""

@@ -28,25 +28,26 @@ from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
 class Replica:
     """This rank's part of a rollout replica.
 
-    take_weights: gives the engine the actor's weights; the argument is their number of updates. A
-                  collective with the training ranks, if these are other ranks
-    is_leader:    the results of this rank are used for the replica
-    room:         frees memory on the device for an engine that has its own weights
+    take_weights: gives the engine the actor's weights; its argument is the number of updates that
+                  they contain. Where other ranks train, it is a collective with them
+    is_leader:    whether the results of this rank are used for the replica
+    make_room:    returns a context manager in which the training engines leave the device, for an
+                  engine that has its own weights; by default it does nothing
     """
 
     engine: RolloutEngine
     take_weights: Callable[[int], None]
     is_leader: bool
-    room: Callable[[], AbstractContextManager[None]] = nullcontext
+    make_room: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def device_name(self) -> str:
-        """The name that the device's library gives it; empty on a CPU."""
+        """The device's name as its library reports it; empty on a CPU."""
         return device.device_name()
 
 
 def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | None:
-    """Build the sender of this rank's weights; None if the generating ranks share them."""
+    """Build the sender of this rank's weights; None if the same ranks train and generate."""
     if config.parts is None:
         return None
     tensors = _megatron(trained).weights.tensors
@@ -54,10 +55,11 @@ def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | Non
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
-    """Build the rollout engine of this rank; a collective over the ranks that generate.
+    """Build this rank's rollout engine, without weights; a collective of the ranks that generate.
 
-    trained: the actor's engine in the same process, whose weights the rollout engine gets or
-             shares; None = other ranks train and send their weights
+    trained: the actor's engine in the same process, whose weights the rollout engine will get or
+             share; None = other ranks train and send their weights
+    Raises AssertionError for None with another engine than the package's own.
     """
     if config.rollout.engine != NATIVE:
         assert trained is not None, "only the native engine generates on ranks of its own"
@@ -68,7 +70,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
 
 
 def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
-    """Build an engine of a plugin, which gets every weight as a whole tensor."""
+    """Build a replica with an engine of a plugin, which gets every weight as a whole tensor."""
     engine = ENGINES[config.rollout.engine](config, trained)
 
     def take_weights(version: int) -> None:
@@ -79,12 +81,12 @@ def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
-    """Build a replica on ranks that also train: it uses the trained weights."""
+    """Build a replica on ranks that also train, which uses the storage of the trained weights."""
     shared = SharedWeights(trained, config.training.seed)
     engine = _native(config, shared)
 
     def take_weights(version: int) -> None:
-        """Set the version; the weights are shared."""
+        """Set the version only, as the weights are shared."""
         with engine.replacing_weights(version):
             pass
 
@@ -92,7 +94,10 @@ def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replic
 
 
 def _build_receiving_replica(config: RunConfig) -> Replica:
-    """Build a replica on ranks that only generate: it receives its weights."""
+    """Build a replica on ranks that only generate, which receives its weights.
+
+    Also patches Megatron and sets torch's determinism in this process, in which no actor does.
+    """
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
     megatron_versions.mend()
     device.set_deterministic(config.training.deterministic)
@@ -104,7 +109,7 @@ def _build_receiving_replica(config: RunConfig) -> Replica:
     receiver = WeightReceiver(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
 
     def take_weights(version: int) -> None:
-        """Receive the weights. Raises WeightsDiffer."""
+        """Receive the weights. Raises WeightsDiffer if they arrive changed."""
         with engine.replacing_weights(version):
             receiver.receive()
 
@@ -112,11 +117,13 @@ def _build_receiving_replica(config: RunConfig) -> Replica:
 
 
 def _megatron(engine: TrainEngine) -> MegatronEngine:
+    """Return the engine as a MegatronEngine. Raises AssertionError for another class."""
     assert isinstance(engine, MegatronEngine), "the native engine takes Megatron's weights alone"
     return engine
 
 
 def _native(config: RunConfig, source: WeightSource) -> NativeRollout:
+    """Build the package's own engine, with the limits of the config."""
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
     return NativeRollout(source, config.actor_rollout.num_samples_per_step, memory)

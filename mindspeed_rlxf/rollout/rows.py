@@ -1,6 +1,6 @@
-"""The sequences of one `generate`: the host's record of each, and their state on the device.
+"""The samples of one `generate`: the host's record of each, and the states of rows on the device.
 
-The host reads the drawn tokens only on request (`RowStates.progress`), so that it can launch
+The host reads the drawn tokens only on request (`RowStates.read_progress`), so that it can launch
 several decode steps without waiting for each.
 """
 
@@ -18,14 +18,14 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings, draw_tokens, unifo
 
 
 @dataclass(eq=False)
-class Growing:
-    """One sample during its generation.
+class GrowingSample:
+    """One sample during its generation, as the host knows it.
 
-    sampling:          its settings; samples with equal settings are drawn together
-    key:               identifies the prompt
-    tokens, log_probs: the part of the response that the host has copied: all of a response that
-                       has ended, the first part of a sample that waits for memory. For stop
-                       strings only the tokens are copied earlier.
+    sampling:          the request's settings without limit and stop strings; the next tokens of
+                       samples with equal ones are drawn in one call
+    key:               bytes of the prompt's token ids; equal prompts have equal keys
+    tokens, log_probs: the response as far as it was copied from the device: when the sample leaves
+                       the batch; with stop strings the tokens are copied at every read
     """
 
     request: GenerationRequest
@@ -35,9 +35,10 @@ class Growing:
     log_probs: list[float] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, request: GenerationRequest) -> Growing:
-        alike = replace(request.settings, max_new_tokens=0, stop=None)
-        return cls(request, alike, request.prompt.tobytes())
+    def from_request(cls, request: GenerationRequest) -> GrowingSample:
+        """Make the sample of a request, without a response yet."""
+        sampling = replace(request.settings, max_new_tokens=0, stop=None)
+        return cls(request, sampling, request.prompt.tobytes())
 
     @property
     def settings(self) -> SamplingSettings:
@@ -45,34 +46,38 @@ class Growing:
 
     @property
     def length(self) -> int:
-        """Tokens of `known`."""
+        """Number of `prefill_ids`."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
-    def known(self) -> np.ndarray:
-        """Input of a prefill: the prompt, and the tokens drawn before a wait; [tokens] int64."""
+    def prefill_ids(self) -> np.ndarray:
+        """Input of a prefill: the prompt, then the copied part of the response; [tokens] int64."""
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))
 
-    def take(self, tokens: Sequence[int]) -> bool:
-        """Append tokens until one ends the response; return whether one does."""
+    def append_until_end(self, tokens: Sequence[int]) -> bool:
+        """Append tokens to the response up to the first that ends it; return whether one does.
+
+        An EOS or a completed stop string ends it; `max_new_tokens` is not looked at.
+        """
         for token in tokens:
             self.tokens.append(token)
             if self.settings.ends_with(self.tokens):
                 return True
         return False
 
-    def result(self, weights_version: int) -> GenerationResult:
+    def make_result(self, weights_version: int) -> GenerationResult:
+        """Make the result of a sample whose response has ended."""
         reason = FinishReason.of(self.tokens, self.settings)
         place = self.request.place
         return GenerationResult(place, self.tokens, self.log_probs, reason, weights_version)
 
 
 @dataclass(frozen=True)
-class Alike:
+class RowGroup:
     """Rows with the same sampling settings.
 
-    rows: [count] int64; None = all
-    ends: [count] int64, ids that end a response; None = there are none
+    rows: [count] int64, positions among the rows that were grouped; None = all of them
+    ends: [count] int64, EOS ids; None = no token ends a response
     """
 
     settings: SamplingSettings
@@ -84,11 +89,12 @@ class RowStates:
     """Tokens, log-probs and progress of the rows, on the device. Row i is slot i of the cache.
 
     Axes: slots = the most rows, width = the most tokens of a response
-    A row that has ended is computed until the host reads the progress. Its further tokens are
-    written to a column that is never read.
+    A row that has ended is decoded on until the host reads the progress. Its surplus tokens are
+    written behind its response, where nothing reads them.
     """
 
     def __init__(self, slots: int, width: int, where: torch.device) -> None:
+        """Allocate zeros on the device `where`."""
         self.width, self.where = width, where
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -97,14 +103,17 @@ class RowStates:
         self.tokens = zeros(slots, width + 1)
         self.log_probs = zeros(slots, width + 1, dtype=torch.float32)
         self.uniforms = zeros(slots, width + 1, dtype=torch.float32)
-        self.last = zeros(slots)  # token, the input of the next decode step
-        self.position = zeros(slots)  # of that token
+        self.last = zeros(slots)  # last token, the input of the next decode step
+        self.position = zeros(slots)  # position of the last token in prompt and response
         self.count = zeros(slots)  # tokens of the response
-        self.limit = zeros(slots)  # of `count`
-        self.going = zeros(slots)  # 1 = grows, 0 = has ended
+        self.limit = zeros(slots)  # most tokens of the response
+        self.going = zeros(slots)  # 1 = goes on, 0 = has ended
 
-    def begin(self, first: int, rows: Sequence[Growing]) -> None:
-        """Set up the slots from `first` on for rows that will be prefilled."""
+    def set_up(self, first: int, rows: Sequence[GrowingSample]) -> None:
+        """Set the states of the slots from `first` on for rows that will be prefilled.
+
+        Copies their responses so far, and draws the random numbers of whole responses.
+        """
         shape, slots = (len(rows), self.width + 1), slice(first, first + len(rows))
         uniforms, log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         tokens, numbers = np.zeros(shape, np.int64), []
@@ -117,47 +126,53 @@ class RowStates:
         self.uniforms[slots] = torch.from_numpy(uniforms).to(self.where)
         self.log_probs[slots] = torch.from_numpy(log_probs).to(self.where)
         self.tokens[slots] = torch.from_numpy(tokens).to(self.where)
-        each = torch.tensor(numbers).to(self.where).unbind(1)
-        self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = each
+        columns = torch.tensor(numbers).to(self.where).unbind(1)
+        self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = columns
 
-    def group(self, rows: Sequence[Growing]) -> list[Alike]:
-        """Group rows by their settings, apart from `max_new_tokens`."""
-        found: dict[SamplingSettings, list[int]] = {}
+    def group_by_settings(self, rows: Sequence[GrowingSample]) -> list[RowGroup]:
+        """Group rows whose `sampling` is equal."""
+        indices: dict[SamplingSettings, list[int]] = {}
         for i, row in enumerate(rows):
-            found.setdefault(row.sampling, []).append(i)
+            indices.setdefault(row.sampling, []).append(i)
         return [
-            Alike(
+            RowGroup(
                 settings,
-                torch.tensor(places).to(self.where) if len(found) > 1 else None,
+                torch.tensor(group).to(self.where) if len(indices) > 1 else None,
                 torch.tensor(settings.eos_token_ids).to(self.where)
                 if settings.eos_token_ids
                 else None,
             )
-            for settings, places in found.items()
+            for settings, group in indices.items()
         ]
 
-    def choose(self, logits: Tensor, slots: slice, groups: Sequence[Alike]) -> tuple[Tensor, ...]:
-        """Choose next tokens [rows] int64 of slots, with log-probs [rows] fp32.
+    def draw(self, logits: Tensor, slots: slice, groups: Sequence[RowGroup]) -> tuple[Tensor, ...]:
+        """Draw the next token of the row in each slot, by the settings of the row's group.
+
+        Changes no state; `append` does.
 
         logits: [rows, vocab] fp32
+        Returns tokens [rows] int64 and log-probs [rows] fp32 (see `draw_tokens`).
         """
         count = self.count[slots]
         uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
         if len(groups) == 1:
             return draw_tokens(logits, uniforms, count, groups[0].settings)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
-        for alike in groups:
-            at = alike.rows
+        for group in groups:
+            at = group.rows
             assert at is not None, "several groups have their rows each"
             tokens[at], log_probs[at] = draw_tokens(
-                logits[at], uniforms[at], count[at], alike.settings
+                logits[at], uniforms[at], count[at], group.settings
             )
         return tokens, log_probs
 
     def append(
-        self, tokens: Tensor, log_probs: Tensor, slots: slice, groups: Sequence[Alike]
+        self, tokens: Tensor, log_probs: Tensor, slots: slice, groups: Sequence[RowGroup]
     ) -> None:
-        """Append a token to each of these rows that has not ended."""
+        """Append a token to each row in these slots that has not ended.
+
+        A row ends with an EOS of its group, or at its limit. Does not wait for the device.
+        """
         count, going = self.count[slots], self.going[slots]
         self.tokens[slots].scatter_(1, count[:, None], tokens[:, None])
         self.log_probs[slots].scatter_(1, count[:, None], log_probs[:, None])
@@ -165,26 +180,35 @@ class RowStates:
         count += going
         self.position[slots] += going
         going *= count < self.limit[slots]
-        for alike in groups:
-            if alike.ends is None:
+        for group in groups:
+            if group.ends is None:
                 continue
-            if alike.rows is None:
-                going *= (tokens[:, None] != alike.ends).all(-1)
+            if group.rows is None:
+                going *= (tokens[:, None] != group.ends).all(-1)
             else:
-                going[alike.rows] *= (tokens[alike.rows][:, None] != alike.ends).all(-1)
+                going[group.rows] *= (tokens[group.rows][:, None] != group.ends).all(-1)
 
-    def progress(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the device; return counts [rows] int64 and which rows go on [rows] bool."""
+    def read_progress(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the device, and copy the progress of the first `rows` rows to the host.
+
+        Returns tokens of each response [rows] int64, and [rows] bool, True = has not ended.
+        """
         count, going = torch.stack((self.count[:rows], self.going[:rows])).cpu().numpy()
         return count, going > 0
 
     def read(self, slots: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
-        """Copy the first `most` tokens and log-probs of slots to the host, [slots, most] each."""
+        """Return the first `most` tokens and log-probs of slots on the host, [slots, most] each.
+
+        Waits for the device.
+        """
         at = torch.tensor(slots).to(self.where)
         return self.tokens[at, :most].cpu(), self.log_probs[at, :most].cpu()
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows to other slots; both [count] int64."""
+    def copy_rows(self, source: Tensor, target: Tensor) -> None:
+        """Copy the states of slots `source` to slots `target`, which are overwritten.
+
+        source, target: [count] int64
+        """
         for state in (self.tokens, self.log_probs, self.uniforms, self.last, self.position,
                       self.count, self.limit, self.going):  # fmt: skip
             state[target] = state[source]

@@ -3,8 +3,8 @@
 A sample's random numbers depend on (seed, sample id, position) only, not on the other samples of
 the batch, the rank or the layout.
 
-Everything is computed on the device of the logits. The device need not have fp64: the running sum
-of the probabilities is taken over blocks of the vocabulary, then within the block that was drawn.
+All tensors are on the device of the logits, which need not have fp64: cumulative probabilities are
+taken over blocks of the vocabulary first, then within the block that was drawn.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ BELOW_ONE = 1 - 2**-23
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings of generation; `temperature` divides the logits when sampling."""
+    """Settings of generation."""
 
-    do_sample: bool
-    temperature: float
+    do_sample: bool  # False = greedy: the most likely token, whatever temperature, top_k and top_p
+    temperature: float  # divides the logits
     top_k: int  # 0 = off
     top_p: float  # 1 = off
-    min_new_tokens: int
+    min_new_tokens: int  # no EOS is drawn and no stop string counts before
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
     stop: StopStrings | None = None
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
-        """Whether a response ends with its last token, by EOS or by a string.
+        """Whether the last of `tokens` is an EOS or completes a stop string.
 
-        tokens: of the whole response, at least one
+        A stop string counts from `min_new_tokens` on; `max_new_tokens` is not looked at.
+
+        tokens: the response so far, at least one token
         """
         if tokens[-1] in self.eos_token_ids:
             return True
@@ -52,31 +54,35 @@ class SamplingSettings:
         )
 
     def end(self, tokens: Sequence[int]) -> bool:
-        """Call `ends_with` under its older name, for rollout engines of plugins."""
+        """Return `ends_with(tokens)` and warn: the older name, for rollout engines of plugins."""
         warnings.warn("SamplingSettings.end is now ends_with", FutureWarning, stacklevel=2)
         return self.ends_with(tokens)
 
     @property
     def logit_temperature(self) -> float:
-        """The temperature of log-probs in generation and training: 1 for greedy decoding."""
+        """The divisor of the logits for log-probs in generation and training; 1 when greedy."""
         return self.temperature if self.do_sample else 1.0
 
 
 def uniform_numbers(seed: int, sample_id: int, count: int) -> np.ndarray:
-    """Return [count] fp64 random numbers of one sample in [0, 1) (counter-based, Philox)."""
+    """Return [count] fp64 random numbers in [0, 1), which depend on seed and sample id alone.
+
+    The generator is counter-based (Philox): a smaller count gives the first of these numbers.
+    """
     return np.random.Generator(np.random.Philox(key=[seed, sample_id])).random(count)
 
 
 def choose_tokens(
     logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Choose the next token of each row; log-probs are before any filtering.
+    """Choose the next token of each row. Waits for the device.
 
-    logits:    [rows, vocab] fp32
-    uniforms:  [rows] in [0, 1), on any device, not used when greedy
-    generated: [rows] int64, tokens that the row has produced so far
-    Returns [rows] int64 and [rows] fp32 on the device of `logits`.
-    Raises FloatingPointError for logits that are no numbers, or that allow no token.
+    logits:    [rows, vocab] fp32, before the temperature
+    uniforms:  [rows] random numbers in [0, 1), on any device; not used when greedy
+    generated: [rows] int64, number of tokens that each response has
+    Returns tokens [rows] int64 and their log-probs [rows] fp32, at `logit_temperature` and before
+    top-k, top-p and the ban of an early EOS, on the device of `logits`.
+    Raises FloatingPointError for logits that are nan, or that allow no token.
     """
     tokens, log_probs = draw_tokens(logits, uniforms.float().to(logits.device), generated, settings)
     check_log_probs(log_probs.cpu())
@@ -86,9 +92,10 @@ def choose_tokens(
 def draw_tokens(
     logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Choose as `choose_tokens`, without waiting for the device; a failure has a log-prob of nan.
+    """Choose as `choose_tokens`, but do not wait for the device and do not raise.
 
     uniforms: [rows] fp32 in [0, 1], on the device of `logits`
+    Returns as `choose_tokens`; where that would raise, the log-prob is nan (see `check_log_probs`).
     """
     warm = settings.logit_temperature != 1.0
     # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits
@@ -97,15 +104,15 @@ def draw_tokens(
     if not settings.do_sample:
         tokens = allowed.argmax(dim=-1)
         return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1)
-    allowed = _filtered(allowed, settings.top_k, settings.top_p)
-    if allowed is not logs:  # what is left may be small
+    allowed = _filter(allowed, settings.top_k, settings.top_p)
+    if allowed is not logs:  # the probabilities of the tokens that are allowed may be small
         allowed = allowed - allowed.amax(dim=-1, keepdim=True)
-    tokens, total = _inverse_cdf(allowed.exp(), uniforms)
+    tokens, total = _draw_by_inverse_cdf(allowed.exp(), uniforms)
     return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1) + 0.0 * total
 
 
 def check_log_probs(log_probs: Tensor) -> None:
-    """Raise FloatingPointError where a log-prob of `draw_tokens`, on the host, is nan."""
+    """Raise FloatingPointError if a log-prob of `draw_tokens` is nan. log_probs: on the host"""
     if log_probs.isnan().any():
         raise FloatingPointError(
             "logits to sample from must be numbers, at least one in a row above -inf; found nan or "
@@ -114,7 +121,10 @@ def check_log_probs(log_probs: Tensor) -> None:
 
 
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
-    """Set the logits of EOS to -inf in rows with fewer than `min_new_tokens` tokens."""
+    """Return logits with -inf at EOS in rows whose response has under `min_new_tokens` tokens.
+
+    Returns `logits` itself if no row can have an early EOS.
+    """
     if not settings.eos_token_ids or settings.min_new_tokens == 0:
         return logits
     early = generated < settings.min_new_tokens
@@ -123,18 +133,25 @@ def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSetti
     return logits.masked_fill(forbidden & early[:, None], float("-inf"))
 
 
-def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Filter by top-k, then top-p: the smallest set of tokens whose probability reaches top_p."""
+def _filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return logits with -inf at the tokens that top-k, then top-p drop.
+
+    Top-p keeps the smallest set of most likely tokens whose total probability reaches `top_p`.
+    Returns `logits` itself if both are off.
+    """
     if 0 < top_k < logits.size(-1):
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     if top_p < 1.0:
-        logits = logits.masked_fill(_improbable(logits, top_p), float("-inf"))
+        logits = logits.masked_fill(_outside_top_p(logits, top_p), float("-inf"))
     return logits
 
 
-def _improbable(logits: Tensor, top_p: float) -> Tensor:
-    """Mark the tokens that top-p drops, [rows, vocab]. The sorted copies are freed on return."""
+def _outside_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """Return the mask of the tokens that top-p drops, [rows, vocab] bool, True = dropped.
+
+    A function of its own, so that the sorted copies are freed on return.
+    """
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)
     del ordered
@@ -142,52 +159,55 @@ def _improbable(logits: Tensor, top_p: float) -> Tensor:
     return over.scatter(-1, order, over)
 
 
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw the token at which the cumulative probability passes the uniform number.
+def _draw_by_inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from each row the token at which the cumulative probability passes the uniform number.
 
     The cumulative probability is exact within 1e-6. Every uniform number gives a token of
     positive weight.
 
-    weights:  [rows, vocab] fp32 of any positive total
+    weights:  [rows, vocab] fp32, probabilities times any positive number
     uniforms: [rows] fp32 in [0, 1]
-    Returns tokens [rows] int64 and totals [rows] fp32, nan where the weights are no numbers.
+    Returns tokens [rows] int64 and the sums of the weights [rows] fp32, nan where a weight is nan.
     """
     rows, vocab = weights.shape
     if vocab > BLOCK:
         weights = F.pad(weights, (0, -vocab % BLOCK)) if vocab % BLOCK else weights
         blocks = weights.view(rows, -1, BLOCK)
-        block, rest, total = _find(blocks.sum(dim=-1), uniforms)
+        block, rest, total = _find_crossing(blocks.sum(dim=-1), uniforms)
         weights = blocks[torch.arange(rows, device=block.device), block]
-        place, _, _ = _find(weights, rest)
-        return block * BLOCK + place, total
-    place, _, total = _find(weights, uniforms)
-    return place, total
+        index, _, _ = _find_crossing(weights, rest)
+        return block * BLOCK + index, total
+    index, _, total = _find_crossing(weights, uniforms)
+    return index, total
 
 
-def _find(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find where cumulative weights pass uniform * total, and the rest of the uniform number there.
+def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the index at which the cumulative weights of each row pass uniform * total.
 
     weights:  [rows, n] of any positive total
     uniforms: [rows] in [0, 1]
-    Returns the places [rows] int64, whose weights are positive, the rests [rows] in [0, 1], and
-    the totals [rows].
+    Returns the indices [rows] int64, whose weights are positive; the fractions [rows] in [0, 1] of
+    these weights that lie below uniform * total; and the totals [rows].
     """
     ends = running_sum(weights)
     total = ends[:, -1]
     # Below the total, which a uniform number of 1 would not pass.
     targets = torch.minimum(uniforms * total, total * BELOW_ONE)[:, None]
-    places = _first_passing(ends, targets, weights)
-    weight = weights.gather(-1, places)
-    rest = (targets - (ends.gather(-1, places) - weight)) / weight
-    return places.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0), total
+    indices = _first_crossing(ends, targets, weights)
+    weight = weights.gather(-1, indices)
+    rest = (targets - (ends.gather(-1, indices) - weight)) / weight
+    return indices.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0), total
 
 
-def _first_passing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Return the first place of positive weight whose end passes the target, [rows, 1] int64.
+def _first_crossing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Return in each row the first index with a positive weight and a running sum over the target.
 
-    If no end passes, it is the last place of positive weight; without such a place, the first one.
-    A binary search would be wrong: the sums of parallel scans may fall, and may rise at a weight
-    of 0.
+    If there is none, the last index with a positive weight; if no weight is positive, 0. A binary
+    search would be wrong: the sums of parallel scans may fall, and may rise at a weight of 0.
+
+    ends:    [rows, n] running sums of `weights`
+    targets: [rows, 1]
+    Returns [rows, 1] int64.
     """
     n = weights.size(-1)
     # in fp32, as not every device finds the smallest of integers
@@ -199,20 +219,20 @@ def _first_passing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 
 
 def running_sum(numbers: Tensor) -> Tensor:
-    """Return the running sums of the last dimension.
+    """Return the running sums (cumsum) of the last dimension, in the shape of `numbers`.
 
-    With deterministic algorithms on another device than the CPU it uses `doubled_sum`, because
-    torch refuses its own scan there.
+    Uses `fixed_order_sum` where torch runs deterministic algorithms on another device than the CPU,
+    because torch refuses its own cumsum there.
     """
     if numbers.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return numbers.cumsum(dim=-1)
-    return doubled_sum(numbers)
+    return fixed_order_sum(numbers)
 
 
-def doubled_sum(numbers: Tensor) -> Tensor:
+def fixed_order_sum(numbers: Tensor) -> Tensor:
     """Return the running sums of the last dimension, always added in the same order.
 
-    In turn k each number gets the number 2^k places before it added.
+    A scan by doubling: step k adds to each element the element 2^k positions before it.
     """
     sums, distance = numbers.clone(), 1
     while distance < sums.size(-1):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARGIN = 8  # tokens decoded before the string, as neighbours may change the text of a token
+MARGIN = 8  # tokens decoded before a string, as neighbours may change the text of a token
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StopStrings:
     tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
 
     def is_completed_by(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of `tokens`, the response so far, completes a string."""
+        """Whether the last of `tokens`, the response so far, completes one of the strings."""
         window = self._window
         text = self._decode(tokens[-window:])
         if not any(string in text for string in self.strings):
@@ -38,6 +38,7 @@ class StopStrings:
         return MARGIN + max(len(string.encode()) for string in self.strings)
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
         return str(
             self.tokenizer.decode(
                 tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False

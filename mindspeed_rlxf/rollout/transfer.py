@@ -1,8 +1,8 @@
-"""Move trained weights to the generating ranks, in buckets that are checked by sums.
+"""Send trained weights to the generating ranks, in buckets with checksums.
 
-A bucket has the parameters bit by bit as they are trained. With it the sender sends, for each slice
-in it, the exact sum of the slice's bit patterns as integers. The receiver compares this with the
-sum over its own parameters after the copy.
+A bucket has slices of parameters, bit by bit as they are trained. With the bucket goes a checksum
+of each slice: the exact sum of its bit patterns as integers. The receiver compares it with the
+checksum of its own parameter after the copy.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.rollout.transfer_plan import Move, make_buckets, order_peers
 
-BUCKET_BYTES = 256 * 1024**2  # of memory beside the weights of a rank
-SUMMED_AT_ONCE = 16 * 1024**2  # numbers of a slice, of which a copy in fp32 is made
+BUCKET_BYTES = 256 * 1024**2  # largest bucket, which a rank allocates beside its weights
+SUMMED_AT_ONCE = 16 * 1024**2  # elements of a slice that are copied to fp32 at a time
 EXACT = 512  # patterns of 16 bits whose sum is exact in fp32, in any order: 2^9 x 2^15 = 2^24
 
 Buckets = list[list[Move]]
 Operation = Callable[..., Any]
 
 
-class _Side:
-    """The buckets of one rank, by the rank of the other side, in the order of transfer."""
+class _TransferSide:
+    """What one rank sends or receives.
+
+    sends:   True = this rank trains, False = it generates
+    buckets: peer -> its buckets, in the order of transfer. A peer is counted from 0 among the ranks
+             that generate (for a sender) or train (for a receiver)
+    """
 
     sends: bool
 
@@ -38,37 +43,45 @@ class _Side:
         group: dist.ProcessGroup,
         num_senders: int,
     ) -> None:
-        """planned: the moves of all ranks; group: the senders' ranks, then the receivers'."""
+        """Put this rank's moves into buckets.
+
+        tensors: this rank's parameters, by name
+        planned: the moves of all ranks
+        group:   the ranks that train, then those that generate
+        """
         self.tensors, self.group, self.num_senders = tensors, group, num_senders
-        sends, mine = self.sends, group.rank() - (0 if self.sends else num_senders)
+        sends, own_rank = self.sends, group.rank() - (0 if self.sends else num_senders)
         sample = next(iter(tensors.values()))
         self.dtype = sample.dtype
         by_peer: dict[int, list[Move]] = {}
         for move in planned:
-            own, peer = (move.sender, move.receiver) if sends else (move.receiver, move.sender)
-            if own == mine:
+            rank, peer = (move.sender, move.receiver) if sends else (move.receiver, move.sender)
+            if rank == own_rank:
                 by_peer.setdefault(peer, []).append(move)
         limit = BUCKET_BYTES // sample.element_size()
-        order = order_peers(mine, num_senders, group.size() - num_senders, sends)
+        order = order_peers(own_rank, num_senders, group.size() - num_senders, sends)
         self.buckets: dict[int, Buckets] = {
             peer: make_buckets(by_peer[peer], limit) for peer in order if peer in by_peer
         }
 
-    def _begin(self, numbers: int) -> None:
-        """Check on all ranks of both sides that their plans agree.
+    def _check_totals(self, numbers: int) -> None:
+        """Check that all ranks together send as many elements as they receive; a collective.
 
-        numbers: count to be sent, minus count to be received
+        numbers: elements that this rank sends; negative, elements that it receives
+        Raises AssertionError.
         """
         total = torch.tensor([numbers], dtype=torch.int64, device=device.current_device())
         dist.all_reduce(total, group=self.group)
         assert int(total) == 0, f"{int(total)} numbers more are sent than received"
 
-    def _numbers(self) -> int:
-        planned = (move for found in self.buckets.values() for bucket in found for move in bucket)
-        return sum(move.numbers for move in planned)
+    def _count_numbers(self) -> int:
+        """Count the elements of all buckets."""
+        return sum(
+            move.numbers for each in self.buckets.values() for bucket in each for move in bucket
+        )
 
-    def _empty(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """Allocate a bucket and its sums."""
+    def _allocate(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
+        """Allocate the flat tensor of a bucket, and its checksums [moves] int64, both unset."""
         numbers, where = sum(move.numbers for move in bucket), device.current_device()
         return (
             torch.empty(numbers, dtype=self.dtype, device=where),
@@ -76,58 +89,69 @@ class _Side:
         )
 
     def _exchange(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send or receive tensors, and wait until they have arrived."""
-        pieces = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
-        for work in dist.batch_isend_irecv(pieces):
+        """Send tensors to a rank of the group, or receive them from it, and wait for the end.
+
+        operation: `dist.isend` or `dist.irecv`
+        """
+        operations = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
 
-class WeightSender(_Side):
-    """A rank that trains."""
+class WeightSender(_TransferSide):
+    """Sends the weights of a rank that trains."""
 
     sends = True
 
     @torch.no_grad()
     def send(self) -> None:
-        """Send the present weights; every rollout rank must call `receive` at the same time."""
-        self._begin(self._numbers())
+        """Send the present weights and wait until they are received.
+
+        A collective: all training ranks call `send` while all rollout ranks call `receive`.
+        """
+        self._check_totals(self._count_numbers())
         for receiver, buckets in self.buckets.items():
             for bucket in buckets:
                 self._exchange(dist.isend, self._pack(bucket), self.num_senders + receiver)
 
     def _pack(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """Copy the moves of a bucket into one flat tensor; return it and the sum of each move."""
-        flat, sums = self._empty(bucket)
-        found = []
-        for move, part in zip(bucket, _parts(flat, bucket), strict=True):
+        """Copy the slices of a bucket into one flat tensor; return it and their checksums."""
+        flat, sums = self._allocate(bucket)
+        checksums = []
+        for move, part in zip(bucket, _split_by_move(flat, bucket), strict=True):
             piece = self.tensors[move.source].narrow(move.dim, move.source_start, move.size)
             part.copy_(piece.reshape(-1))
-            found.append(bit_sum(piece))
-        return flat, sums.copy_(torch.tensor(found))
+            checksums.append(bit_sum(piece))
+        return flat, sums.copy_(torch.tensor(checksums))
 
 
-class WeightReceiver(_Side):
-    """A rank that generates."""
+class WeightReceiver(_TransferSide):
+    """Receives the weights of a rank that generates."""
 
     sends = False
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Receive all parameters. After WeightsDiffer they are not valid."""
-        self._begin(-self._numbers())
+        """Receive all parameters, in place; a collective with `WeightSender.send`.
+
+        Raises WeightsDiffer where a checksum differs; the parameters are then not valid.
+        """
+        self._check_totals(-self._count_numbers())
         for sender, buckets in self.buckets.items():
             for bucket in buckets:
-                flat, sums = self._empty(bucket)
+                flat, sums = self._allocate(bucket)
                 self._exchange(dist.irecv, (flat, sums), sender)
                 self._unpack(bucket, flat, sums, sender)
 
     def _unpack(self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int) -> None:
         """Copy a received bucket into the parameters.
 
-        Raises WeightsDiffer where a sum differs.
+        Raises WeightsDiffer, after all copies, where a parameter's checksum is not that in `sums`.
         """
         names = []
-        for move, part, expected in zip(bucket, _parts(flat, bucket), sums.tolist(), strict=True):
+        for move, part, expected in zip(
+            bucket, _split_by_move(flat, bucket), sums.tolist(), strict=True
+        ):
             piece = self.tensors[move.target].narrow(move.dim, move.target_start, move.size)
             piece.copy_(part.view(piece.shape))
             if bit_sum(piece) != expected:
@@ -137,7 +161,7 @@ class WeightReceiver(_Side):
 
 
 class WeightsDiffer(ValueError):
-    """Received weights are not those that were sent."""
+    """Received weights are not those that were sent. names: of the changed parameters"""
 
     def __init__(self, sender: int, receiver: int, names: Sequence[str]) -> None:
         super().__init__(
@@ -148,21 +172,23 @@ class WeightsDiffer(ValueError):
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Sum the elements' bit patterns, read as signed 16-bit integers; parts of wider elements are
-    weighted by their place.
+    """Return a checksum: the sum of the elements' bit patterns as integers. Waits for the device.
 
-    A change of one element always changes the sum. Not every device sums integers in 64 bits, and
-    on an NPU fp64 is fp32. So the device sums a few patterns at a time in fp32, which is exact, and
-    the host adds up these sums.
+    Each 16 bits of an element are a signed integer; the k-th 16 bits count 2^(16 k) times. A change
+    of one element always changes the sum.
+
+    Not every device sums integers in 64 bits, and on an NPU fp64 is fp32. So the device sums a few
+    patterns at a time in fp32, which is exact, and the host adds up these sums.
     """
     patterns = tensor.detach().reshape(-1, 1).view(torch.int16)
     total = 0
-    for place in range(patterns.size(1)):
-        for part in patterns[:, place].split(SUMMED_AT_ONCE):
+    for k in range(patterns.size(1)):
+        for part in patterns[:, k].split(SUMMED_AT_ONCE):
             whole = F.pad(part.float(), (0, -part.numel() % EXACT)).unflatten(0, (-1, EXACT))
-            total += int(whole.sum(dim=-1).cpu().double().sum()) << 16 * place
+            total += int(whole.sum(dim=-1).cpu().double().sum()) << 16 * k
     return total
 
 
-def _parts(flat: Tensor, bucket: Sequence[Move]) -> Sequence[Tensor]:
+def _split_by_move(flat: Tensor, bucket: Sequence[Move]) -> Sequence[Tensor]:
+    """Split the flat tensor of a bucket into views, one for each of its moves."""
     return flat.split([move.numbers for move in bucket])

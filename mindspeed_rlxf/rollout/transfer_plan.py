@@ -2,7 +2,7 @@
 
 The plan is a pure function of the two layouts and the parameter map, so that every rank computes
 the same plan by itself. Both layouts cut the same Hugging Face tensors (`shard_slices`); a move is
-the overlap of a slice that a rollout rank needs and a slice that a training rank holds.
+the overlap of a slice that a rollout rank needs and a slice that a training rank has.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ class TrainingLayout:
     """The layout of the ranks that train."""
 
     ranks: ParallelLayout
-    chunks: int = 1  # of the model on a pipeline rank
-    ep: int = 1  # data-parallel ranks that share the experts of a layer
+    chunks: int = 1  # chunks of the model on a pipeline rank
+    ep: int = 1  # expert-parallel size
 
 
 @dataclass(frozen=True)
 class Move:
-    """Rows (dim 0) or columns (dim 1) that one rank sends to another; both count from 0."""
+    """Rows (dim 0) or columns (dim 1) of a parameter that one rank sends to another."""
 
-    sender: int
-    receiver: int
+    sender: int  # counted from 0 among the ranks that train
+    receiver: int  # counted from 0 among the ranks that generate
     source: str  # the parameter's name at the sender
-    target: str  # and at the receiver
+    target: str  # the parameter's name at the receiver
     dim: int
     source_start: int
     target_start: int
-    size: int
-    width: int  # numbers of one row or column
+    size: int  # rows or columns
+    width: int  # elements of one row or column
 
     @property
     def numbers(self) -> int:
+        """Elements that are sent."""
         return self.size * self.width
 
 
 @dataclass(frozen=True)
 class _Overlap:
-    """The part of a needed shard that one tensor-parallel rank of the training holds."""
+    """The rows or columns of a needed shard that one tensor-parallel rank of the training has."""
 
-    tp_rank: int | None  # None = every tensor-parallel rank holds the part
+    tp_rank: int | None  # None = every tensor-parallel rank has them
     dim: int
     source_start: int
     target_start: int
@@ -67,30 +68,30 @@ class _Overlap:
 
 
 def plan_moves(config: RunConfig) -> Iterator[Move]:
-    """Plan all moves of a run whose pool is split into training and generating ranks."""
+    """Yield all moves of a run whose pool is split into training and generating ranks."""
     actor = config.actor_rollout
     training = TrainingLayout(
         config.layout(Role.ACTOR_ROLLOUT), actor.model_chunks, actor.expert_model_parallel_size
     )
-    return moves(actor.architecture, training, config.rollout_layout, config.rollout_ep)
+    return plan_layout_moves(actor.architecture, training, config.rollout_layout, config.rollout_ep)
 
 
-def moves(
+def plan_layout_moves(
     architecture: ArchitectureConfig,
     training: TrainingLayout,
     rollout: ParallelLayout,
     rollout_ep: int = 1,
 ) -> Iterator[Move]:
-    """Plan moves so that each rollout rank gets each of its elements once.
+    """Yield moves by which each rollout rank gets each element of its parameters once.
 
-    Ordered by receiver and parameter. Of the replicas that hold a slice, the one with the fewest
-    elements to send so far sends it.
+    Ordered by receiver, then by parameter. Of the training ranks that have a slice, the one with
+    the fewest elements to send so far sends it.
 
-    rollout_ep: replicas of the rollout that share the experts
+    rollout_ep: expert-parallel size of the ranks that generate
     """
-    holders = _holders(architecture, training)
+    holders = _find_holders(architecture, training)
     sent = [0] * training.ranks.world_size
-    found: dict[tuple[str, int], list[_Overlap]] = {}
+    overlaps: dict[tuple[str, int], list[_Overlap]] = {}
     for receiver in range(rollout.world_size):
         tp_rank, ep_rank = rollout.tp_rank(receiver), rollout.dp_rank(receiver) % rollout_ep
         for parameter in stage_parameters(
@@ -98,15 +99,15 @@ def moves(
         ):
             # Every layer and every expert is cut in the same way.
             key = re.sub(r"\.\d+\.", ".", parameter.name), tp_rank
-            if key not in found:
-                place = tp_rank, rollout.tp, training.ranks.tp
-                found[key] = list(_overlaps(parameter, architecture, *place))
+            if key not in overlaps:
+                sizes = rollout.tp, training.ranks.tp
+                overlaps[key] = list(_find_overlaps(parameter, architecture, tp_rank, *sizes))
             name, ranks = holders[parameter.sources]
             senders: dict[int | None, int] = {}
-            for part in found[key]:
+            for part in overlaps[key]:
                 if part.tp_rank not in senders:
-                    held = [r for r in ranks if part.tp_rank in (None, training.ranks.tp_rank(r))]
-                    senders[part.tp_rank] = min(held, key=lambda rank: sent[rank])
+                    able = [r for r in ranks if part.tp_rank in (None, training.ranks.tp_rank(r))]
+                    senders[part.tp_rank] = min(able, key=lambda rank: sent[rank])
                 move = Move(
                     senders[part.tp_rank], receiver, name, parameter.name,
                     part.dim, part.source_start, part.target_start, part.size, part.width,
@@ -115,70 +116,77 @@ def moves(
                 yield move
 
 
-def _holders(
+def _find_holders(
     architecture: ArchitectureConfig, training: TrainingLayout
 ) -> dict[tuple[str, ...], tuple[str, list[int]]]:
-    """Map a parameter's Hugging Face names to its training name and the ranks that hold a shard.
+    """Map a parameter's Hugging Face names to its training name and the ranks that have a shard.
 
-    A tied output layer, which the last stage has as a copy of the embedding, is left out.
+    Of a tied embedding it is the first stage's, not the copy that is the last stage's output layer.
     """
     ranks, ep = training.ranks, training.ep
-    found: dict[tuple[str, ...], tuple[str, list[int]]] = {}
+    holders: dict[tuple[str, ...], tuple[str, list[int]]] = {}
     for pp_rank in range(ranks.pp):
         stage = [rank for rank in range(ranks.world_size) if ranks.pp_rank(rank) == pp_rank]
         for ep_rank in range(ep):
-            place = pp_rank, ranks.pp, training.chunks, ep_rank, ep
-            mine = [rank for rank in stage if ranks.dp_rank(rank) % ep == ep_rank]
-            for p in rank_parameters(architecture, Head.LANGUAGE_MODEL, *place):
-                found.setdefault(p.sources, (p.name, stage if p.expert is None else mine))
-    return found
+            position = pp_rank, ranks.pp, training.chunks, ep_rank, ep
+            sharing = [rank for rank in stage if ranks.dp_rank(rank) % ep == ep_rank]
+            for p in rank_parameters(architecture, Head.LANGUAGE_MODEL, *position):
+                holders.setdefault(p.sources, (p.name, stage if p.expert is None else sharing))
+    return holders
 
 
-def _overlaps(
+def _find_overlaps(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int, training_tp: int
 ) -> Iterator[_Overlap]:
-    """Cut the shard of rollout rank `tp_rank` of `tp` into the pieces that training ranks hold."""
-    needed = _place_slices(parameter, a, tp_rank, tp)
+    """Yield the overlaps of a rollout rank's shard with the shards of all training ranks.
+
+    They cover the shard. A replicated parameter has one, of no certain rank.
+
+    tp_rank, tp: tensor-parallel rank and size of the rollout
+    training_tp: tensor-parallel size of the training
+    """
+    needed = _find_slices(parameter, a, tp_rank, tp)
     if parameter.split is Split.REPLICATED:
         [(source, dim, _, stop, _)] = needed
         yield _Overlap(None, dim, 0, 0, stop, _width(source, dim, a))
         return
     for rank in range(training_tp):
         last: _Overlap | None = None
-        held = _place_slices(parameter, a, rank, training_tp)
-        for source, dim, start, stop, target in needed:
-            for other, _, held_start, held_stop, place in held:
+        held = _find_slices(parameter, a, rank, training_tp)
+        for source, dim, start, stop, offset in needed:
+            for other, _, held_start, held_stop, held_offset in held:
                 first, end = max(start, held_start), min(stop, held_stop)
                 if source != other or first >= end:
                     continue
-                numbers = place + first - held_start, target + first - start, end - first
+                numbers = held_offset + first - held_start, offset + first - start, end - first
                 piece = _Overlap(rank, dim, *numbers, _width(source, dim, a))
-                whole = _join(last, piece) if last else None
-                if last and not whole:
+                joined = _join_adjacent(last, piece) if last else None
+                if last and not joined:
                     yield last
-                last = whole or piece
+                last = joined or piece
         if last:
             yield last
 
 
-def _place_slices(
+def _find_slices(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return (source, dim, start, stop, offset in the shard) of each slice of a shard."""
-    placed, offset = [], 0
+    """Return the slices of a rank's shard: (source, dim, start, stop, offset in the shard) each."""
+    slices, offset = [], 0
     for part in shard_slices(parameter, a, tp_rank, tp):
-        placed.append((part.source, part.dim, part.start, part.stop, offset))
+        slices.append((part.source, part.dim, part.start, part.stop, offset))
         offset += part.size
-    return placed
+    return slices
 
 
 def _width(source: str, dim: int, a: ArchitectureConfig) -> int:
+    """Return the elements of one row (dim 0) or column (dim 1) of a Hugging Face tensor."""
     shape = hf_shape(source, a)
     return prod(shape) // shape[dim]
 
 
-def _join(one: _Overlap, other: _Overlap) -> _Overlap | None:
-    """Join two parts that are adjacent at the sender and at the receiver; None for others."""
+def _join_adjacent(one: _Overlap, other: _Overlap) -> _Overlap | None:
+    """Join two overlaps; None unless `other` follows `one` at the sender and at the receiver."""
     follows = (
         one.source_start + one.size == other.source_start
         and one.target_start + one.size == other.target_start
@@ -187,10 +195,13 @@ def _join(one: _Overlap, other: _Overlap) -> _Overlap | None:
 
 
 def make_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
-    """Cut moves and gather them, in order, into buckets of at most `limit` numbers."""
+    """Put moves, in order, into buckets of at most `limit` elements; cut moves that are larger.
+
+    A single row or column over the limit makes a bucket of its own.
+    """
     buckets: list[list[Move]] = []
     room = 0
-    for move in (piece for whole in planned for piece in _cut(whole, limit)):
+    for move in (piece for whole in planned for piece in _cut_move(whole, limit)):
         if move.numbers > room:
             buckets.append([])
             room = limit
@@ -199,8 +210,8 @@ def make_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
     return buckets
 
 
-def _cut(move: Move, limit: int) -> Iterator[Move]:
-    """Cut a move into pieces of whole rows or columns, at least one each."""
+def _cut_move(move: Move, limit: int) -> Iterator[Move]:
+    """Yield a move in pieces of at most `limit` elements, but at least one row or column."""
     step = max(1, limit // move.width)
     for start in range(0, move.size, step):
         yield replace(
@@ -212,11 +223,15 @@ def _cut(move: Move, limit: int) -> Iterator[Move]:
 
 
 def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
-    """Order the ranks of the other side so that ranks cannot deadlock.
+    """Return all ranks of the other side in an order in which exchanges cannot deadlock.
 
-    In turn k sender s meets receiver (s + k) % n. A rank waits only for ranks at an earlier turn,
-    so the ranks at the earliest turn can always go on.
+    In turn k sender s meets receiver (s + k) % n, n = the larger side. A rank waits only for ranks
+    at an earlier turn, so the ranks at the earliest turn can always go on.
+
+    rank:               of this side, counted from 0
+    senders, receivers: number of ranks on each side
+    sends:              whether this side sends
     """
-    turns, there = max(senders, receivers), receivers if sends else senders
-    found = ((rank + turn if sends else rank - turn) % turns for turn in range(turns))
-    return [peer for peer in found if peer < there]
+    turns, num_peers = max(senders, receivers), receivers if sends else senders
+    met = ((rank + turn if sends else rank - turn) % turns for turn in range(turns))
+    return [peer for peer in met if peer < num_peers]

@@ -24,14 +24,15 @@ class WeightSource(Protocol):
     """Gives the native engine its module, and brings or frees the module's weights."""
 
     @property
-    def module(self) -> TransformerModel: ...
+    def module(self) -> TransformerModel:
+        """The module with all layers; its parameters may be empty until `wake`."""
 
     @property
     def rounds(self) -> Rounds:
-        """The rounds in which the module's ranks exchange tokens for experts."""
+        """Keeps the ranks that share the module's experts in step."""
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Activate the module's parallel groups for Megatron inside the block."""
+        """Return a context manager that activates the module's parallel groups for Megatron."""
 
     def wake(self) -> None:
         """Bring the weights into the module."""
@@ -40,13 +41,17 @@ class WeightSource(Protocol):
         """Free the memory that is not needed until `wake`."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, as `RolloutEngine.update_weights`."""
+        """Replace all weights, as `RolloutEngine.update_weights` says."""
 
 
-def rollout_module(
+def build_rollout_module(
     architecture: ArchitectureConfig, groups: ParallelGroups, dtype: torch.dtype
 ) -> tuple[TransformerModel, Rounds]:
-    """Build a module with all layers and this rank's experts, without gradients, and its rounds."""
+    """Build a module without gradients, with all layers and this rank's experts, and its `Rounds`.
+
+    The weights are not set. With expert parallelism the layers share their experts with the other
+    ranks of the group.
+    """
     tp, ep = groups.tp.size(), groups.ep.size()
     config = transformer_config(architecture, tp, 1, False, dtype)
     # Set afterwards, because megatron-core 0.12 refuses TP and EP without sequence parallelism.
@@ -58,20 +63,23 @@ def rollout_module(
     return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
 
 
-Place = tuple[int, int, int, int]
+ParallelRanks = tuple[int, int, int, int]
 """Tensor-parallel rank and size, expert-parallel rank and size."""
 
 
 class OwnWeights:
-    """A module that keeps its own weights on the device, which it does not share with training."""
+    """A module with weights of its own, which stay on the device; on ranks that only generate."""
 
     def __init__(
         self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int, ep: int = 1
     ) -> None:
-        """Build the module with weights of 0. A collective over the world."""
+        """Build the module with weights of 0; a collective over the world.
+
+        seed: of Megatron's tensor-parallel random streams
+        """
         self.architecture = architecture
         self.groups = ParallelGroups(tp, 1, seed, ep=ep)
-        module, self.rounds = rollout_module(architecture, self.groups, dtype)
+        module, self.rounds = build_rollout_module(architecture, self.groups, dtype)
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
         for parameter in self.module.parameters():
@@ -87,75 +95,78 @@ class OwnWeights:
         """Do nothing: no training needs the memory."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's slices of the tensors into the parameters (see `load_hf_tensors`)."""
         parameters, tp, ep = dict(self.module.named_parameters()), self.groups.tp, self.groups.ep
-        place = tp.rank(), tp.size(), ep.rank(), ep.size()
-        load_stream(parameters, self.architecture, place, tensors)
+        ranks = tp.rank(), tp.size(), ep.rank(), ep.size()
+        load_hf_tensors(parameters, self.architecture, ranks, tensors)
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A slice of a Hugging Face tensor, and its place in a parameter."""
+class _TensorSlice:
+    """A slice of a Hugging Face tensor, and the rows or columns of a parameter that it fills."""
 
-    target: Tensor
+    target: Tensor  # the parameter
     dim: int
     start: int  # in the Hugging Face tensor
     offset: int  # in the target
     size: int
 
     def fill(self, tensor: Tensor) -> None:
+        """Copy the slice of the Hugging Face tensor into the parameter."""
         piece = tensor.narrow(self.dim, self.start, self.size)
         self.target.narrow(self.dim, self.offset, self.size).copy_(piece)
 
 
 @torch.no_grad()
-def load_stream(
+def load_hf_tensors(
     parameters: dict[str, torch.nn.Parameter],
     architecture: ArchitectureConfig,
-    place: Place,
+    ranks: ParallelRanks,
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Fill a rank's parameters, of all layers, from Hugging Face tensors, one at a time.
+    """Copy a rank's slices of Hugging Face tensors into its parameters, one tensor at a time.
 
-    parameters: by their Megatron names
+    parameters: of all layers, by their Megatron names
     tensors:    each with its Hugging Face name, whole, in any order, on any device
-    Raises ValueError for a tensor that is missing or unknown, or has another shape.
+    Raises ValueError for a tensor that is missing, unknown or sent twice, or has another shape;
+    some parameters are then overwritten.
     """
-    pieces = _pieces(parameters, architecture, place)
+    slices = _map_slices(parameters, architecture, ranks)
     shapes = hf_shapes(architecture, Head.LANGUAGE_MODEL)
-    missing = set(pieces)
+    missing = set(slices)
     for name, tensor in tensors:
         if name not in missing:
-            known = "was sent already" if name in pieces else "is no tensor of this model"
-            raise ValueError(f"{name} {known}; send each tensor of the model once")
+            reason = "was sent already" if name in slices else "is no tensor of this model"
+            raise ValueError(f"{name} {reason}; send each tensor of the model once")
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(
                 f"{name} must have the shape {shapes[name]}, not {tuple(tensor.shape)}; send the "
                 "weights of the model that generates"
             )
-        for piece in pieces[name]:
-            piece.fill(tensor)
+        for each in slices[name]:
+            each.fill(tensor)
         missing.remove(name)
     if missing:
         raise ValueError(
-            f"{len(missing)} of {len(pieces)} tensors were not sent, {min(missing)} for one; send "
+            f"{len(missing)} of {len(slices)} tensors were not sent, {min(missing)} for one; send "
             "each tensor of the model once"
         )
 
 
-def _pieces(
+def _map_slices(
     parameters: dict[str, torch.nn.Parameter],
     architecture: ArchitectureConfig,
-    place: Place,
-) -> dict[str, list[_Piece]]:
-    """Map each Hugging Face name to its slices on this rank; a list may be empty."""
-    tp_rank, tp, ep_rank, ep = place
-    found: dict[str, list[_Piece]] = {
+    ranks: ParallelRanks,
+) -> dict[str, list[_TensorSlice]]:
+    """Map each Hugging Face name of the model to its slices that this rank needs, if any."""
+    tp_rank, tp, ep_rank, ep = ranks
+    found: dict[str, list[_TensorSlice]] = {
         name: [] for name in hf_shapes(architecture, Head.LANGUAGE_MODEL)
     }
     for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL, ep_rank=ep_rank, ep=ep):
         target, offset = parameters[parameter.name].data, 0
         for part in shard_slices(parameter, architecture, tp_rank, tp):
-            piece = _Piece(target, part.dim, part.start, offset, part.size)
-            found[part.source].append(piece)
+            needed = _TensorSlice(target, part.dim, part.start, offset, part.size)
+            found[part.source].append(needed)
             offset += part.size
     return found

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.cluster.protocol import Peer
@@ -25,6 +26,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.sizes import shard_sizes
 from mindspeed_rlxf.roles.generation import make_requests
 from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
 from tests.distributed.groups import build_group, build_policy
 from tests.distributed.llamas import MIXTRAL, QWEN3_MOE, make_llama, run_config
@@ -42,6 +44,7 @@ class Seen:
 
     responses: tokens and log-probs, in the order of the prompts; of a closed one those taken
     awake:     numbers of the parameters while it generates; asleep: afterwards
+    copies:    storages that it freed on falling asleep, and that something keeps
     own, idle: passes with tokens of its own, and those for other ranks
     grouped:   of each layer, whether it computed grouped products
     """
@@ -49,6 +52,7 @@ class Seen:
     responses: list[tuple[list[int], list[float]]]
     awake: int
     asleep: int
+    copies: int
     own: int
     idle: int
     grouped: list[bool]
@@ -61,11 +65,19 @@ class WatchedRollout(RolloutRole):
         """Generate, or score `given` responses. taken: results until the caller has enough"""
         engine, announced = self.replica.engine, []
         assert isinstance(engine, NativeRollout)
-        rounds = engine.source.rounds
-        announce = type(rounds).announce
+        rounds, grouped = engine.source.rounds, list[bool]()
+        announce, begin = type(rounds).announce, type(rounds).begin
         rounds.announce = lambda tokens: announced.append(announce(rounds, tokens))  # type: ignore[method-assign]
+
+        def begin_and_look() -> None:
+            begin(rounds)
+            views = [layer._local for layer in rounds.layers]
+            grouped.extend(each is not None and each.weights is not None for each in views)
+
+        rounds.begin = begin_and_look  # type: ignore[method-assign]
         engine.wake()
         awake = sum(p.numel() for p in engine.model.parameters())
+        storages = [StorageWeakRef(p.untyped_storage()) for p in engine.model.parameters()]
         if given:
             scores = engine.score(prompts.token_ids, given[: prompts.num_rows])
             responses = [(list(r), logs) for r, logs in zip(given, scores, strict=False)]
@@ -75,11 +87,16 @@ class WatchedRollout(RolloutRole):
             results.close()  # type: ignore[attr-defined]
             found.sort(key=lambda result: result.place)
             responses = [(result.tokens, result.log_probs) for result in found]
-        grouped = [layer._local.weights is not None for layer in rounds.layers]  # type: ignore[union-attr]
         engine.sleep()
         asleep = sum(p.numel() for p in engine.model.parameters())
+        assert isinstance(engine.source, SharedWeights)
+        trained = engine.source.engine.weights.tensors.values()
+        own = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in trained}
+        copies = sum(not each.expired() for each in storages if each.cdata not in own)
         idle = engine.stats().idle_passes
-        return RoleOutput(report=Seen(responses, awake, asleep, len(announced), idle, grouped))
+        return RoleOutput(
+            report=Seen(responses, awake, asleep, copies, len(announced), idle, grouped)
+        )
 
 
 def build(runtime: Any, folder: Path, architecture: Any, size: int, keys: Any) -> Any:
@@ -136,6 +153,7 @@ def test_ranks_that_share_experts_generate_what_one_rank_does(
     found = look(shared, several)
     assert_same(found, alone.responses)
     assert {each.awake for each in found} == {share} and {each.asleep for each in found} == {0}
+    assert {each.copies for each in found} == {0}
     assert all(each.grouped == [GROUPED] * 2 for each in found)
     assert_in_step(found, ep)
 

@@ -40,7 +40,7 @@ def in_one_sum(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def test_sampling_needs_no_fp64_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     below_one = 1.0 - 2.0**-30
     assert choose(8, below_one) == 7
-    monkeypatch.setattr(sampling, "_inverse_cdf", in_one_sum)
+    monkeypatch.setattr(sampling, "_draw_by_inverse_cdf", in_one_sum)
     with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
         choose(8, below_one)  # token 8 of 8
 
@@ -155,7 +155,7 @@ def test_a_sleeping_rollout_module_lies_on_the_device(take_back: Any) -> None:
     from mindspeed_rlxf.rollout.hybrid import SharedWeights
 
     source = SharedWeights.__new__(SharedWeights)
-    source._held = contextlib.ExitStack()
+    source._kept_on_device = contextlib.ExitStack()
     source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
     source.sleep()
     assert source._by_source[("w",)].device.type == "npu"

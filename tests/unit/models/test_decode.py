@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.models import grouped_experts as module
 from mindspeed_rlxf.models.decode import linear
-from mindspeed_rlxf.models.grouped_experts import GroupedExperts, stack_experts, stacked
+from mindspeed_rlxf.models.grouped_experts import GroupedExperts, stack_experts, view_as_stack
 
 EXPERTS, HIDDEN, WIDTH, TOPK = 5, 8, 12, 2
 grouped = pytest.mark.skipif(
@@ -125,7 +125,7 @@ def test_weights_at_equal_distances_are_one_tensor() -> None:
     memory = torch.arange(60.0)
 
     def at(*starts: int) -> Any:
-        return stacked([memory[start : start + 6].view(2, 3) for start in starts])
+        return view_as_stack([memory[start : start + 6].view(2, 3) for start in starts])
 
     assert at(1, 21, 41).tolist() == [memory[i : i + 6].view(2, 3).tolist() for i in (1, 21, 41)]
     assert torch.equal(at(41, 21, 1), at(1, 21, 41))  # in the order of their places

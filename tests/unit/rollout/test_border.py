@@ -20,7 +20,7 @@ BORDER = {
     "transfer_plan",
 }
 GENERATING = (f"{PACKAGE}.roles.rollout", f"{PACKAGE}.roles.generation")
-INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "rollout_module"}
+INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "build_rollout_module"}
 
 
 def text_of(module: str) -> str:

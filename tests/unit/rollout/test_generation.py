@@ -119,13 +119,13 @@ def test_a_device_is_asked_once_in_some_steps(
     prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
-    look = generation.RowStates.progress
+    look = generation.RowStates.read_progress
 
     def counted(self: generation.RowStates, rows: int) -> Any:
         looks.append(rows)
         return look(self, rows)
 
-    monkeypatch.setattr(generation.RowStates, "progress", counted)
+    monkeypatch.setattr(generation.RowStates, "read_progress", counted)
     keys = {"max_new_tokens": 9, "eos_token_ids": ()}
     answers(engine(TinyModel(), 100, steps=4), prompts, **keys)
     assert len(looks) == 3  # after the prefill, which draws the first token, and twice 4 more
@@ -146,13 +146,13 @@ def test_slots_are_refilled_together(
     """At least 1 in REFILLED of the slots, while others grow; the last ones as they are."""
     model = TinyModel()
     entered: list[int] = []
-    begin = generation.RowStates.begin
+    begin = generation.RowStates.set_up
 
     def counted(self: generation.RowStates, first: int, rows: Any) -> None:
         entered.append(len(rows))
         begin(self, first, rows)
 
-    monkeypatch.setattr(generation.RowStates, "begin", counted)
+    monkeypatch.setattr(generation.RowStates, "set_up", counted)
     monkeypatch.setattr(generation, "REFILLED", 2)
     many: list[np.ndarray] = [np.array([1 + i % (VOCAB - 1)]) for i in range(19)]
     found: list[list[int]] = answers(engine(model, 4), many, **SAMPLED)[0]

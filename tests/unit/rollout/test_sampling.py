@@ -20,10 +20,10 @@ from mindspeed_rlxf.config.memory import sampling_bytes
 from mindspeed_rlxf.rollout.sampling import (
     BLOCK,
     SamplingSettings,
-    _filtered,
+    _filter,
     choose_tokens,
-    doubled_sum,
     draw_tokens,
+    fixed_order_sum,
     uniform_numbers,
 )
 from tests.unit.rollout.on_device import on_device
@@ -59,22 +59,22 @@ def test_greedy_takes_the_largest_logit_and_ignores_temperature() -> None:
 def test_top_k_keeps_what_transformers_keeps(top_k: int) -> None:
     logits = random_logits(5, 9)
     expected = TopKLogitsWarper(top_k)(None, logits)
-    assert_close(_filtered(logits, top_k, 1.0), expected, rtol=0, atol=0)
+    assert_close(_filter(logits, top_k, 1.0), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.7, 0.95, 0.999])
 def test_top_p_keeps_what_transformers_keeps(top_p: float) -> None:
     logits = random_logits(20, 30)
     expected = TopPLogitsWarper(top_p)(None, logits)
-    assert_close(_filtered(logits, 0, top_p), expected, rtol=0, atol=0)
+    assert_close(_filter(logits, 0, top_p), expected, rtol=0, atol=0)
 
 
 def test_top_p_by_hand_and_after_top_k() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
     # in order 0.4, 0.3: 0.7 reaches 0.6
-    assert _filtered(logits, 0, 0.6).isfinite().tolist() == [[False, True, True, False]]
+    assert _filter(logits, 0, 0.6).isfinite().tolist() == [[False, True, True, False]]
     # of the two kept by top-k, 0.4 / 0.7 = 0.57 reaches 0.5
-    assert _filtered(logits, 2, 0.5).isfinite().tolist() == [[False, True, False, False]]
+    assert _filter(logits, 2, 0.5).isfinite().tolist() == [[False, True, False, False]]
 
 
 def test_filtered_tokens_are_never_drawn_and_the_log_prob_is_unfiltered() -> None:
@@ -128,7 +128,7 @@ def test_a_large_vocabulary_is_drawn_from_within_1e_6_of_its_cumulative_probabil
 @pytest.mark.parametrize("n", [1, 2, 9, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
 def test_doubled_sums_are_running_sums(n: int) -> None:
     numbers = random_logits(5, n).exp()
-    assert_close(doubled_sum(numbers).double(), numbers.double().cumsum(-1), rtol=1e-6, atol=0)
+    assert_close(fixed_order_sum(numbers).double(), numbers.double().cumsum(-1), rtol=1e-6, atol=0)
     assert torch.equal(numbers, random_logits(5, n).exp())  # which stay as they are
 
 
@@ -172,7 +172,7 @@ def test_a_scan_whose_ends_rise_at_a_weight_of_0_draws_no_forbidden_token(
         return scan(numbers, dim) * (1 + error[: numbers.size(dim)])
 
     def doubled_sum_of(numbers: Tensor, dim: int) -> Tensor:
-        return doubled_sum(numbers)
+        return fixed_order_sum(numbers)
 
     monkeypatch.setattr(Tensor, "cumsum", doubled_sum_of if doubled else inexact)
     uniforms = torch.cat((torch.linspace(0, 1, 300), torch.linspace(0.995, 1, 100)))
@@ -267,7 +267,7 @@ def test_every_uniform_number_gives_an_allowed_token(
             logits, uniforms, torch.zeros(len(logits)), settings(eos_token_ids=(), **keys)
         )
     assert ((tokens >= 0) & (tokens < vocab)).all()
-    kept = _filtered(logits / keys["temperature"], keys["top_k"], keys["top_p"])
+    kept = _filter(logits / keys["temperature"], keys["top_k"], keys["top_p"])
     assert kept.gather(-1, tokens[:, None]).isfinite().all()
 
 

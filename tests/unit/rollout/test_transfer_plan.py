@@ -26,8 +26,8 @@ from mindspeed_rlxf.rollout.transfer_plan import (
     Move,
     TrainingLayout,
     make_buckets,
-    moves,
     order_peers,
+    plan_layout_moves,
 )
 
 PLAIN = ArchitectureConfig(
@@ -100,7 +100,7 @@ def test_every_number_arrives_once_and_where_it_belongs(
     a = FAMILIES[name]
     whole = whole_model(a)
     held = held_in_training(a, training, whole)
-    planned = list(moves(a, training, rollout, ep))
+    planned = list(plan_layout_moves(a, training, rollout, ep))
     for receiver in range(rollout.world_size):
         tp_rank, ep_rank = rollout.tp_rank(receiver), rollout.dp_rank(receiver) % ep
         table = list(stage_parameters(a, LM, ep_rank=ep_rank, ep=ep))
@@ -123,7 +123,9 @@ def test_every_number_arrives_once_and_where_it_belongs(
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equal_layouts_move_whole_tensors(name: str, tp: int) -> None:
     a = FAMILIES[name]
-    planned = list(moves(a, TrainingLayout(ParallelLayout(tp, tp)), ParallelLayout(tp, tp)))
+    planned = list(
+        plan_layout_moves(a, TrainingLayout(ParallelLayout(tp, tp)), ParallelLayout(tp, tp))
+    )
     assert len(planned) == tp * len(list(stage_parameters(a, LM)))
     assert all(m.source_start == m.target_start == 0 for m in planned)
     split = [m for m in planned if "norm" not in m.target and "router" not in m.target]
@@ -133,9 +135,9 @@ def test_equal_layouts_move_whole_tensors(name: str, tp: int) -> None:
 def test_replicas_share_the_sending() -> None:
     """Four replicas, one receiver of everything: nobody sends much more than a quarter."""
     sent: Counter[int] = Counter()
-    for move in moves(PLAIN, TrainingLayout(ParallelLayout(4)), ParallelLayout(1)):
+    for move in plan_layout_moves(PLAIN, TrainingLayout(ParallelLayout(4)), ParallelLayout(1)):
         sent[move.sender] += move.numbers
-    whole = moves(PLAIN, TrainingLayout(ParallelLayout(1)), ParallelLayout(1))
+    whole = plan_layout_moves(PLAIN, TrainingLayout(ParallelLayout(1)), ParallelLayout(1))
     largest = max(move.numbers for move in whole)
     assert set(sent) == {0, 1, 2, 3}
     assert max(sent.values()) - min(sent.values()) <= largest
@@ -144,7 +146,7 @@ def test_replicas_share_the_sending() -> None:
 def test_a_tensor_parallel_rank_twice_as_wide_takes_from_two() -> None:
     """TP 2 -> 1: of QKV two times two groups, of the gated MLP gate and up of each."""
     found = defaultdict(list)
-    for move in moves(PLAIN, TrainingLayout(ParallelLayout(2, 2)), ParallelLayout(1)):
+    for move in plan_layout_moves(PLAIN, TrainingLayout(ParallelLayout(2, 2)), ParallelLayout(1)):
         found[move.target].append((move.sender, move.source_start, move.target_start, move.size))
     # a group is 2 query heads, a key head and a value head of 2: 8 rows
     qkv = found["decoder.layers.0.self_attention.linear_qkv.weight"]
@@ -165,7 +167,7 @@ def test_ranks_that_share_a_group_send_and_take_their_rows_of_it() -> None:
         training = TrainingLayout(ParallelLayout(tp, tp))
         return [
             (m.sender, m.receiver, m.source_start, m.target_start, m.size)
-            for m in moves(a, training, ParallelLayout(rollout_tp, rollout_tp))
+            for m in plan_layout_moves(a, training, ParallelLayout(rollout_tp, rollout_tp))
             if m.target == qkv
         ]
 
