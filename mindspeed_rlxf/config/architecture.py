@@ -110,7 +110,11 @@ class ArchitectureConfig(Section):
                 yield Problem(name, rule, value, "remove it", reads=("num_experts",))
 
     def _check_heads(self) -> Iterator[Problem]:
-        """Yield problems of numbers of heads that do not divide, and of an odd head width."""
+        """Yield problems of numbers of heads and of an odd head width.
+
+        The attention heads must divide `hidden_size` (without `kv_channels`), the query groups must
+        divide the attention heads.
+        """
         heads, width = self.num_attention_heads, self.hidden_size
         sizes = ("num_attention_heads", "hidden_size", "kv_channels")
         if self.kv_channels is None and width % heads:

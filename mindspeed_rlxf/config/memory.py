@@ -188,9 +188,9 @@ def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsiz
     """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
 
     For all tokens: the routing and the results. For one exchange at a time: the tokens of all
-    ranks, their results in fp32, and for each choice of a token numbers for sorting, and the most
-    of: its result, also in fp32; a hidden state and two parts of the gated MLP; three parts of it,
-    one also in fp32.
+    ranks, and their results in fp32. In addition, for each expert that a token is sent to, 40 bytes
+    to sort by and the largest of these: the result, and again in fp32; a hidden state and two parts
+    of the gated MLP; three parts of the MLP, and one of them again in fp32.
 
     tokens: of the rank that has the most
     """

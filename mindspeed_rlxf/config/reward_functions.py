@@ -57,7 +57,7 @@ def _read_entry(draft: Draft, key: str, given: Any) -> Any:
 def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
     """Return `entry` with name, absolute path and SHA-256; for a built-in rule only with its name.
 
-    Runs the file and registers its text (`carry`).
+    Runs the file, unless it has run in this process, and registers its text (`carry`).
     Errors: UserError for a bad name, file or signature.
     """
     if (named := split_name(function)) is None or not named[1]:

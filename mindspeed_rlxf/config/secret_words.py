@@ -78,9 +78,11 @@ def looks_secret(name: str, value: str) -> bool:
 def read_variable(name: str, value: Any) -> Any:
     """Return a value of `resource_pool.env` as text, or as `Withheld` if it looks like a secret.
 
-    A number becomes text; `***` becomes the environment variable `name` of this process. Other
-    values (a list, true) are returned unchanged, and fail in the later check of types.
-    Errors: ConfigError for `***` without such a variable, and for a secret that is no text.
+    A number becomes text; `***` becomes the environment variable `name` of this process, as
+    `Withheld`. A `Withheld` stays. Other values (a list, true) are returned unchanged, and fail in
+    the later check of types.
+    Errors: ConfigError for `***` without such a variable, and for a value that is no text where
+    `name` is that of a secret.
     """
     if isinstance(value, Withheld):
         return value
@@ -146,7 +148,8 @@ def _part(written: Any, name: Any) -> Any:
 def _as_written(name: str, value: Any, written: Any) -> Any:
     """Return the value; as `Withheld`, shown as `written`, where that text has an interpolation.
 
-    Shown as `***` where `written` itself has a secret, for example as a default value.
+    Only text and numbers are withheld, numbers as text. Shown as `***` where `written` itself has a
+    secret, for example as a default value.
     """
     if not isinstance(written, str) or "${" not in written:
         return value
