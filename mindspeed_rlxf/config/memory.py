@@ -285,7 +285,7 @@ def head_gradient_bytes(vocab: int, hidden: int) -> int:
     return FP32 * vocab * hidden
 
 
-def paged(length: int) -> int:
+def round_to_pages(length: int) -> int:
     """Return a number of tokens rounded up to whole pages of the KV cache."""
     return _round_up(length, PAGE)
 
@@ -320,7 +320,7 @@ def kv_cache_rows(
     tokens:  room of the cache; None = no limit
     """
     if limit is None:
-        row = min(paged(prompt + response // 2), prompt + response)
+        row = min(round_to_pages(prompt + response // 2), prompt + response)
         limit = waiting if tokens is None else max(1, tokens // row)
     return min(limit, waiting)
 

@@ -73,12 +73,12 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
     Keys that several roles share have a table of their own.
     """
     own = {role.value: _own_keys(schema) for role, schema in ROLE_SECTIONS.items()}
-    plain = {name: _without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
+    plain = {name: _fields_without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
     pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
     placed = {role.value: key(role.value, text, "reshard") for role, text in pools.items()}
     return {
         "training": dict(TrainingConfig.model_fields),
-        "every role": _without(RoleConfig, {"architecture", "offload"}),
+        "every role": _fields_without(RoleConfig, {"architecture", "offload"}),
         "every role: offload": dict(OffloadConfig.model_fields),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
@@ -103,7 +103,7 @@ def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
         if _meaning(field) == _meaning(schema.model_fields[name])
     }
     elsewhere = fields(OptimizerConfig) | {"architecture", "offload", "optimizer", "sandbox"}
-    return _without(schema, common | elsewhere)
+    return _fields_without(schema, common | elsewhere)
 
 
 def make_table(head: str, rows: Iterable[Sequence[str]]) -> str:
@@ -120,7 +120,7 @@ def quote_values(values: Iterable[Any]) -> str:
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 
 
-def _without(section: type[BaseModel], names: set[str]) -> dict[str, FieldInfo]:
+def _fields_without(section: type[BaseModel], names: set[str]) -> dict[str, FieldInfo]:
     return {key: field for key, field in section.model_fields.items() if key not in names}
 
 

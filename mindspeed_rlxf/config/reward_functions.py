@@ -80,8 +80,8 @@ def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
         remedy = "correct the function or its arguments" if arguments else "correct the function"
         raise UserError(Problem(key, rule, function, remedy))
     carry(source)
-    return {"name": named[1], **entry, **_identity(source, named[1])}
+    return {"name": named[1], **entry, **_path_and_hash(source, named[1])}
 
 
-def _identity(source: Source, name: str) -> Tree:
+def _path_and_hash(source: Source, name: str) -> Tree:
     return {"function": f"{source.file}:{name}", "sha256": source.sha256}

@@ -134,14 +134,15 @@ def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
     for section, pool in tree.items():
         is_pool = section.replace("-", "_") == "resource_pool" and isinstance(pool, dict)
         if is_pool and isinstance(variables := pool.get("env"), dict):
-            written = _part(raw[section], "env")
+            written = _written_value(raw[section], "env")
             pool["env"] = {
-                name: _as_written(str(name), value, _part(written, name))
+                name: _as_written(str(name), value, _written_value(written, name))
                 for name, value in variables.items()
             }
 
 
-def _part(written: Any, name: Any) -> Any:
+def _written_value(written: Any, name: Any) -> Any:
+    """Return the value of a key as written; ELSEWHERE if `written` itself is an interpolation."""
     return ELSEWHERE if isinstance(written, str) else written[name]
 
 

@@ -131,7 +131,7 @@ def carry(source: Source) -> None:
     _carried[source.file, source.sha256] = source
 
 
-def carried() -> tuple[Source, ...]:
+def list_carried() -> tuple[Source, ...]:
     """Return all sources registered by `carry`."""
     return tuple(_carried.values())
 

@@ -38,7 +38,7 @@ def _random_states() -> dict[str, Any]:
     return dict(tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
-def _set(state: dict[str, Any], random_states: dict[str, Any]) -> None:
+def _set_globals(state: dict[str, Any], random_states: dict[str, Any]) -> None:
     vars(parallel_state).update(state)
     tensor_parallel.get_cuda_rng_tracker().set_states(random_states)
 
@@ -50,7 +50,7 @@ def _restored() -> Iterator[None]:
     try:
         yield
     finally:
-        _set(outside, outside_random)
+        _set_globals(outside, outside_random)
 
 
 class ParallelGroups:
@@ -94,7 +94,7 @@ class ParallelGroups:
     def active(self) -> Iterator[None]:
         """Give Megatron these groups and random streams in the block; keep their state after."""
         with _restored():
-            _set(self._state, self.random_states)
+            _set_globals(self._state, self.random_states)
             try:
                 yield
             finally:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rlxf.config.memory import GROWTH, PREFILL_TOKENS, paged
+from mindspeed_rlxf.config.memory import GROWTH, PREFILL_TOKENS, round_to_pages
 from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
@@ -285,7 +285,7 @@ class Generation:
 
     def _capacity(self, length: int) -> int:
         """Return the tokens that each row of the cache has room for, given the longest row's."""
-        return min(paged(length), self._most)
+        return min(round_to_pages(length), self._most)
 
     def _room(self, more: int) -> int:
         """Return the tokens of the longest row after `more` tokens."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.memory import PAGE, paged
+from mindspeed_rlxf.config.memory import PAGE, round_to_pages
 from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequences
 
 
@@ -59,7 +59,7 @@ class KvCache:
         A cache that is less than a page longer, and of at most twice the slots, stays as it is.
         Rows keep their tokens, up to the new capacity.
         """
-        capacity = min(paged(length), self.most)
+        capacity = min(round_to_pages(length), self.most)
         if slots <= self.slots and capacity <= self.capacity <= capacity + PAGE:
             if 2 * slots > self.slots:
                 return
