@@ -59,18 +59,20 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     """Return the content of config.json of a Hugging Face folder, checked by `find_bad_fields`.
 
     wanted: the kind of folder that the user should give, for messages
-    Errors: ValueError when the folder or file is missing, the file is a link out of the folder or
-    no JSON object, or a field is bad.
+    Errors: ValueError when the folder or file is missing, the file is a link out of the folder, too
+    large or no JSON object, or a field is bad.
     """
     path = folder / "config.json"
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give {wanted}")
     try:
-        config = parse_json(read_inside(folder, path.name))
+        text = read_inside(folder, path.name)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give {wanted}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a folder") from None
+    try:
+        config = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
