@@ -83,7 +83,7 @@ class ArchitectureConfig(Section):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether training adds the loss that balances experts, `aux_loss` with a coefficient > 0."""
+        """Whether training adds the loss that balances experts (`aux_loss`, coefficient > 0)."""
         wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
