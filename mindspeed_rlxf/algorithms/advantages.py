@@ -65,7 +65,8 @@ def _sum_td_errors(
 
     rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
     counts:          [batch] int64
-    Rows of more than BLOCK steps are summed in fp64 on the CPU; other devices may have no fp64.
+    Rows of more than BLOCK steps are summed in fp64 if the tensors are on the CPU; on other
+    devices, which may have no fp64, all rows are summed in the dtype of `values`.
     """
     sums = torch.zeros_like(values)
     long = counts > BLOCK

@@ -24,7 +24,7 @@ from mindspeed_rlxf.algorithms.groups import (
 )
 from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
-from mindspeed_rlxf.config.registry import add
+from mindspeed_rlxf.config.registry import register_part
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimato
     """
 
     def register(estimator: Estimator) -> Estimator:
-        add(ESTIMATORS, name, estimator, "advantage estimator")
+        register_part(ESTIMATORS, name, estimator, "advantage estimator")
         TRAITS[name] = traits
         return estimator
 

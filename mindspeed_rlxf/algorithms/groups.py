@@ -21,13 +21,13 @@ def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """
     groups = _groups(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
-    return _flat(centred / (groups.std(1, keepdim=True) + EPSILON), rewards)
+    return _flatten_groups(centred / (groups.std(1, keepdim=True) + EPSILON), rewards)
 
 
 def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return R - mean of each group (Dr. GRPO, arXiv:2503.20783, 3.2). [batch] -> [batch]"""
     groups = _groups(rewards, group_size)
-    return _flat(groups - groups.mean(1, keepdim=True), rewards)
+    return _flatten_groups(groups - groups.mean(1, keepdim=True), rewards)
 
 
 def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
@@ -37,7 +37,7 @@ def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """
     groups = _groups(rewards, group_size)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return _flat(groups - others, rewards)
+    return _flatten_groups(groups - others, rewards)
 
 
 def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
@@ -63,7 +63,7 @@ def _groups(rewards: Tensor, group_size: int) -> Tensor:
     return rewards.double().view(-1, group_size)
 
 
-def _flat(groups: Tensor, like: Tensor) -> Tensor:
+def _flatten_groups(groups: Tensor, like: Tensor) -> Tensor:
     return groups.flatten().to(like.dtype)
 
 

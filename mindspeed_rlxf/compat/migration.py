@@ -11,25 +11,26 @@ from pathlib import Path
 
 from mindspeed_rlxf.compat.older_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
 from mindspeed_rlxf.compat.older_toolkit import MOVED
-from mindspeed_rlxf.config.reference import listed, table
+from mindspeed_rlxf.config.reference import make_table, quote_values
 
 MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.compat.migration -->"
 
 
 def tables() -> str:
     """Return Markdown tables of keys that are moved, have no effect, or are refused."""
+    moved = ([f"`{key}`", f"`{home}`"] for key, home in sorted(MOVED.items()))
     parts = [
         "## Keys that live on under another name",
-        table("key | here", ([f"`{key}`", f"`{home}`"] for key, home in sorted(MOVED.items()))),
+        make_table("key | here", moved),
         "## Keys without effect",
         "Accepted with one line at the start, for these values; other values are errors that say "
         "what to use.",
-        table("key | values | what it means here", map(_no_op, NO_OP_LIST)),
+        make_table("key | values | what it means here", map(_no_op, NO_OP_LIST)),
         "## Keys that are refused",
         "`false` and `null` are accepted for all of them.",
-        table(
+        make_table(
             "key | why | remedy",
-            ([listed(entry.keys), entry.why, entry.remedy] for entry in REFUSED_LIST),
+            ([quote_values(entry.keys), entry.why, entry.remedy] for entry in REFUSED_LIST),
         ),
     ]
     return "\n\n".join(parts) + "\n"
@@ -44,8 +45,8 @@ def put_into(text: str) -> str:
 
 
 def _no_op(entry: NoOp) -> list[str]:
-    values = ANY if isinstance(entry.allowed, str) else listed(entry.allowed)
-    return [listed(entry.keys), values, entry.meaning]
+    values = ANY if isinstance(entry.allowed, str) else quote_values(entry.allowed)
+    return [quote_values(entry.keys), values, entry.meaning]
 
 
 def main(arguments: Sequence[str]) -> int:

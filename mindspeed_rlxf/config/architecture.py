@@ -83,7 +83,7 @@ class ArchitectureConfig(Section):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether training adds `aux_loss`, the loss that balances experts, times a coefficient."""
+        """Whether training adds the loss that balances experts (`aux_loss`, coefficient > 0)."""
         wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
@@ -110,7 +110,11 @@ class ArchitectureConfig(Section):
                 yield Problem(name, rule, value, "remove it", reads=("num_experts",))
 
     def _check_heads(self) -> Iterator[Problem]:
-        """Yield problems of numbers of heads that do not divide, and of an odd head width."""
+        """Yield problems of numbers of heads and of an odd head width.
+
+        The attention heads must divide `hidden_size` (without `kv_channels`), the query groups must
+        divide the attention heads.
+        """
         heads, width = self.num_attention_heads, self.hidden_size
         sizes = ("num_attention_heads", "hidden_size", "kv_channels")
         if self.kv_channels is None and width % heads:

@@ -43,7 +43,8 @@ def choose_cluster(address: str | None) -> Cluster:
     """Return the cluster to join or start.
 
     address: of the key `runtime.address`; None = RAY_ADDRESS, else this user's cluster on this
-             host, else a new one. The word `local` asks for a new one, `auto` for this user's
+             host, else a new one. The word `local` asks for a new one, `auto` for this user's; if
+             there is none, `auto` is left to Ray
     """
     named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
     for source, given in named.items():
@@ -78,8 +79,11 @@ def find_local_cluster() -> str | None:
 
 
 def _read_address(file: Path) -> str:
-    """Return the text of `file`. Errors: OSError where it is missing, no plain file, a link or a
-    file of another user; ValueError where it is not UTF-8."""
+    """Return the text of `file` without outer white space, cut after ADDRESS_BYTES.
+
+    Errors: OSError where it is missing, no plain file, a link or a file of another user; ValueError
+    where it is not UTF-8.
+    """
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)

@@ -67,6 +67,7 @@ def compose(
 ) -> dict[str, Any]:
     """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
 
+    overrides:  in Hydra's grammar; `key=value` may also add a key that the YAML lacks
     config_dir: searched before the built-in directory; a config's defaults list may name files of
                 either directory
     Secrets in `resource_pool.env` are wrapped as `Withheld`.
@@ -241,8 +242,10 @@ def _checked_files() -> Iterator[None]:
 def _resolve_bounded(config: DictConfig) -> Any:
     """Return the configuration as plain dicts and lists with interpolations resolved.
 
-    More than FEW interpolations, or long texts, are resolved in a child process with limits.
-    Errors: OmegaConfBaseException, or ValueError where that process fails or exceeds a limit.
+    More than FEW interpolations, or any beside a text longer than MAX_TEXT, are resolved in a child
+    process with limits.
+    Errors: OmegaConfBaseException for a bad interpolation; from the child process ValueError, for
+    that and for an exceeded limit.
     """
     texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
     count = sum(text.count("${") for text in texts)

@@ -102,6 +102,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
 
     A role without a placement gets the pool of its own name; a rule reward without one shares
     another role's pool. A reference whose log-probs nothing reads is not placed.
+    Rejects a placement of an unknown role, and of a critic in a stage without one.
     """
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
@@ -256,6 +257,7 @@ def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
 def set_max_new_tokens(draft: Draft) -> None:
     """Set an absent `max_new_tokens` to seq_length - max_prompt_length, at least 1.
 
+    1 also where one of the two lengths is no integer, which a later check reports.
     Rejects a sequence length that leaves no room for a response.
     """
     actor, training = draft.payload[Role.ACTOR_ROLLOUT.value], draft.payload["training"]

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.architecture import (
     MOST_WIDTH,
 )
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.config.suggest import shorten_value
 from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.safe import read_inside
 
@@ -59,18 +59,20 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     """Return the content of config.json of a Hugging Face folder, checked by `find_bad_fields`.
 
     wanted: the kind of folder that the user should give, for messages
-    Errors: ValueError when the folder or file is missing, the file is a link out of the folder or
-    no JSON object, or a field is bad.
+    Errors: ValueError when the folder or file is missing, the file is a link out of the folder, too
+    large or no JSON object, or a field is bad.
     """
     path = folder / "config.json"
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give {wanted}")
     try:
-        config = parse_json(read_inside(folder, path.name))
+        text = read_inside(folder, path.name)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give {wanted}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a folder") from None
+    try:
+        config = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
@@ -90,19 +92,19 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
     for name, most in MOST.items():
         value = config.get(name)
         if isinstance(value, (int, float)) and not 0 <= value <= most:
-            yield f"{name} must be a number from 0 to {most}, not {shown(value)}"
+            yield f"{name} must be a number from 0 to {most}, not {shorten_value(value)}"
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name), (dict, type(None))):
-            yield f"{name} must be an object, not {shown(config[name])}"
+            yield f"{name} must be an object, not {shorten_value(config[name])}"
     for name in ("model_type", "hidden_act"):
         if not isinstance(config.get(name), (str, type(None))):
-            yield f"{name} must be text, not {shown(config[name])}"
+            yield f"{name} must be text, not {shorten_value(config[name])}"
     for name, part in config.items():
         if name.endswith("_config") and isinstance(part, dict):  # of a model of several parts
             yield from (f"{name}: {found}" for found in find_bad_fields(part))
     kinds = config.get("architectures")
     if kinds is not None and not (isinstance(kinds, list) and all(type(k) is str for k in kinds)):
-        yield f"architectures must be a list of names, not {shown(kinds)}"
+        yield f"architectures must be a list of names, not {shorten_value(kinds)}"
 
 
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
@@ -175,8 +177,8 @@ def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
 def find_unsupported(config: dict[str, Any]) -> list[str]:
     """List settings of a config.json that this package does not support; [] = all supported.
 
-    Each as `name: supported value, value in config.json`. A setting that makes the others
-    meaningless, such as an unknown model_type, is listed alone.
+    Each as `name: supported value, value in config.json`. An unknown model_type, biases, a
+    hidden_act other than silu, and use_sliding_window are each listed alone.
     """
     if config.get("model_type") not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]

@@ -287,7 +287,8 @@ def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
 def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
     """Return the section `offload`, merged from `layers` key by key; a later layer wins.
 
-    `optimizer` of a shared section is ignored for a role without an optimizer. Records origins.
+    `optimizer` of a shared section is ignored for a role without an optimizer. Unknown keys are
+    rejected. Records in `draft.origins` which key each value came from.
     """
     merged: Tree = {}
     learns = "optimizer" in fields(ROLE_SECTIONS[role])
@@ -303,7 +304,10 @@ def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree
 
 
 def _nest_sections(role: Role, merged: Tree) -> Tree:
-    """Return `merged` with the keys of architecture and optimizer in sections of these names."""
+    """Return `merged` with the keys of architecture and optimizer in sections of these names.
+
+    Optimizer keys are dropped for a role that has no optimizer.
+    """
     nested = {"architecture": ARCHITECTURE_KEYS}
     if "optimizer" in fields(ROLE_SECTIONS[role]):
         nested["optimizer"] = OPTIMIZER_KEYS

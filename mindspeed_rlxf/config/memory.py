@@ -188,9 +188,9 @@ def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsiz
     """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
 
     For all tokens: the routing and the results. For one exchange at a time: the tokens of all
-    ranks, their results in fp32, and for each choice of a token numbers for sorting, and the most
-    of: its result, also in fp32; a hidden state and two parts of the gated MLP; three parts of it,
-    one also in fp32.
+    ranks, and their results in fp32. In addition, for each expert that a token is sent to, 40 bytes
+    to sort by and the largest of these: the result, and again in fp32; a hidden state and two parts
+    of the gated MLP; three parts of the MLP, and one of them again in fp32.
 
     tokens: of the rank that has the most
     """
@@ -285,7 +285,7 @@ def head_gradient_bytes(vocab: int, hidden: int) -> int:
     return FP32 * vocab * hidden
 
 
-def paged(length: int) -> int:
+def round_to_pages(length: int) -> int:
     """Return a number of tokens rounded up to whole pages of the KV cache."""
     return _round_up(length, PAGE)
 
@@ -320,7 +320,7 @@ def kv_cache_rows(
     tokens:  room of the cache; None = no limit
     """
     if limit is None:
-        row = min(paged(prompt + response // 2), prompt + response)
+        row = min(round_to_pages(prompt + response // 2), prompt + response)
         limit = waiting if tokens is None else max(1, tokens // row)
     return min(limit, waiting)
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.sources import (
     Source,
-    carried,
     carry,
+    list_carried,
     load_error,
     read_source,
     run_as_module,
@@ -63,7 +63,7 @@ def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
     Before it calls `factory` it also registers the texts of reward functions there (`carry`).
     Without plugins and texts `factory` itself is returned.
     """
-    plugins, others = loaded(), carried()
+    plugins, others = loaded(), list_carried()
     return partial(_load_and_make, plugins, others, factory) if plugins or others else factory
 
 

@@ -10,9 +10,9 @@ def quote(text: str) -> str:
 
     Hydra takes a backslash as an escape only before a quote, also before the closing one.
     """
-    return "'" + re.sub(r"(\\*)('|\Z)", _escaped, text) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", _escape_match, text) + "'"
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     backslashes, quote = match.groups()
     return backslashes * 2 + ("\\'" if quote else "")

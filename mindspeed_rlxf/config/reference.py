@@ -73,12 +73,12 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
     Keys that several roles share have a table of their own.
     """
     own = {role.value: _own_keys(schema) for role, schema in ROLE_SECTIONS.items()}
-    plain = {name: _without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
+    plain = {name: _fields_without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
     pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
     placed = {role.value: key(role.value, text, "reshard") for role, text in pools.items()}
     return {
         "training": dict(TrainingConfig.model_fields),
-        "every role": _without(RoleConfig, {"architecture", "offload"}),
+        "every role": _fields_without(RoleConfig, {"architecture", "offload"}),
         "every role: offload": dict(OffloadConfig.model_fields),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
@@ -103,10 +103,10 @@ def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
         if _meaning(field) == _meaning(schema.model_fields[name])
     }
     elsewhere = fields(OptimizerConfig) | {"architecture", "offload", "optimizer", "sandbox"}
-    return _without(schema, common | elsewhere)
+    return _fields_without(schema, common | elsewhere)
 
 
-def table(head: str, rows: Iterable[Sequence[str]]) -> str:
+def make_table(head: str, rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table, with `|` in cells escaped. head: titles with " | " between them"""
     columns = head.split(" | ")
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
@@ -114,13 +114,13 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def listed(values: Iterable[Any]) -> str:
+def quote_values(values: Iterable[Any]) -> str:
     """Return values as in YAML, each in backticks, separated by commas. An empty tuple is `[]`."""
     texts = (value if isinstance(value, str) else format_value(value) for value in values)
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 
 
-def _without(section: type[BaseModel], names: set[str]) -> dict[str, FieldInfo]:
+def _fields_without(section: type[BaseModel], names: set[str]) -> dict[str, FieldInfo]:
     return {key: field for key, field in section.model_fields.items() if key not in names}
 
 
@@ -129,7 +129,7 @@ def _section(keys: dict[str, FieldInfo]) -> str:
         [f"`{name}`", _type(field), _default(field), field.description or "", _resume(field)]
         for name, field in keys.items()
     ]
-    return table("key | type | default | meaning | resume", rows)
+    return make_table("key | type | default | meaning | resume", rows)
 
 
 def _type(field: FieldInfo) -> str:
@@ -155,13 +155,13 @@ def _kinds(annotation: Any) -> Iterator[str]:
         for one in sorted(inner, key=lambda kind: kind is NoneType):
             yield from _kinds(one)
     elif origin is Literal:
-        yield listed(inner)
+        yield quote_values(inner)
     elif origin is tuple:
         yield f"list of {' or '.join(PLURALS.get(word, word) for word in _kinds(inner[0]))}"
     elif annotation is NoneType:
         yield "`null`"
     elif isinstance(annotation, type) and issubclass(annotation, Enum):
-        yield listed(word.value for word in annotation)
+        yield quote_values(word.value for word in annotation)
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "mapping"
     else:
@@ -172,7 +172,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "derived" if "absent = " in (field.description or "") else "required"
     value: Any = getattr(field.default, "value", field.default)
-    return "a list" if isinstance(value, tuple) and value else listed([value])
+    return "a list" if isinstance(value, tuple) and value else quote_values([value])
 
 
 def _meaning(field: FieldInfo) -> tuple[str | None, str]:

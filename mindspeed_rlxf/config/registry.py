@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def add(registry: dict[str, T], name: str, part: T, what: str) -> None:
+def register_part(registry: dict[str, T], name: str, part: T, what: str) -> None:
     """Put `part` into `registry` under `name`. Errors: ValueError for a name that is taken.
 
     what: kind of part, for the message

@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.layers import make_draft
 from mindspeed_rlxf.config.messages import explain
 from mindspeed_rlxf.config.rules.host import check_host
 from mindspeed_rlxf.config.rules.idle_keys import find_idle_keys
-from mindspeed_rlxf.config.rules.sections import check
+from mindspeed_rlxf.config.rules.sections import check_sections
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
@@ -62,7 +62,8 @@ def resolve_with_notes(
         draft.add_problems(_section_rules(draft, config))
         if not any(key in path for path in draft.broken for key in LAYOUT_KEYS):
             # A dry run checks the host after it has printed its plan: see `cli.train`.
-            draft.add_problems([*check(config), *([] if config.dry_run else check_host(config))])
+            between = check_sections(config)
+            draft.add_problems(between if config.dry_run else [*between, *check_host(config)])
     if draft.problems:
         raise ConfigError(list({str(problem): problem for problem in draft.problems}.values()))
     assert config is not None, "no problems, hence a configuration"
@@ -73,7 +74,8 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
-    """Yield a line about a save interval beyond the run, and one about a shared `save` folder."""
+    """Yield a remark on a save interval longer than the run, and on a `save` folder that actor and
+    critic share."""
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
@@ -89,7 +91,8 @@ def _remarks(config: RunConfig) -> Iterator[str]:
 
 
 def _validate(draft: Draft) -> RunConfig | None:
-    """Return the payload as RunConfig with types and limits checked; None without an architecture.
+    """Return the payload as RunConfig with types and limits checked; None if a role that needs an
+    architecture has none.
 
     Wrong values are added to the draft's problems, and are absent from the result or replaced by
     stand-ins, so that the caller can check rules between the other keys.
@@ -126,6 +129,7 @@ def _report_errors(
 ) -> None:
     """Add one problem to the draft for each wrong key that has none yet, and mark it as broken.
 
+    A missing architecture is passed over, as the missing model is reported already.
     details, places: pydantic's errors and the location of each in the payload
     """
     by_path: dict[str, list[ErrorDetails]] = {}

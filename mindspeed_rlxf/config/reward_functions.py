@@ -57,7 +57,7 @@ def _read_entry(draft: Draft, key: str, given: Any) -> Any:
 def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
     """Return `entry` with name, absolute path and SHA-256; for a built-in rule only with its name.
 
-    Runs the file and registers its text (`carry`).
+    Runs the file, unless it has run in this process, and registers its text (`carry`).
     Errors: UserError for a bad name, file or signature.
     """
     if (named := split_name(function)) is None or not named[1]:
@@ -80,8 +80,8 @@ def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
         remedy = "correct the function or its arguments" if arguments else "correct the function"
         raise UserError(Problem(key, rule, function, remedy))
     carry(source)
-    return {"name": named[1], **entry, **_identity(source, named[1])}
+    return {"name": named[1], **entry, **_path_and_hash(source, named[1])}
 
 
-def _identity(source: Source, name: str) -> Tree:
+def _path_and_hash(source: Source, name: str) -> Tree:
     return {"function": f"{source.file}:{name}", "sha256": source.sha256}

@@ -163,8 +163,9 @@ class RunConfig(Section):
     def kept_together(self, role: Role) -> int:
         """Return how many consecutive samples of a mini-batch must be in one micro-batch.
 
-        2 for pairs of online DPO; micro_batch_size where the loss of a micro-batch is not a sum
-        over its samples (a mean, or load balancing of experts); else 1.
+        micro_batch_size where the loss of a micro-batch is not a sum over its samples (a mean, or
+        load balancing of experts), unless micro-batches have a token limit; else 2 for pairs of
+        online DPO; else 1.
         """
         section = self.role(role)
         means = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
@@ -176,7 +177,10 @@ class RunConfig(Section):
 
     @property
     def verifiers(self) -> list[tuple[Verifier, float]]:
-        """(rule, weight) of the rules that score every prompt; [] = the data source chooses one."""
+        """(rule, weight) of the rules that score every prompt; [] = the data source chooses one.
+
+        With `reward.verifier` but no `verifier_function` it is `acc`. The default weight is 1.
+        """
         if not self.reward.verifier:
             return []
         rules = self.algorithm.verifier_function or (Verifier.ACC,)
@@ -199,7 +203,7 @@ class RunConfig(Section):
         return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
-        """Return the section of a role."""
+        """Return the section of a role. AssertionError where the run has none (a critic)."""
         section = getattr(self, role.value)
         assert isinstance(section, RoleConfig)
         return section
@@ -249,7 +253,7 @@ class RunConfig(Section):
 
     @property
     def rollout_ep(self) -> int:
-        """Replicas that share the experts of a layer in generation."""
+        """Number of replicas that share the experts of a layer in generation; 1 = not shared."""
         usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
         return self.rollout.expert_model_parallel_size or usual
 

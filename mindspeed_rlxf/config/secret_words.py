@@ -78,9 +78,11 @@ def looks_secret(name: str, value: str) -> bool:
 def read_variable(name: str, value: Any) -> Any:
     """Return a value of `resource_pool.env` as text, or as `Withheld` if it looks like a secret.
 
-    A number becomes text; `***` becomes the environment variable `name` of this process. Other
-    values (a list, true) are returned unchanged, and fail in the later check of types.
-    Errors: ConfigError for `***` without such a variable, and for a secret that is no text.
+    A number becomes text; `***` becomes the environment variable `name` of this process, as
+    `Withheld`. A `Withheld` stays. Other values (a list, true) are returned unchanged, and fail in
+    the later check of types.
+    Errors: ConfigError for `***` without such a variable, and for a value that is no text where
+    `name` is that of a secret.
     """
     if isinstance(value, Withheld):
         return value
@@ -132,21 +134,23 @@ def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
     for section, pool in tree.items():
         is_pool = section.replace("-", "_") == "resource_pool" and isinstance(pool, dict)
         if is_pool and isinstance(variables := pool.get("env"), dict):
-            written = _part(raw[section], "env")
+            written = _written_value(raw[section], "env")
             pool["env"] = {
-                name: _as_written(str(name), value, _part(written, name))
+                name: _as_written(str(name), value, _written_value(written, name))
                 for name, value in variables.items()
             }
 
 
-def _part(written: Any, name: Any) -> Any:
+def _written_value(written: Any, name: Any) -> Any:
+    """Return the value of a key as written; ELSEWHERE if `written` itself is an interpolation."""
     return ELSEWHERE if isinstance(written, str) else written[name]
 
 
 def _as_written(name: str, value: Any, written: Any) -> Any:
     """Return the value; as `Withheld`, shown as `written`, where that text has an interpolation.
 
-    Shown as `***` where `written` itself has a secret, for example as a default value.
+    Only text and numbers are withheld, numbers as text. Shown as `***` where `written` itself has a
+    secret, for example as a default value.
     """
     if not isinstance(written, str) or "${" not in written:
         return value

@@ -113,7 +113,10 @@ def load_error(key: str, file: str, error: BaseException) -> UserError:
 
 
 def _find_line(file: str, error: BaseException) -> str:
-    """Return `in line N` for the last line of `file` in the traceback; `while loading` if none."""
+    """Return `in line N`: the line of a SyntaxError, else the last line of `file` in the traceback.
+
+    `while loading` if the traceback has none.
+    """
     if isinstance(error, SyntaxError):
         return f"in line {error.lineno}"
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
@@ -128,7 +131,7 @@ def carry(source: Source) -> None:
     _carried[source.file, source.sha256] = source
 
 
-def carried() -> tuple[Source, ...]:
+def list_carried() -> tuple[Source, ...]:
     """Return all sources registered by `carry`."""
     return tuple(_carried.values())
 

@@ -65,7 +65,7 @@ def format_value(value: Any) -> str:
     return repr(value)
 
 
-def shown(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return `format_value` of a value, cut to MAX_SHOWN characters."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -36,11 +36,11 @@ class Withheld(str):
         return str, (str(self),)
 
 
-def _keep(value: Any, validate: ValidatorFunctionWrapHandler) -> str:
+def _keep_withheld(value: Any, validate: ValidatorFunctionWrapHandler) -> str:
     return value if isinstance(value, Withheld) else str(validate(value))
 
 
-Variable: TypeAlias = Annotated[str, WrapValidator(_keep)]
+Variable: TypeAlias = Annotated[str, WrapValidator(_keep_withheld)]
 """Pydantic type of a worker's variable: text, or `Withheld`, which stays unchanged."""
 
 

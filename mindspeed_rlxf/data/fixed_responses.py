@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.config.suggest import shorten_value
 from mindspeed_rlxf.data.files import FileProblems, fault, read_rows
 from mindspeed_rlxf.data.lengths import most_characters
 
@@ -161,6 +161,7 @@ class _Reader:
             )
         outside = [i for i in ids if not 0 <= i < self._vocab_size]
         if outside:
-            return f"token ids must be from 0 to {self._vocab_size - 1}, not {shown(outside[0])}"
+            wrong = shorten_value(outside[0])
+            return f"token ids must be from 0 to {self._vocab_size - 1}, not {wrong}"
         early = [i for i in ids[:-1] if i in self._eos]
         return f"EOS must be the last token, {early[0]} is in the middle" if early else ""

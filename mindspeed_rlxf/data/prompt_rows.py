@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.config.suggest import shorten_value
 from mindspeed_rlxf.data.files import (
     FileProblems,
     Row,
@@ -98,7 +98,7 @@ def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
         return text_problem(prompt)
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         return None
-    return fault(f"{RULE}, this one is {shown(prompt)}", "write it as text")
+    return fault(f"{RULE}, this one is {shorten_value(prompt)}", "write it as text")
 
 
 def text_problem(text: str) -> Problem | None:

@@ -66,7 +66,8 @@ def build_chunks(
 def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
     """Wrap a chunk in Megatron's data parallelism: gradients are summed over replicas in fp32.
 
-    The hooks that gather weights in forward passes start switched off.
+    Sets `reduced_early` of each parameter. The hooks that gather weights in forward passes start
+    switched off.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -119,7 +120,8 @@ def connect_schedule(
 ) -> None:
     """Set the functions in `config` with which Megatron's schedule scales and reduces gradients.
 
-    The reduction is paused until the last micro-batch. Without these functions it is skipped.
+    Gradients are reduced after the last micro-batch. Megatron skips the reduction if `config` lacks
+    these functions.
     """
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

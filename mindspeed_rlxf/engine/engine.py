@@ -132,7 +132,10 @@ class MegatronEngine:
         self._offload = self._make_offload()
 
     def _make_offload(self) -> Offload:
-        """Make the parts that the role's key `offload` names movable; move them to the host."""
+        """Make the parts that the role's key `offload` names movable, and move them to the host.
+
+        Also registers the engine with `residency`, which moves its parts from then on.
+        """
         optimizer, keys = self.optimizer, self.role.offload
         adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
         movable = [Part.WEIGHTS] if keys.weights else []
@@ -218,7 +221,10 @@ class MegatronEngine:
     def _compare(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
-        """Compute `log_probs_with_kl`; the weights of both engines are on the device."""
+        """Compute `log_probs_with_kl`; None on ranks other than the leader.
+
+        The caller keeps the weights of both engines on the device.
+        """
         # Row after row, as the two engines may make different micro-batches.
         parts = policy._read_all(rollouts, read_states)
         states = torch.cat(parts) if parts else torch.empty(0)
@@ -254,7 +260,10 @@ class MegatronEngine:
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
     def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
-        """Run forward passes over all rows in order; return `read` of each micro-batch."""
+        """Run forward passes over all rows in order; return `read` of each micro-batch.
+
+        Empty on all pipeline stages but the last.
+        """
         rows = range(rollouts.num_rows)
         return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
 
@@ -262,7 +271,8 @@ class MegatronEngine:
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """Run the forward passes without gradients; return `read` of each micro-batch.
 
-        Empty on all pipeline stages but the last.
+        Empty on all pipeline stages but the last. Leaves the model in evaluation mode.
+        micro_batches: at least one
         """
         for model in self.models:
             model.eval()

@@ -76,13 +76,13 @@ def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]
     tokens, consecutive = [lengths[row] for row in rows], group_by_tokens(rows, lengths, limit)
     least = -(-sum(min(n, limit) for n in tokens) // limit)
     for count in range(max(1, least), len(consecutive) + 1):
-        places = _longest_first(tokens, count)
+        places = _group_longest_first(tokens, count)
         if all(len(group) == 1 or sum(tokens[p] for p in group) <= limit for group in places):
             return [[rows[place] for place in group] for group in sorted(map(sorted, places))]
     return consecutive
 
 
-def _longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
+def _group_longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
     """Put indices of `tokens`, longest first, into the group with the fewest tokens.
 
     Returns at most `count` groups, none of them empty.

@@ -40,14 +40,14 @@ class MicroBatch:
                last one may be behind the response
         """
         row, slot = slots.nonzero(as_tuple=True)
-        return self._flat(row, self.prompt_lengths[row] - 1 + slot)
+        return self._flat_places(row, self.prompt_lengths[row] - 1 + slot)
 
     def last_places(self) -> Tensor:
         """Return the flat index of the last token of each row, [rows]."""
         last = self.prompt_lengths + self.response_lengths - 1
-        return self._flat(torch.arange(len(last)), last)
+        return self._flat_places(torch.arange(len(last)), last)
 
-    def _flat(self, row: Tensor, token: Tensor) -> Tensor:
+    def _flat_places(self, row: Tensor, token: Tensor) -> Tensor:
         """Return the flat indices, on the device, of token numbers `token` of rows `row`."""
         return (self.starts[row] + token * self.stride).to(self.token_ids.device)
 

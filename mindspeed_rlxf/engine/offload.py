@@ -75,7 +75,7 @@ class _HostMemory:
 
     def assign(self, storages: list[_Storage]) -> None:
         """Append host memory to the `pieces` of each storage; allocate chunks as needed."""
-        wanted = sum(_aligned(each.num_bytes) for each in storages) - self._free
+        wanted = sum(_round_to_alignment(each.num_bytes) for each in storages) - self._free
         for each in storages:
             missing = each.num_bytes
             while missing > 0:
@@ -86,11 +86,11 @@ class _HostMemory:
                 start = len(self._chunks[-1]) - self._free
                 size = min(missing, self._free)
                 each.pieces.append(self._chunks[-1][start : start + size])
-                self._free -= min(_aligned(size), self._free)
+                self._free -= min(_round_to_alignment(size), self._free)
                 missing -= size
 
 
-def _aligned(size: int) -> int:
+def _round_to_alignment(size: int) -> int:
     """Round up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -129,8 +129,8 @@ class _MovedPart:
     def onload(self) -> None:
         """Allocate the storages on the device and start to copy them back.
 
-        `await_copies` waits for the copies. Raises RuntimeError where the device lacks memory; the
-        part is then still on the host.
+        Without `is_copied` they become zeros. `await_copies` waits for the copies.
+        Raises RuntimeError where the device lacks memory; the part is then still on the host.
         """
         if not self.is_away:
             return
@@ -199,7 +199,7 @@ class Offload:
 
     def offload(self, parts: Collection[Part]) -> None:
         """Copy changed parts to the host, and free the memory of all given parts on the device."""
-        for part in self._named(parts):
+        for part in self._own_parts(parts):
             self._parts[part].offload()
 
     def onload(self, parts: Collection[Part]) -> None:
@@ -207,17 +207,17 @@ class Offload:
 
         `await_copies` waits for the copies.
         """
-        for part in self._named(parts):
+        for part in self._own_parts(parts):
             self._parts[part].onload()
 
     def await_copies(self, *parts: Part) -> None:
         """Make device work launched from now on wait for the copies of these parts."""
-        for part in self._named(parts):
+        for part in self._own_parts(parts):
             self._parts[part].await_copies()
 
     def mark_changed(self, *parts: Part) -> None:
         """Mark the host copies of these parts as out of date."""
-        for part in self._named(parts):
+        for part in self._own_parts(parts):
             self._parts[part].is_changed = True
 
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -236,7 +236,7 @@ class Offload:
         """Return the parts that are not on the device."""
         return frozenset(part for part, moved in self._parts.items() if moved.is_away)
 
-    def _named(self, parts: Collection[Part]) -> list[Part]:
+    def _own_parts(self, parts: Collection[Part]) -> list[Part]:
         """List the given parts that this engine has, in the order of `Part`."""
         return [part for part in Part if part in parts and part in self._parts]
 

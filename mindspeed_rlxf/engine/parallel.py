@@ -38,7 +38,7 @@ def _random_states() -> dict[str, Any]:
     return dict(tensor_parallel.get_cuda_rng_tracker().get_states())
 
 
-def _set(state: dict[str, Any], random_states: dict[str, Any]) -> None:
+def _set_globals(state: dict[str, Any], random_states: dict[str, Any]) -> None:
     vars(parallel_state).update(state)
     tensor_parallel.get_cuda_rng_tracker().set_states(random_states)
 
@@ -50,7 +50,7 @@ def _restored() -> Iterator[None]:
     try:
         yield
     finally:
-        _set(outside, outside_random)
+        _set_globals(outside, outside_random)
 
 
 class ParallelGroups:
@@ -94,7 +94,7 @@ class ParallelGroups:
     def active(self) -> Iterator[None]:
         """Give Megatron these groups and random streams in the block; keep their state after."""
         with _restored():
-            _set(self._state, self.random_states)
+            _set_globals(self._state, self.random_states)
             try:
                 yield
             finally:
@@ -115,7 +115,11 @@ class ParallelGroups:
 
 
 def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
-    """Make Megatron's groups of this layout; return its globals, which hold them."""
+    """Make Megatron's groups of this layout; return its globals, which hold them, and EP_HOST.
+
+    A collective of the world. Leaves the new groups in Megatron's globals, for the caller to undo,
+    and sets the timeout of each.
+    """
     vars(parallel_state).update(_PRISTINE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
@@ -132,7 +136,8 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
 def _ep_host_group(tp: int, ep: int) -> dist.ProcessGroup:
     """Return a gloo group of the ranks of this rank's expert-parallel group.
 
-    It is the group itself in a world of gloo or with one rank.
+    It is the group itself if that is of gloo or has one rank; otherwise all ranks of the world
+    must call together, as new groups are made.
     """
     own = parallel_state.get_expert_model_parallel_group()
     if ep == 1 or dist.get_backend(own) == "gloo":
@@ -149,7 +154,10 @@ def _ep_host_group(tp: int, ep: int) -> dist.ProcessGroup:
 
 
 def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:
-    """Yield this rank's groups, some more than once; megatron-core 0.12 has no list of them."""
+    """Yield the process groups among the values of `state`, some more than once.
+
+    state: globals of Megatron's `parallel_state`; megatron-core 0.12 has no list of its groups
+    """
     for value in state.values():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dist.ProcessGroup):

@@ -108,7 +108,7 @@ def read_log_probs_and_kl(
 
 
 def scatter_rows(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Return [rows, width] fp32 with the flat values where the mask is True, 0 elsewhere.
+    """Return [rows, width] fp32 on the CPU: the flat values where the mask is True, 0 elsewhere.
 
     flat[m]: values of micro-batch m, row after row; the micro-batches have consecutive rows
     mask:    [all rows, width] bool

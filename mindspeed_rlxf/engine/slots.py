@@ -48,9 +48,9 @@ def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
-    """Yield this rank's slots of every parameter; moments are zeros where no step was taken.
+    """Yield this rank's slots of every parameter: the moments, and main weights beside bf16 ones.
 
-    The tensors are the optimizer's own, detached.
+    The tensors are the optimizer's own, detached; moments that it does not have yet are new zeros.
     """
     for each in single_optimizers(optimizer):
         for parameter, main, start in _held_mains(each):

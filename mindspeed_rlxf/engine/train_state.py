@@ -142,10 +142,11 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 
 def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> Written:
-    """Write a rank's files and fsync the folder; return the manifest entries and the time.
+    """Write a rank's files and fsync the folder; return their manifest entries and seconds taken.
 
-    Runs in a thread, so it uses no collective. Empties `copy.boxes` once they are written.
-    describe: called on rank 0, whose files are added
+    Makes the folder. Empties `copy.boxes` once they are written. Runs in a thread, so it uses no
+    collective.
+    describe: called with the folder on rank 0; returns files, which get manifest entries too
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)  # another host may have no such folder yet
@@ -167,7 +168,7 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
     Random streams are not loaded if the layout or the kind of device has changed: they go on from
     the seed, and `same_layout` of the result is False. Where the folder has another model or no
-    state, all ranks return the problem instead of raising.
+    state, all ranks return the problem instead of raising; the state may be loaded in part then.
     """
     same, problem = False, []
     try:
@@ -263,7 +264,8 @@ def _copy_range(
 def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
     """Read this rank's weights and optimizer slots from the files of `folder`, in place.
 
-    Uses a bounded buffer on the host. step: optimizer steps taken
+    Makes the optimizer's slots first. Uses a bounded buffer on the host.
+    step: optimizer steps taken, from which the optimizer counts on
     """
     make_slots(state.optimizer, step)
     reader = open_state(folder, state.weights.architecture, state.weights.head)
@@ -310,7 +312,7 @@ def saved_numbers(state: TrainState) -> dict[str, Any]:
 
 
 def _layout(state: TrainState) -> dict[str, int]:
-    """Return the parallel sizes of the role."""
+    """Return the world size, the role's tp, pp and ep sizes and its model chunks, as saved."""
     groups = state.groups
     return {
         "world_size": dist.get_world_size(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from mindspeed_rlxf.config.registry import add
+from mindspeed_rlxf.config.registry import register_part
 
 JSONL = "jsonl"
 """metrics.jsonl, which every run writes."""
@@ -73,7 +73,8 @@ def register_tracker(
     def register(factory: TrackerFactory) -> TrackerFactory:
         if name == JSONL:
             raise ValueError(f"tracker {name!r} is the package's own; choose another name")
-        add(TRACKERS, name, Registered(factory, module, package or module, rewinds), "tracker")
+        registered = Registered(factory, module, package or module, rewinds)
+        register_part(TRACKERS, name, registered, "tracker")
         return factory
 
     return register

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import wraps
 from typing import Any, TypeAlias
 
-from mindspeed_rlxf.config.registry import add
+from mindspeed_rlxf.config.registry import register_part
 from mindspeed_rlxf.config.reward_calls import RULES_OF_PROGRAMS
 from mindspeed_rlxf.rewards.answers import format_score, length_score, math_score, multiple_choice
 from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
@@ -122,7 +122,7 @@ def register_rule(
     """
 
     def register(rule: Rule) -> Rule:
-        add(RULES, name, rule, "reward rule")
+        register_part(RULES, name, rule, "reward rule")
         if accepts is not None:
             ACCEPTS[rule] = accepts
         return rule

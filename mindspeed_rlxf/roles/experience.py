@@ -183,7 +183,8 @@ def _gather_token_rows(
 def _summarize(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
     """Return summaries of a replica's experience for the metrics.
 
-    kl: [batch, response]; None = not computed, reported as []
+    `returns`, `values` and `fit` are None without a critic.
+    kl: [batch, response], reported as a mean per response; None = not computed, reported as []
     """
     tokens, slots = experience.trained_mask, experience.value_mask
     has_values = bool(slots.numel())

@@ -100,6 +100,7 @@ class ClippedObjective:
     ) -> LossOutput:
         """Compute a micro-batch's loss and metrics: clipped policy loss - entropy bonus + KL loss.
 
+        Where the experience has no old log-probs (width 0), the ratio is 1.
         advantages: [all rows, response]
         rows:       of the micro-batch
         tokens:     log-probs and entropy of the trained tokens of these rows, row after row
@@ -142,9 +143,9 @@ class ClippedObjective:
     ) -> Tensor:
         """Return [all rows, response] advantages of an optimizer step on `rows`.
 
-        Whitened over the mini-batch of all replicas with `advantage_whiten: minibatch` (0 in other
-        rows), and multiplied by each token's importance weight with `rollout_is_threshold`, to
-        which the clipped loss is proportional.
+        With `advantage_whiten: minibatch` they are whitened over the mini-batch of all replicas,
+        and 0 in other rows. With `rollout_is_threshold` they are multiplied by each token's
+        importance weight (the clipped loss is proportional to them).
         """
         advantages = experience.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:

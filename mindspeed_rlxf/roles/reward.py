@@ -61,6 +61,7 @@ class RewardRole:
     def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
         """Score by the model, and return model_weight * its score + the functions' score.
 
+        Neither rows nor report on ranks other than the leader.
         rules: scores of the functions for the same samples. A sample whose functions failed keeps
                their score, without the model's
         """

@@ -39,7 +39,7 @@ class RolloutRole:
         actor:  role of the same process that trains the weights; None = other ranks train and send
                 their weights
         scorer: role of the same process that scores responses as they finish; None = no scoring
-                here. Its `is_leader` is set
+                here. Its `is_leader` is set to whether this rank leads its rollout replica
         """
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)

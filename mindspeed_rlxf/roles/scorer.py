@@ -41,6 +41,7 @@ class ScorerRole:
     ) -> Iterator[GenerationResult]:
         """Yield the results unchanged; start to score each one first, on a leader rank.
 
+        `score` takes the scorings of the last KEPT_GENERATIONS calls; older ones are forgotten.
         Does not score if a model alone gives the reward.
         """
         begun: dict[tuple[int, ...], Scoring] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from mindspeed_rlxf.config.registry import add
+from mindspeed_rlxf.config.registry import register_part
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
@@ -35,7 +35,7 @@ def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactor
     def register(factory: EngineFactory) -> EngineFactory:
         if name == NATIVE:
             raise ValueError(f"rollout engine {name!r} is the package's own; choose another name")
-        add(ENGINES, name, factory, "rollout engine")
+        register_part(ENGINES, name, factory, "rollout engine")
         return factory
 
     return register

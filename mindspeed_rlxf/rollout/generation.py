@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rlxf.config.memory import GROWTH, PREFILL_TOKENS, paged
+from mindspeed_rlxf.config.memory import GROWTH, PREFILL_TOKENS, round_to_pages
 from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
@@ -325,7 +325,7 @@ class Generation:
 
     def _row_capacity(self, length: int) -> int:
         """Return the tokens allocated to each row of a cache whose longest row has `length`."""
-        return min(paged(length), self._max_length)
+        return min(round_to_pages(length), self._max_length)
 
     def _longest_row(self, more: int) -> int:
         """Return the tokens of the longest row after `more` tokens; at most `_max_length`."""

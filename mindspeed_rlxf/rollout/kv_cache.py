@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.memory import PAGE, paged
+from mindspeed_rlxf.config.memory import PAGE, round_to_pages
 from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequences
 
 
@@ -62,7 +62,7 @@ class KvCache:
         Rows keep their keys and values, as far as the new capacity goes. A cache that is large
         enough stays as it is, unless it is over a page longer or has twice the slots or more.
         """
-        capacity = min(paged(length), self.max_length)
+        capacity = min(round_to_pages(length), self.max_length)
         if slots <= self.slots and capacity <= self.capacity <= capacity + PAGE:
             if 2 * slots > self.slots:
                 return

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.fields import Section
-from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.config.suggest import shorten_value
 from mindspeed_rlxf.files.plain import read_json
 
 MAX_NUMBER = 1 << 53  # exact as a float
@@ -102,7 +102,7 @@ def read_driver_state(file: Path, iteration: int) -> dict[str, Any]:
         place = ".".join(map(str, first["loc"])) or "the whole"
         rule = first["msg"].partition(" or instance of ")[0]
         raise ValueError(
-            f"{file}: {place[:200]} is not valid ({rule}), it is {shown(first['input'])}"
+            f"{file}: {place[:200]} is not valid ({rule}), it is {shorten_value(first['input'])}"
         ) from None
     for found in (state.iteration, state.trainer.iteration):
         if found != iteration:

@@ -185,7 +185,7 @@ class _Step:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
-        """Return the factors of a trained role."""
+        """Return the factors of an optimizer step of a role, which must be a trained one."""
         section, share = config.role(role), _Share.of(config, role)
         micro, factors = 1, str(replace(share, together=1))
         by_tokens = section.max_tokens_per_micro_batch is not None

@@ -27,7 +27,7 @@ OF_POLICY_LOSS = (
 
 
 def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each key without effect that differs from its default."""
+    """Yield a problem for each key of `_contradictions` that differs from its default."""
     for idle in _contradictions(config):
         for key in idle.keys:
             value, default = value_and_default(config, idle.section, key)
@@ -41,7 +41,8 @@ def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _contradictions(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads in this stage, with this estimator or without filtering."""
+    """Yield the keys that nothing reads: in this stage, with this estimator, or without group
+    filtering or an overlong buffer."""
     stage = f"with {ref('training.stage')}={config.training.stage.value}"
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield Idle("algorithm", OF_ADVANTAGES, stage)

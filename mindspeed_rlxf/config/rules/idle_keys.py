@@ -55,6 +55,7 @@ def find_idle_keys(
 ) -> Iterator[tuple[str, str]]:
     """Yield (`no effect ...`, `key=value`) for each key that has no effect and not its default.
 
+    Keys read from a checkpoint's config.json (`model: auto`) are left out.
     origins: (section, key) -> key as the user wrote it. One that sets several roles is yielded
              only if it has no effect in any of them
     """

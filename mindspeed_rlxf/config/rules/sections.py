@@ -24,7 +24,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import closest, multiples_around, use
 
 
-def check(config: RunConfig) -> list[Problem]:
+def check_sections(config: RunConfig) -> list[Problem]:
     """Return a problem for each broken rule between sections. Does not look at the host.
 
     Batch sizes are checked only if every role has a pool and whole replicas.

@@ -75,6 +75,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
 def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
     """Yield a problem unless the generating ranks form whole tensor-parallel groups on each node.
 
+    Where they do on the whole, also yields the problems of the rollout's expert-parallel size.
     train, infer: numbers of ranks that train and that generate
     """
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
@@ -104,11 +105,14 @@ def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Probl
                     colon=True,
                     reads=(ROLLOUT_TP,),
                 )
-        yield from _experts(config, infer // tp)
+        yield from _check_rollout_experts(config, infer // tp)
 
 
-def _experts(config: RunConfig, dp: int) -> Iterator[Problem]:
-    """Check the expert-parallel size of ranks that only generate. dp: their replicas"""
+def _check_rollout_experts(config: RunConfig, dp: int) -> Iterator[Problem]:
+    """Yield problems of the expert-parallel size of ranks that only generate.
+
+    dp: number of their replicas
+    """
     actor, ep = config.actor_rollout, config.rollout_ep
     if ep == 1 or actor.architecture is None:
         return
@@ -122,7 +126,8 @@ def _experts(config: RunConfig, dp: int) -> Iterator[Problem]:
 def find_uneven_experts(
     key: str, ep: int, section: RoleConfig, dp: int | None
 ) -> Iterator[Problem]:
-    """Check that an expert-parallel size divides the experts and the data-parallel size.
+    """Yield a problem if an expert-parallel size does not divide the experts, and one if it does
+    not divide the data-parallel size.
 
     section: of a role whose model has experts
     dp:      None when the number of processes does not allow a data-parallel size

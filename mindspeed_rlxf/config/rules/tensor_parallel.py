@@ -44,8 +44,10 @@ def possible_sizes(a: ArchitectureConfig) -> list[int]:
 def find_uneven(
     key: str, tp: int, a: ArchitectureConfig, model: str, section: str = ""
 ) -> Iterator[Problem]:
-    """Yield a problem for each size of a model that a tensor-parallel size does not divide.
+    """Yield a problem for each size of a model that does not fit a tensor-parallel size.
 
+    It must divide the attention heads, the rows of the query, key and value projections and the
+    MLP's width, and must divide the key-value groups or be a multiple of them.
     key:     configuration key that sets `tp`
     model:   name of the architecture `a`
     section: prefix of the keys `architecture.*` in the problems, as "actor_rollout."

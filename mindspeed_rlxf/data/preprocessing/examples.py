@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.config.suggest import shorten_value
 from mindspeed_rlxf.data.files import Row, describe_keys, look_up, unicode_problem
 from mindspeed_rlxf.data.handlers import Handler, Output
 from mindspeed_rlxf.data.preprocessing.map_keys import Keys, MapKeys, ShareGptKeys, Tags
@@ -95,11 +95,13 @@ def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
     pairs = look_up(row, keys.history) if keys.history else None
     rule = "a history must be a list of [user, assistant] pairs of text"
     if pairs is not None and not isinstance(pairs, list):
-        raise UnusableRow("wrong type", f"{rule}, this one is {shown(pairs)}", "write [[..., ...]]")
+        rule = f"{rule}, this one is {shorten_value(pairs)}"
+        raise UnusableRow("wrong type", rule, "write [[..., ...]]")
     for pair in pairs or ():
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise UnusableRow("wrong type", f"{rule}, it has {shown(pair)}", "repair the row")
+            rule = f"{rule}, it has {shorten_value(pair)}"
+            raise UnusableRow("wrong type", rule, "repair the row")
         yield from (Turn("user", pair[0]), Turn("assistant", pair[1]))
 
 
@@ -179,7 +181,7 @@ def _read_text(row: Row, column: str | None, part: str) -> str:
     value = look_up(row, column) if column else None
     if value is None or isinstance(value, str):
         return value or ""
-    rule = f"a {part} must be text, this one is {shown(value)}"
+    rule = f"a {part} must be text, this one is {shorten_value(value)}"
     raise UnusableRow("wrong type", rule, "write it as text")
 
 
@@ -189,7 +191,7 @@ def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
     Raises UnusableRow, also for an empty list. rule: how the error begins
     """
     if not isinstance(value, list) or not value:
-        rule = f"{rule} a list of messages that is not empty, here it is {shown(value)}"
+        rule = f"{rule} a list of messages that is not empty, here it is {shorten_value(value)}"
         raise UnusableRow("wrong type", rule, "write it as such a list")
     turns = [
         _read_message(message, tags, f"message {number}") for number, message in enumerate(value, 1)
@@ -210,7 +212,7 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
     if not isinstance(role, str) or not isinstance(text, str):
         rule = f"a message must be {{{tags.role_tag!r}: role, {tags.content_tag!r}: text}}"
         remedy = "repair it, write it as text, or name its keys as tags of --map-keys"
-        raise UnusableRow("wrong type", f"{rule}, {name} is {shown(message)}", remedy)
+        raise UnusableRow("wrong type", f"{rule}, {name} is {shorten_value(message)}", remedy)
     if role and role in (tags.observation_tag, tags.function_tag):
         rule = f"calls of tools are not rendered, {name} is of {role!r}"
         raise UnusableRow("tool turns", rule, "remove the row")

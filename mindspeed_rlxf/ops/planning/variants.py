@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
-from mindspeed_rlxf.config.rules.sections import check
+from mindspeed_rlxf.config.rules.sections import check_sections
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import format_value
 
@@ -35,7 +35,7 @@ def vary(config: RunConfig, changes: Changes) -> RunConfig:
         varied = RunConfig.model_validate(payload)
     except ValidationError as error:
         raise ConfigError(Problem("", str(error))) from error
-    if problems := check(varied):
+    if problems := check_sections(varied):
         raise ConfigError(problems)
     return varied
 

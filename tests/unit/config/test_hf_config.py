@@ -202,6 +202,14 @@ def test_a_broken_config_is_the_users_error(tmp_path: Path, text: str | None, me
         read_hf_config(tmp_path)
 
 
+def test_a_link_out_of_the_folder_is_not_called_invalid_json(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps(older()), encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=r"^\S+config\.json must not lead out of its folder"):
+        read_hf_config(tmp_path / "model")
+
+
 def test_config_is_read_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(older()), encoding="utf-8")
     assert read_hf_config(tmp_path) == older()
