@@ -81,6 +81,7 @@ def load_fixed_responses(
 
     max_new_tokens: longest response allowed
     num_samples:    samples of the whole run, each of which needs a response
+    Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one.
     Raises UserError with every problem, each keyed by `file:row`.
     """
     problems = FileProblems(f"{KEY}: {file}")

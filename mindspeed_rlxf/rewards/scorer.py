@@ -77,7 +77,7 @@ class SampleScorer:
     def _make(self, part: Part) -> Score:
         if part.source is not None:
             function = find_function(run_as_module(part.source), part.function)
-            return partial(_call, function, keywords_of(function), part.arguments)
+            return partial(_call_function, function, keywords_of(function), part.arguments)
         if part.function == BY_SOURCE:
             return self._by_source
         return partial(_apply, part.function, part.arguments)
@@ -117,7 +117,7 @@ def _apply(rule: str, arguments: dict[str, Any], sample: Sample) -> RewardResult
     return to_result({**result.parts, "score": result.score})
 
 
-def _call(
+def _call_function(
     function: Callable[..., Any],
     keywords: Sequence[str],
     arguments: dict[str, Any],

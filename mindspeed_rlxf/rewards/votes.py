@@ -75,9 +75,11 @@ class AnswerFinder:
     ) -> None:
         """Choose the function that finds answers, for each data source.
 
-        rules:     data source -> name of a rule, beside the built-in table
+        rules:     data source -> name of a rule; these take precedence over the built-in table
         verifiers: (function, weight); if given, the first that compares answers is used for all
-                   data sources, or the whole text if none does
+                   data sources
+        A rule without such a function takes the whole text as the answer, and so do verifiers if
+        none compares answers.
         """
         table = BUILTIN_SOURCES | dict(rules)
         self._by_source = {source: OF_RULES.get(rule, whole_text) for source, rule in table.items()}

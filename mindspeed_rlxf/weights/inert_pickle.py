@@ -144,7 +144,7 @@ class InertUnpickler:
 
     # Of bytes ------------------------------------------------------------------------------------
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         """Read text up to the end of its line. Raises ValueError beyond MAX_NAME characters."""
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
         if end < 0:
@@ -196,7 +196,10 @@ class InertUnpickler:
         return items
 
     def _mark(self) -> None:
-        """Begin a new stack on top of the present one (MARK)."""
+        """Begin a new stack on top of the present one (MARK).
+
+        Raises Refused for more than 2 MAX_DEPTH of them.
+        """
         if len(self.marks) >= 2 * MAX_DEPTH:
             raise Refused(f"more than {MAX_DEPTH} values inside each other")
         self.marks.append(self.stack)
@@ -217,7 +220,7 @@ class InertUnpickler:
         self._allow_change(self.stack[-1], list, items)
         self.stack[-1].extend(items)
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         """Add keys and values, alternating in `items`, to the dict on top of the stack (SETITEMS).
 
         Raises Refused for a repeated or unusual key, ValueError for a key without a value.
@@ -237,7 +240,7 @@ class InertUnpickler:
     # Of names and objects ------------------------------------------------------------------------
 
     def _global(self) -> None:
-        module, name = self._line(), self._line()
+        module, name = self._read_line(), self._read_line()
         self.stack.append(named_value(module, name))
 
     def _stack_global(self) -> None:
@@ -250,10 +253,10 @@ class InertUnpickler:
             raise Refused("a name that is no text: STACK_GLOBAL requires str")
         self.stack.append(named_value(module, name))
 
-    def _make(self) -> None:
+    def _replace_call(self) -> None:
         """Replace a class or function and its arguments on the stack by a value (REDUCE, NEWOBJ).
 
-        Nothing is called; see `_made`. Raises Refused.
+        Nothing is called; see `_value_of_call`. Raises Refused.
         """
         arguments, named = self.stack.pop(), self.stack.pop()
         if type(named) is not Named:
@@ -261,7 +264,7 @@ class InertUnpickler:
         if type(arguments) is not tuple:
             raise Refused(f"{named.text} with arguments that are no tuple")
         depth = self._hold(arguments)
-        made = self._made(named.text, arguments)
+        made = self._value_of_call(named.text, arguments)
         kind = type(made)
         if kind is Inert or kind is dict:
             self._push_new(made, depth)
@@ -270,7 +273,7 @@ class InertUnpickler:
         else:
             self.stack.append(made)
 
-    def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
+    def _value_of_call(self, text: str, arguments: tuple[Any, ...]) -> Any:
         """Return the value that stands for a call of the name `text`: data, a tensor or an Inert.
 
         Raises Refused unless the name is listed and accepts these arguments.
@@ -350,12 +353,12 @@ def _table() -> list[Operation]:
         "a": lambda m: m._extend(m._last(1)),
         "e": lambda m: m._extend(m._since_mark()),
         "\x90": lambda m: m._extend(m._since_mark()),
-        "s": lambda m: m._set(m._last(2)),
-        "u": lambda m: m._set(m._since_mark()),
+        "s": lambda m: m._set_items(m._last(2)),
+        "u": lambda m: m._set_items(m._since_mark()),
         "c": machine._global,
         "\x93": machine._stack_global,
-        "R": machine._make,
-        "\x81": machine._make,
+        "R": machine._replace_call,
+        "\x81": machine._replace_call,
         "b": machine._build,
         "Q": machine._persistent,
     }

@@ -93,7 +93,10 @@ def is_fields(state: Any) -> bool:
 
 
 def is_attributes(state: Any) -> bool:
-    """Whether a state is that of an object: attributes by name, or a pair with its slots."""
+    """Whether a state is that of an object: attributes by name, or a pair with its slots.
+
+    Each may be None.
+    """
     if type(state) is dict:
         return is_fields(state)
     parts = state if type(state) is tuple and len(state) == 2 else (state,)

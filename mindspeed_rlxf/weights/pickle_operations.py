@@ -79,7 +79,10 @@ def _bytes(size: int) -> Operation:
 
 
 def _short_text(machine: Machine) -> None:
-    """Push text whose length is one byte before it; the most frequent operation, hence inline."""
+    """Push text whose length is one byte before it.
+
+    Repeats the code of `_text` and `take`, as it is the most frequent operation.
+    """
     start = machine.at + 1
     end = start + machine.data[start - 1]
     if end > len(machine.data):

@@ -222,9 +222,9 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
-    """Return the turns with the system's first: that among the turns, or one with text `system`.
+    """Return the turns with the system turn first: one of `turns`, or one with text `system`.
 
-    No turn is added for `system` "". Raises UnusableRow where there are two system texts.
+    No turn is added for `system` "". Raises UnusableRow if there is a system turn and `system` too.
     column: where `system` comes from, for the error
     """
     own = [turn for turn in turns if turn.role == "system"]
@@ -236,7 +236,7 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 
 
 def _check_order(turns: Sequence[Turn]) -> None:
-    """Raise UnusableRow unless user and assistant alternate after the system, the user first."""
+    """Raise UnusableRow unless the turns but the system's alternate: user, assistant, user, ..."""
     roles = [turn.role for turn in turns if turn.role != "system"]
     for number, role in enumerate(roles, 1):
         expected = ("assistant", "user")[number % 2]

@@ -174,7 +174,7 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
     """Yield the problems of one key of --map-keys and its value; none if they are valid.
 
-    A key that the handler does not read is valid with an empty value.
+    A key of MapKeys or NOT_RENDERED that the handler does not read is valid with an empty value.
     """
     known = known_keys(handler)
     if key == "tags" and key in known:

@@ -241,8 +241,9 @@ def _check_result(
 ) -> None:
     """Raise UserError if the rows read so far do not make the data set that the options ask for.
 
-    That is: a row too long with `overlong` ERROR, no row left, a dropped row with `strict`, columns
-    that no row has (`columns`: all names), or answers whose column the rows have already.
+    That is: a row too long with `overlong` ERROR, no row left, a dropped row with `strict`, named
+    columns that no row has, or answers when the rows have another column of that name.
+    columns: the names of all columns that the rows have
     """
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(refusals.list_problems(TOO_LONG))

@@ -104,7 +104,10 @@ class Sandbox:
         raise UserError(_no_level(config, reasons))
 
     def probe(self) -> str:
-        """Run a harmless program; return why the level does not work or isolate, "" if it does."""
+        """Run a harmless program; return why the level does not work or isolate, "" if it does.
+
+        Isolation is not checked for the level `limits`.
+        """
         try:
             outcome = self._ask(_PROBE, "mild\n")
         except SandboxError as error:
