@@ -149,10 +149,10 @@ class _Reader:
                 ids = ids + list(self._eos[:1])
         else:
             return [], "a row must have response_ids or a text `response`"
-        problem = self._problem(ids)
+        problem = self._find_problem(ids)
         return ([], problem) if problem else (ids, "")
 
-    def _problem(self, ids: Any) -> str:
+    def _find_problem(self, ids: Any) -> str:
         """Return what is wrong with a response's token ids, "" where nothing is."""
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             return f"response_ids must be a list of token ids, not {ids!r:.40}"

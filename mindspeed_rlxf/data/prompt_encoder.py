@@ -95,7 +95,7 @@ class PromptEncoder:
         rest = [p for segments in rendered for s in segments if not s.is_response for p in s.pieces]
         prompt_ids = self._tokenize_pieces(rest, opens_prompt=False)
         response_ids = self._tokenize_responses(
-            {pair for segments in rendered for pair in _responses(segments)}
+            {pair for segments in rendered for pair in _list_responses(segments)}
         )
         labelled = []
         for segments in rendered:
@@ -183,7 +183,7 @@ def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
         last = segment.pieces[-1] if segment.pieces else last
 
 
-def _responses(segments: Sequence[Segment]) -> Iterator[Response]:
+def _list_responses(segments: Sequence[Segment]) -> Iterator[Response]:
     for segment, before in _with_borders(segments):
         if segment.is_response:
             yield before, segment.pieces

@@ -80,7 +80,7 @@ class RewardManager:
         for prompt in prompts:  # once, since they may be read from a disk
             if prompt.data_source not in self._rules:
                 unknown[prompt.data_source] += 1
-            elif not self._scorable(prompt):
+            elif not self._is_scorable(prompt):
                 unscorable[prompt.data_source] += 1
                 firsts.setdefault(prompt.data_source, prompt)
         problems = self._unknown_sources(unknown)
@@ -118,7 +118,7 @@ class RewardManager:
             )
         ]
 
-    def _scorable(self, prompt: Prompt) -> bool:
+    def _is_scorable(self, prompt: Prompt) -> bool:
         truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
         if rule in ACCEPTS:
             try:

@@ -50,7 +50,7 @@ class ScoringProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=_environment(),
+                env=_make_environment(),
             )
         assert self._process.stdout is not None
         self.output = self._process.stdout
@@ -165,7 +165,7 @@ def _describe_signal(number: int) -> str:
     return f"its process ended by signal {number}"
 
 
-def _environment() -> dict[str, str]:
+def _make_environment() -> dict[str, str]:
     """Return the environment of a scoring process.
 
     It is this process's, with sys.path as PYTHONPATH and OMP_NUM_THREADS=1 unless it is set.

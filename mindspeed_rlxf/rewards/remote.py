@@ -39,7 +39,7 @@ class RemoteRewards:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._arguments = url, batch_size, timeout_s, self._queue
-        weakref.finalize(self, _stop, self._queue)
+        weakref.finalize(self, _stop_threads, self._queue)
 
     def submit(self, sample: Sample) -> Future[Outcome]:
         if not self._threads:
@@ -52,7 +52,7 @@ class RemoteRewards:
         return future
 
 
-def _stop(queue: SimpleQueue[Task | None]) -> None:
+def _stop_threads(queue: SimpleQueue[Task | None]) -> None:
     for _ in range(CONNECTIONS):
         queue.put(None)
 

@@ -159,7 +159,7 @@ class _Loop:
         if self._broken:
             self._fail_waiting(self._broken)
         for worker in [worker for worker in self._workers if worker.is_idle]:
-            if not (task := self._next()):
+            if not (task := self._pop_task()):
                 return
             worker.task, worker.deadline = task, time.monotonic() + self._timeout_s
             try:
@@ -168,14 +168,14 @@ class _Loop:
                 self._finish(worker, Outcome(None, Cause.EXIT, self._drop(worker)))
         starting = sum(not worker.process.is_ready for worker in self._workers)
         while len(self._workers) < self._size and starting < len(self._waiting):
-            self._start()
+            self._start_process()
             starting += 1
 
-    def _next(self) -> Task | None:
+    def _pop_task(self) -> Task | None:
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         process = ScoringProcess(self._plan, self._memory)
         worker = _Worker(process, time.monotonic() + START_S)
         self._workers.append(worker)
@@ -282,7 +282,7 @@ class _Loop:
             worker.task = None
 
     def _fail_waiting(self, reason: str) -> None:
-        while task := self._next():
+        while task := self._pop_task():
             task[1].set_exception(ScoringBroken(reason))
 
 

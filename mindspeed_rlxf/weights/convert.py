@@ -161,7 +161,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
 
         for file in files:
             if file not in kept:
-                staged.write(file.path, partial(_write, file, wrote))
+                staged.write(file.path, partial(_write_planned, file, wrote))
         staged.write_beside(partial(_write_beside, c, staged, files))
         staged.publish()
     except ChangedBytes as error:
@@ -178,7 +178,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     return reused
 
 
-def _write(file: PlannedFile, wrote: Wrote, folder: Path) -> Any:
+def _write_planned(file: PlannedFile, wrote: Wrote, folder: Path) -> Any:
     return file.write(folder / file.path, wrote=wrote)
 
 
@@ -245,7 +245,7 @@ def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
     for name, shape in hf_shapes(c.architecture, c.head).items():
-        planned = _whole(c, name, shape)
+        planned = _plan_tensor(c, name, shape)
         if groups[-1] and held + planned.num_bytes > c.shard_size:
             groups.append({})
             held = 0
@@ -260,7 +260,7 @@ def _hf_files(c: Conversion) -> Iterator[PlannedFile]:
         yield PlannedFile(path, num_bytes, partial(write_safetensors, tensors=tensors))
 
 
-def _whole(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
+def _plan_tensor(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
     dtype = c.dtype or c.weights.dtype(name)
     return PlannedTensor(shape, dtype, lambda: c.weights.read(name, whole(shape)).to(dtype))
 

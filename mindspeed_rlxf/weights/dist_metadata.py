@@ -20,7 +20,7 @@ from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, StoredBox
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
-from mindspeed_rlxf.weights.pickle_names import Inert, Refused, integers, shorten
+from mindspeed_rlxf.weights.pickle_names import Inert, Refused, are_integers, shorten
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
 from mindspeed_rlxf.weights.torch_file import (
     MAX_AXES,
@@ -216,7 +216,7 @@ def _box_key(name: Any, offsets: Any) -> str:
 
 
 def _are_sizes(numbers: Any) -> bool:
-    if not integers(numbers) or len(numbers) > MAX_AXES:
+    if not are_integers(numbers) or len(numbers) > MAX_AXES:
         return False
     return not numbers or (min(numbers) >= 0 and max(numbers) < MAX_SIZE)
 

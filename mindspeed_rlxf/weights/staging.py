@@ -86,7 +86,7 @@ class StagedFolder:
         self._make_folder()
         self._journal = self._lock_journal()
         same = self._read_journal(plan)
-        if self._before and self._is_replaced() and not _occupied(self.target):
+        if self._before and self._is_replaced() and not _is_occupied(self.target):
             os.replace(self._before, self.target)  # killed between the two renames of `publish`
         try:
             self._check_target()
@@ -100,11 +100,11 @@ class StagedFolder:
             self._refuse_others(set())
             self._journal.truncate(0)
             self._before, self._begun = None, []
-            self._append({PLAN: plan})
+            self._append_line({PLAN: plan})
 
     def _check_target(self) -> None:
         """Raise UserError if the target exists and must not be replaced; an empty folder may be."""
-        if not self.replace and _occupied(self.target):
+        if not self.replace and _is_occupied(self.target):
             raise UserError(
                 Problem(
                     f"{self.target}", "must not exist yet", remedy="give another folder, or --force"
@@ -219,7 +219,7 @@ class StagedFolder:
             raise busy from None
         return journal
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append_line(self, line: dict[str, Any]) -> None:
         self._journal.write(json.dumps(line) + "\n")
         self._journal.flush()
         os.fsync(self._journal.fileno())
@@ -248,7 +248,7 @@ class StagedFolder:
         shutil.rmtree(scratch)
         line = {PART: part, "size": place.stat().st_size, "crc32": checksum(place), "note": note}
         self.kept[part] = line
-        self._append(line)
+        self._append_line(line)
 
     def write_beside(self, write: Callable[[Path], Any]) -> None:
         """Write small files: call `write` with a scratch folder, then move all files out of it.
@@ -277,7 +277,7 @@ class StagedFolder:
     def _begin(self, name: str) -> None:
         if name not in self._begun:
             self._begun.append(name)
-            self._append({BEGINS: name})
+            self._append_line({BEGINS: name})
 
     def publish(self) -> None:
         """Rename the partial folder to the target; an older target is moved away, then removed.
@@ -286,7 +286,7 @@ class StagedFolder:
         finishes.
         """
         if self.folder != self.target:
-            if _occupied(self.target):
+            if _is_occupied(self.target):
                 self._move_away()
             os.replace(self.folder, self.target)
             sync_folder(self.target.parent)
@@ -297,7 +297,7 @@ class StagedFolder:
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
         self._before = self.target.with_name(name)
         self._node_before = _device_and_inode(self.target)
-        self._append({REPLACES: name, "node": self._node_before})
+        self._append_line({REPLACES: name, "node": self._node_before})
         os.replace(self.target, self._before)
 
     def _finish(self) -> None:
@@ -349,7 +349,7 @@ def _has_plan(journal: Path) -> bool:
     return is_file and any(PLAN in line for line in _read_lines(journal)[0][:1])
 
 
-def _occupied(path: Path) -> bool:
+def _is_occupied(path: Path) -> bool:
     """Whether the path exists and is not an empty folder; a link counts as existing."""
     if path.is_symlink() or not path.is_dir():
         return os.path.lexists(path)

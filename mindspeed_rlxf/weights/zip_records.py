@@ -121,7 +121,7 @@ def _read_directory(data: bytes) -> Iterator[_Entry]:
             raise ValueError("is no file of torch.save, or is truncated (its directory is damaged)")
         if flags & ENCRYPTED or disk or comment:
             raise Refused("an encrypted or commented record")
-        size, packed, offset = _widened(field, [size, packed, offset])
+        size, packed, offset = _widen(field, [size, packed, offset])
         if method != STORED or packed != size:
             raise Refused("a compressed record, which torch does not write")
         yield _Entry(spelled, spelled.decode("utf-8"), flags, method, crc, size, offset)
@@ -140,7 +140,7 @@ def _extra_fields(extra: bytes) -> dict[int, bytes]:
     return fields
 
 
-def _widened(extra: bytes, numbers: list[int]) -> list[int]:
+def _widen(extra: bytes, numbers: list[int]) -> list[int]:
     """Replace numbers that are WIDE by the 64-bit numbers of the zip64 extra field, in place.
 
     Raises Refused unless the field has exactly these. Returns `numbers`.

@@ -193,14 +193,14 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
         raise UserError(problems)
     rule = f"must have a sidecar, as {prefixes[0].name}{SIDECAR_ENDING}, there is none"
     problems = [_problem(stem, rule, "merge sets of one kind") for stem in sorted(readers)]
-    problems += [*_differences(sets), *_key_problems(groups, sets[0].sidecar)]
+    problems += [*_find_differences(sets), *_key_problems(groups, sets[0].sidecar)]
     problems = problems or [problem for each in sets for problem in _find_damage(each)]
     if problems:
         raise UserError(problems)
     return sets
 
 
-def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
+def _find_differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
     """Yield a problem for each property in `_describe_origin` that differs from the first set's.
 
     Also one for an unknown handler.

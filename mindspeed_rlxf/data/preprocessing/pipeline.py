@@ -110,7 +110,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     encoder = _make_encoder(options, handler, tokenizer)
     rows = RowSource(files, options.max_samples, counts, progress)
     with report_write_errors(readable(str(prefix))), PromptSetWriter(prefix, handler) as writer:
-        with closing(_encode(make_chunks(iter(rows)), encoder, options.workers)) as chunks:
+        with closing(_encode_chunks(make_chunks(iter(rows)), encoder, options.workers)) as chunks:
             for chunk in chunks:
                 writer.add(chunk)
                 counts.add(chunk)
@@ -182,7 +182,7 @@ def _check_prefix(options: PreprocessOptions) -> Path:
     return prefix
 
 
-def _encode(
+def _encode_chunks(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
     """Yield the encoded chunks in order. One worker encodes in this process.
@@ -197,10 +197,10 @@ def _encode(
         return
     fork = get_context("fork")
     with ProcessPoolExecutor(workers, fork, _start_worker, (encoder, os.getpid())) as pool:
-        pending: deque[Future[EncodedChunk]] = deque([pool.submit(_work, first)])
+        pending: deque[Future[EncodedChunk]] = deque([pool.submit(_encode_in_worker, first)])
         try:
             for chunk in chunks:
-                pending.append(pool.submit(_work, chunk))
+                pending.append(pool.submit(_encode_in_worker, chunk))
                 if len(pending) > workers * CHUNKS_AHEAD:
                     yield pending.popleft().result()
             while pending:
@@ -231,7 +231,7 @@ def _exit_after(parent: int) -> None:
     os._exit(1)
 
 
-def _work(rows: Sequence[NumberedRow]) -> EncodedChunk:
+def _encode_in_worker(rows: Sequence[NumberedRow]) -> EncodedChunk:
     assert _encoder is not None, "_start_worker runs first"
     return _encoder.encode(rows)
 

@@ -124,14 +124,14 @@ def copy_python(view: View, root: Path) -> None:
     libraries = set(_run_for_json(view.python, _LIBRARIES))
     shutil.copytree(
         view.stdlib,
-        _inside(root, view.stdlib),
+        _path_inside(root, view.stdlib),
         ignore=_NOT_COPIED,
         symlinks=True,
         copy_function=_link_or_copy,
     )
     files = libraries | {view.python} | {p for p in [LIBRARY_CACHE] if os.path.isfile(p)}
     for path in files:
-        target = _inside(root, path)
+        target = _path_inside(root, path)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(path, str(target))
@@ -157,11 +157,11 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _link_inside(root: Path, path: str, to: str) -> None:
-    link = _inside(root, path)
+    link = _path_inside(root, path)
     if not os.path.lexists(link):
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(to)
 
 
-def _inside(root: Path, path: str) -> Path:
+def _path_inside(root: Path, path: str) -> Path:
     return root / path.lstrip("/")

@@ -268,7 +268,7 @@ def _reaped_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _answer(line: dict[str, Any]) -> None:
+def _write_answer(line: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -292,15 +292,15 @@ def main() -> int:
     try:
         launcher = _open_launcher(json.loads(requests.readline()))
     except (OSError, ValueError) as error:
-        _answer({"failed": str(error)})
+        _write_answer({"failed": str(error)})
         return 1
-    _answer({"ready": True})
+    _write_answer({"ready": True})
     try:
         while line := requests.readline():
             try:
-                _answer(Run(launcher, **json.loads(line)).finish(wakeup))
+                _write_answer(Run(launcher, **json.loads(line)).finish(wakeup))
             except (OSError, ValueError) as error:
-                _answer({"failed": str(error)})
+                _write_answer({"failed": str(error)})
     except ParentGone:
         pass
     finally:
