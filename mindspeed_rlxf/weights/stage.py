@@ -42,7 +42,7 @@ class StageWeights:
         ep_group: dist.ProcessGroup,
         chunks: int = 1,
     ) -> None:
-        """Find the parameters of the module by the architecture.
+        """Match the parameters of the module with those of this rank in the architecture.
 
         module: the stage, or a ModuleList of its chunks where there are several
         Raises AssertionError where the module has other parameters than the architecture.
