@@ -89,7 +89,7 @@ def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[li
 
 
 def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """Call `_ask_server`; if it raises (a bad address or sample), return a failure for each sample."""
+    """Call `_ask_server`; return a failure for each sample if it raises (bad address or sample)."""
     try:
         return _ask_server(url, samples, timeout_s)
     except Exception as error:
