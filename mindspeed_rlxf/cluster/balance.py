@@ -23,10 +23,11 @@ def balanced_steps(
 ) -> list[RankSteps]:
     """Return, for each replica, the rows of its samples and their optimizer steps.
 
+    Samples are given out so that the replicas have equal work; waits for `lengths` for that.
     orders: the order of the samples in each epoch
     """
     replicas, together = config.layout(role).dp, config.kept_together(role)
-    costs = _costs(config, role, lengths)
+    costs = _estimate_costs(config, role, lengths)
     return rank_steps(orders, mini_batch_size, replicas, costs, together)
 
 
@@ -42,7 +43,7 @@ def call_balanced(
 
     The resulting rows have the order of `rollouts`. args: further arguments, the same for all
     """
-    costs = _costs(config, group.role, lengths)
+    costs = _estimate_costs(config, group.role, lengths)
     if costs is None:
         return group.call(method, rollouts, *args)
     order = [row for part in equal_parts(costs, group.layout.dp) for row in part]
@@ -51,7 +52,7 @@ def call_balanced(
     return pending.reorder([position[row] for row in range(len(order))])
 
 
-def _costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
+def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
     """Return the floating-point operations of each sample; waits for the lengths.
 
     None where the role's `balance_by_length` is off (the actor's for roles that do not learn), or

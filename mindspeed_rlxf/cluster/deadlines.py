@@ -48,9 +48,10 @@ class Deadlines:
         self._seen: dict[Phase, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def seconds_for(self, requests: Sequence[Request]) -> float:
-        """Return the deadline of a call, in seconds: from the median of earlier calls of its phase.
+        """Return the deadline of a call in seconds, from the median of earlier calls of its phase.
 
-        `longest_s` for a phase's first call, for methods on storage, and for scorers.
+        It is MEDIAN_FACTOR x the median; at least SHORTEST_S and a tenth of `longest_s`; at most
+        `longest_s`. The first call of a phase, methods on storage, and scorers get `longest_s`.
         requests: of all ranks
         """
         phase = phase_of(requests)

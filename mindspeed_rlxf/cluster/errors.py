@@ -110,7 +110,7 @@ class DevicesMissing(RuntimeError):
 
 
 class TooFewDevices(UserError):
-    """An own cluster, which never grows, has too few devices. free: of each node, free devices"""
+    """Our own cluster, which never grows, has too few devices. free: of each node, free devices"""
 
     def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)

@@ -61,7 +61,7 @@ class Pending:
         return self
 
     def after(self, other: Pending) -> Pending:
-        """Wait for `other`, whose rows this call reads, before this call; returns self.
+        """Make `result` wait for `other` first, whose rows this call reads; returns self.
 
         So an error of `other` is raised as its own, not as an error of this call.
         """
@@ -77,7 +77,7 @@ class Pending:
         return self
 
     def rows(self) -> RowsRef:
-        """Return a reference to the leaders' rows in data-parallel order, or as `reorder` says.
+        """Return a reference to the leaders' rows in data-parallel order, or as set by `reorder`.
 
         Does not wait for the call, unless the number of rows is unknown.
         """
@@ -165,24 +165,24 @@ class RoleGroup:
 
         They are for `submit_together`.
         """
-        return self._requests(method.__name__, args)[0]
+        return self._make_requests(method.__name__, args)[0]
 
     def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
         """Submit a method to all ranks. how: further fields of `Request`"""
-        requests, num_rows = self._requests(method, args, **how)
-        names = _names(requests)
+        requests, num_rows = self._make_requests(method, args, **how)
+        names = _name_calls(requests)
         with waiting(names[0]):  # without Ray the work is done here
             call = self.pool.submit(requests)
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, names)
 
-    def _requests(
+    def _make_requests(
         self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
         """Return a request for each rank, and the number of rows that each replica has to return.
 
         how: further fields of `Request`
         """
-        shards = [self._shards(arg) for arg in args]
+        shards = [self._split_argument(arg) for arg in args]
         by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
         num_rows = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
         requests = []
@@ -192,8 +192,11 @@ class RoleGroup:
             requests.append(Request(self.role, method, by_dp[dp], leads, rows, **how))
         return requests, num_rows
 
-    def _shards(self, arg: Any) -> Sequence[Any]:
-        """Return the value of an argument for each data-parallel rank."""
+    def _split_argument(self, arg: Any) -> Sequence[Any]:
+        """Return the value of an argument for each data-parallel rank.
+
+        The parts of a Sharded; rows of a RowsRef in equal parts; any other value for every rank.
+        """
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -210,30 +213,33 @@ class RoleGroup:
         """
         for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, Sharded) or find_refs(arg):
-                num_rows = _num_rows(shard[dp])
+                num_rows = _find_num_rows(shard[dp])
                 if num_rows is not None:
                     return num_rows
         return None
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """Submit the requests of all parts of a split pool as one call, whose ranks may wait for each
-    other. Its `result` waits for all ranks and is empty.
+    """Submit the requests of all parts of a split pool as one call.
 
+    Its ranks may wait for each other. `result` waits for all ranks and returns [].
     parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
     """
     requests = [request for part in parts for request in part]
-    return Pending(pool.submit(requests), [], [], pool.name, _names(requests))
+    return Pending(pool.submit(requests), [], [], pool.name, _name_calls(requests))
 
 
-def _names(requests: Sequence[Request]) -> list[str]:
+def _name_calls(requests: Sequence[Request]) -> list[str]:
     """Name the method of each request, as `critic.update_critic`."""
     return [f"{request.role.value}.{request.method}" for request in requests]
 
 
-def _num_rows(value: Any) -> int | None:
-    """Return the number of rows of the first batch found in `value`; None where there is none."""
+def _find_num_rows(value: Any) -> int | None:
+    """Return the number of rows of the first Rows or RowsRef in `value`, also inside containers.
+
+    None where there is none.
+    """
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
-    counts = (_num_rows(item) for _, item in list_items(value))
+    counts = (_find_num_rows(item) for _, item in list_items(value))
     return next((count for count in counts if count is not None), None)

@@ -127,8 +127,9 @@ class LocalWorld:
     def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
         """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
 
-        If a rank passes a failure, it is raised on every rank. Raises RuntimeTimeout, which names
-        the missing ranks. what: what is waited for, for that message
+        A rank that passes a failure raises it without waiting; every other rank raises that of the
+        lowest rank. Raises RuntimeTimeout, which names the missing ranks.
+        what: what is waited for, for that message
         """
         number = next(self._calls)
         error = outcome if isinstance(outcome, Failure) else None
@@ -219,7 +220,10 @@ class LocalHostCall:
         self._call, self._rank, self._what, self._world = call, rank, what, world
 
     def result(self) -> Any:
-        """Wait for the function and return its result on every rank; a collective."""
+        """Wait for the function and return its result on every rank; a collective.
+
+        If the function failed or is late, raises its HostError on every rank.
+        """
         (outcome,) = collect_outcomes([self._call]) if self._call else [None]
         return self._world.exchange(outcome, self._what)[self._rank]
 
@@ -284,6 +288,7 @@ class LocalRuntime:
     ) -> dict[str, LocalPool]:
         """Return one pool for each name, all of the same processes.
 
+        parts: must be empty, because these pools cannot be split
         Raises UserError where a pool has another size than the world of torchrun.
         """
         assert not parts, "the rules of the configuration refuse split pools"

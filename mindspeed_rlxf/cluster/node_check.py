@@ -114,9 +114,10 @@ def list_files(folder: str) -> dict[str, str] | None:
 
 
 def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
-    """Return the hash of a small text file, the size of one that ends in `sized`, else None.
+    """Return the hash of a small file with a suffix of HASHED, or the size of a file like `sized`.
 
-    Returns the error's text for a file that cannot be read.
+    None for other files. The error's text for a file that cannot be read.
+    sized: endings of the names of files that are compared by size
     """
     try:
         if not file.is_file():
@@ -156,10 +157,11 @@ def find_node_problems(
 def _compare_folder(
     title: str, node: NodeReport, expected: Mapping[str, str], found: Mapping[str, str] | None
 ) -> list[str]:
-    """Return one message that names files of a node's folder which differ from the driver's.
+    """Return [a message on the files of a node's folder that differ from the driver's], or [].
 
-    Empty where none differs. title: key and folder
-    expected, found: `list_files` of the driver and of the node
+    Files that only the node has do not count. The message names MAX_PROBLEMS files at most.
+    title: key and folder
+    expected, found: `list_files` of the driver and of the node; None = the node has no such folder
     """
     remedy = f"copy the folder to {node.host}, or use one that every node shares"
     if found is None:
@@ -208,7 +210,7 @@ class NodeCheck:
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
             self._driver = self._driver or report_node(list(self._keys), self._run_file)
-            reports, silent = self._collect(new)
+            reports, silent = self._collect_reports(new)
             self._seen.update(reports)
             self._judge(new, reports, silent)
         return [node for node in nodes if node.id not in self.left_out]
@@ -258,10 +260,10 @@ class NodeCheck:
                 ", ".join(apart),
             )
 
-    def _collect(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
-        """Ask all nodes for their reports and wait; return two dicts by node id.
+    def _collect_reports(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
+        """Ask all nodes for their reports and wait; return (reports, messages), both by node id.
 
-        The reports, and a message for each node that gave none.
+        A node that gives no report has a message that says why.
         """
         arguments = list(self._keys), self._run_file, self._probe
         calls = [

@@ -78,8 +78,8 @@ def address_key(ip: str) -> tuple[int, int]:
 def fits(shape: Sequence[int], counts: Sequence[int]) -> bool:
     """Return whether each entry of the shape fits on a node of its own.
 
-    shape:  processes of a pool on each node
-    counts: devices of each node
+    shape:  devices that the pool takes from each of its nodes
+    counts: devices of each node of the cluster
     """
     largest = sorted(counts, reverse=True)[: len(shape)]
     wanted = sorted(shape, reverse=True)
@@ -129,8 +129,9 @@ def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str 
 def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
     """Return the nodes with fewer free devices, as if the pool ran on them.
 
-    Each entry of the shape takes devices of the node with the fewest free ones that suffice; an
-    entry that fits nowhere takes none. model: only nodes of this model; None = any
+    Each entry of the shape, the largest first, takes a node of its own: the one with the fewest
+    free devices that suffice. An entry that fits nowhere takes none.
+    model: only nodes of this model; None = any
     """
     left = {node.id: node for node in nodes}
     possible = [node for node in nodes if model in (None, node.model)]
@@ -158,7 +159,7 @@ def describe_shortage(
 def list_nodes(nodes: Sequence[Node]) -> str:
     """Format nodes for a message, sorted by address; those beyond MAX_SHOWN are only counted.
 
-    A text that says so where there are none.
+    "no node that has any" where there are none.
     """
     shown = [str(node) for node in sort_by_address(nodes)[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:

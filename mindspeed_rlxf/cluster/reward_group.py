@@ -30,7 +30,8 @@ class RewardGroup:
     def __init__(self, config: RunConfig, pool: Pool, beside: RoleGroup | None = None) -> None:
         """beside: the ranks that generate, if functions or rules score in processes; else None.
 
-        Without a reward model `group` is then the scorers, and `pool` is not used.
+        `scorers` are then on these ranks. Without a reward model `group` is `scorers` too, and
+        `pool` is not used.
         """
         self.run, self.scorers = config, None
         by_model = config.reward.kind is not RewardKind.RULE
@@ -76,7 +77,11 @@ class RewardGroup:
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
     def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
-        """Score by the scorers. Whole generations are scored on the ranks that generated them."""
+        """Start scoring by the scorers; a whole generation is scored where it was generated.
+
+        find_answers: also report the answer extracted from each response
+        `Pending.result` raises RewardsFailed if too many samples failed.
+        """
         assert self.scorers is not None
         is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
         pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts

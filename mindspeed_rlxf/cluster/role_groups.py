@@ -180,8 +180,9 @@ class RolloutGroup:
         self._version = version
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Generate a response to each prompt, with training's sampling; `greedy` takes no samples.
+        """Generate a response to each prompt, with the sampling of training.
 
+        greedy: take the most probable token each time
         Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
         """
         parts = Sharded(prompts.split(self.group.layout.dp))

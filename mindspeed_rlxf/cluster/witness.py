@@ -108,7 +108,7 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
             STACK_S for them
     """
     kills = oom_kills()
-    before = {subject.rank: _size(subject.log) for subject in subjects}
+    before = {subject.rank: _log_size(subject.log) for subject in subjects}
     asked = [
         s
         for s in subjects
@@ -118,7 +118,7 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
     sizes: list[int] = []
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        seen, sizes = sizes, [_size(s.log) for s in asked]
+        seen, sizes = sizes, [_log_size(s.log) for s in asked]
         if sizes == seen and all(_stack_since(s.log, before[s.rank]) for s in asked if s.log):
             break
     found = []
@@ -148,7 +148,8 @@ def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, boo
 def describe_stack(stack: str) -> tuple[str, bool]:
     """Return what the thread that runs roles does, in words, and whether it waits for other ranks.
 
-    stack: the stacks of all threads, as `faulthandler` writes them
+    stack: the stacks of all threads, as `faulthandler` writes them; without such a thread the
+           process "has no call to work on"
     """
     threads = THREAD.split(stack)[1:]
     ours = next((t for t in threads if "cluster/worker.py" in t), None)
@@ -189,12 +190,12 @@ def explain_timeout(
         producers = [*(each for each in keepers if not _can_answer(each, seen)), *producers]
     late = [rank for rank in error.missing if rank not in waiting] or error.missing
     hosts = [host for rank, host in zip(error.missing, error.hosts, strict=False) if rank in late]
-    parts = _states({rank: seen.get((pool, rank)) for rank in error.missing})
+    parts = _describe_states({rank: seen.get((pool, rank)) for rank in error.missing})
     if producers:
         parts.append("waiting for " + ", ".join(each.rows for each in producers))
         for each in producers:
             if each.pool != pool or each.rank not in error.missing:
-                state = _states({each.rank: seen.get((each.pool, each.rank))})
+                state = _describe_states({each.rank: seen.get((each.pool, each.rank))})
                 parts += [f"{each.pool} {said}" for said in state]
     if any(seen.values()):
         parts.append("the logs of all ranks have their stacks")
@@ -206,7 +207,10 @@ def explain_timeout(
 
 
 def _can_answer(worker: Origin, seen: Mapping[tuple[str, int], Sighting]) -> bool:
-    """Return whether a worker can answer calls; False if its host did not answer."""
+    """Return whether a worker can answer calls.
+
+    False if its host did not answer, or if inspection found it stopped, gone or silent.
+    """
     sighting = seen.get((worker.pool, worker.rank))
     return sighting is not None and sighting.state not in (STOPPED, GONE, SILENT)
 
@@ -216,7 +220,7 @@ def _late_producers(
 ) -> list[Origin]:
     """Return the producers that do not wait for other ranks themselves; empty where all wait.
 
-    Only ranks of the first such producer's call, each once.
+    Only producers of one call, that of the first, and each rank once.
     """
     late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())
@@ -237,7 +241,7 @@ def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
     )
 
 
-def _states(seen: Mapping[int, Sighting | None]) -> list[str]:
+def _describe_states(seen: Mapping[int, Sighting | None]) -> list[str]:
     """Describe ranks by state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`.
 
     None = the rank's host did not answer
@@ -254,7 +258,7 @@ def _states(seen: Mapping[int, Sighting | None]) -> list[str]:
 
 def read_tail(log: str) -> str:
     """Return the last TAIL_BYTES of a log as text; empty where it cannot be read."""
-    return _read_from(log, max(0, _size(log) - TAIL_BYTES))
+    return _read_from(log, max(0, _log_size(log) - TAIL_BYTES))
 
 
 def _read_from(log: str, offset: int) -> str:
@@ -321,7 +325,7 @@ def _request_stacks(pid: int) -> bool:
     return True
 
 
-def _size(log: str) -> int:
+def _log_size(log: str) -> int:
     """Return the size of a log in bytes; 0 where there is none."""
     try:
         return os.stat(log).st_size

@@ -114,7 +114,10 @@ class RoleHost:
 
 
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
-    """Print the traceback to stderr, and return the WorkerError of this rank."""
+    """Print the traceback to stderr, and return the WorkerError of this rank.
+
+    Its `is_aftermath` is True for errors that the end of another rank causes.
+    """
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     message = str(error)

@@ -83,7 +83,7 @@ class ArchitectureConfig(Section):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether training adds `aux_loss`, the loss that balances experts (coefficient above 0)."""
+        """Whether training adds `aux_loss`, the loss that balances experts, times a coefficient."""
         wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 

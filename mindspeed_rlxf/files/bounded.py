@@ -62,7 +62,12 @@ def run_bounded(action: Callable[[], Any], cpu_s: float, memory_bytes: int) -> A
 def _run_child(
     values: Callable[[], Iterator[Any]], sink: Connection, cpu_s: float, memory: int
 ) -> NoReturn:
-    """Set the limits in this process, send each value to `sink` as JSON, then b"", and exit."""
+    """Set the limits in this process, send each value to `sink` as JSON, then b"", and exit.
+
+    If `values` fails, exits without sending b"".
+    cpu_s:  CPU seconds for each value
+    memory: bytes of address space beyond those in use now
+    """
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)

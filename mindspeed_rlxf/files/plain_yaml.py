@@ -31,10 +31,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str, name: str = "<unicode string>") -> None:
-    """Raise yaml.YAMLError, with the line, if YAML nests deeper than MAX_DEPTH or has more than
-    MAX_NODES values with aliases expanded.
+    """Raise yaml.YAMLError, with the line, if YAML text exceeds MAX_DEPTH or MAX_NODES.
 
-    name: of the file, for the message
+    MAX_NODES counts values with aliases expanded. name: of the file, for the message
     """
     if "*" not in text and text.count("[") + text.count("{") <= MAX_DEPTH and not _is_deep(text):
         return  # without aliases nothing expands, and the text cannot nest

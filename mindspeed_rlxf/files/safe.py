@@ -261,7 +261,10 @@ def _refused(path: Path, found: str) -> OSError:
 
 
 def _set_mode(descriptor: int, mode: int) -> None:
-    """Set the permissions of an open file regardless of the umask; do nothing for other owners."""
+    """Set the permissions of an open file regardless of the umask.
+
+    Does nothing for a file of another owner.
+    """
     found = os.fstat(descriptor)
     if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
         os.fchmod(descriptor, mode)

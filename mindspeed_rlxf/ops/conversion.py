@@ -89,7 +89,8 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     """Check that `source` has the weights of one model; return whether it is a Hugging Face folder.
 
-    Raises UserError otherwise, or if the flags name another format.
+    Raises UserError if it has none or several, if the flags name another format, or if a Hugging
+    Face folder is to become one.
     """
     from mindspeed_rlxf.run.store import MANIFEST
 
@@ -141,9 +142,10 @@ def _find_config_and_target(
 
 
 def _original_of(source: Path) -> str:
-    """Return a remedy: flags that name the original folder of weights without config.json.
+    """Return a remedy for weights without config.json: what to give as --hf-config.
 
-    For a checkpoint of a run, these are the folders that its configuration names.
+    Of a checkpoint, the folder that its run loaded, with --orm for the critic; of other weights,
+    a general text.
     """
     from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
     from mindspeed_rlxf.weights.folders import find_description
@@ -187,7 +189,7 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError for flags about the model that disagree with its config.json."""
+    """Raise UserError for flags about the model that are unknown or contradict its config.json."""
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"

@@ -70,10 +70,10 @@ def smaller_pools(
     now, step = sum(pools[largest]["processes"]), int(pools[largest]["step"])
     most = min(now - 1, sum(free) - others)
     for count in range(most - most % step, 0, -step):
-        yield {largest: _shape(count, sorted(free, reverse=True))}
+        yield {largest: _fill_nodes(count, sorted(free, reverse=True))}
 
 
-def _shape(count: int, free: Sequence[int]) -> list[int]:
+def _fill_nodes(count: int, free: Sequence[int]) -> list[int]:
     """Return processes per node, `count` in all, on as few nodes as possible.
 
     free: devices of each node, descending; nodes without a process are left out

@@ -82,7 +82,7 @@ class Supervisor:
     """Runs the attempts of one command until it is done, is stopped, or may not restart."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """command: of the training process; restarts append key=value arguments"""
+        """command: starts the training process; on a restart, key=value arguments are appended"""
         self._command, self._started = list(command), time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: int | None = None  # the first signal that asked for an end
@@ -105,7 +105,11 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run_attempts(self) -> int:
-        """Run attempts until no restart is needed or allowed; return the exit code."""
+        """Run attempts until no restart is needed or allowed; return the exit code.
+
+        Prints why a restart is made or not, and waits PAUSE_S before it. If devices are missing
+        after a restart, tries again with fewer processes.
+        """
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
@@ -120,7 +124,7 @@ class Supervisor:
                 pools = self._shrink(reported["free"])
                 if not pools:
                     return EXIT_STOPPED
-                changes = self._changes() + pools
+                changes = self._restart_overrides() + pools
                 continue
             if code in (EXIT_DONE, EXIT_STOPPED):
                 return code
@@ -129,7 +133,7 @@ class Supervisor:
             if "no_restart" in reported:
                 _say(f"no restart: {reported['no_restart']}")
                 return EXIT_FAILED
-            failure = self._failure(code, began)
+            failure = self._find_failure(code, began)
             if failure is None or self._stop is not None:
                 return EXIT_FAILED
             allowed, reason = restarts.decide(failure, int(self._facts.get("max_restarts", 0)))
@@ -140,10 +144,13 @@ class Supervisor:
             time.sleep(PAUSE_S)
             if self._stop is not None:
                 return EXIT_STOPPED
-            changes = self._changes() + pools
+            changes = self._restart_overrides() + pools
 
-    def _changes(self) -> list[str]:
-        """Return the overrides of a restart: same run directory, resume, wait for nodes."""
+    def _restart_overrides(self) -> list[str]:
+        """Return the overrides of a restart: same run directory, and resume.
+
+        On a cluster that the run joined, also: wait for nodes, and leave out bad ones.
+        """
         directory = quote(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
         changes.append(f"training.output_dir={directory}")
@@ -156,16 +163,17 @@ class Supervisor:
         """Run one training process to its end; return its exit code, negative = a signal."""
         mark = f"{os.getpid()}:{self._started}:{self._file}"
         environment = {**os.environ, CHILD_OF: mark}
-        return self._wait(subprocess.Popen([*self._command, *changes], env=environment))
+        return self._wait_for(subprocess.Popen([*self._command, *changes], env=environment))
 
-    def _wait(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
+    def _wait_for(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
         """Wait for a process; return its exit code.
 
-        Kills it after `limit_s`, or when its time to stop after a signal is over.
+        A signal that came before the process started is forwarded first. Kills the process after
+        `limit_s`, or when its time to stop after a signal is over.
         """
         self._child, started = child, time.monotonic()
         if self._stop is not None:  # a signal came before the child
-            self._forward(child, self._stop)
+            self._forward_signal(child, self._stop)
         while True:
             try:
                 return child.wait(timeout=1.0)
@@ -181,15 +189,15 @@ class Supervisor:
         if self._stop is None:
             self._stop = number
         if self._child is not None and self._child.poll() is None:
-            self._forward(self._child, number)
+            self._forward_signal(self._child, number)
 
-    def _forward(self, child: subprocess.Popen[bytes], number: int) -> None:
+    def _forward_signal(self, child: subprocess.Popen[bytes], number: int) -> None:
         """Send a signal to the process, and set the time at which it is killed if it still runs."""
         grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
         child.send_signal(number)
 
-    def _failure(self, code: int, began: float) -> Failure | None:
+    def _find_failure(self, code: int, began: float) -> Failure | None:
         """Return the failure that this attempt left in failure.json, else one of the exit code.
 
         The latter is printed and written to failure.json. None, after printing how the process
@@ -237,7 +245,7 @@ class Supervisor:
                 return []
             wanted = [f"resource_pool.{name}={shape}" for name, shape in pools.items()]
             _say(f"trying a smaller layout: {' '.join(wanted)}")
-            if self._is_legal(self._changes() + wanted):
+            if self._is_legal(self._restart_overrides() + wanted):
                 _say(f"continuing with {' '.join(wanted)}")
                 return wanted
         _say("no smaller data-parallel size is legal")
@@ -247,7 +255,7 @@ class Supervisor:
         """Whether a dry run with these overrides succeeds; waits for it, LEGAL_S at most."""
         command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
         child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
-        return self._wait(child, LEGAL_S) == EXIT_DONE
+        return self._wait_for(child, LEGAL_S) == EXIT_DONE
 
 
 def _say(line: str) -> None:

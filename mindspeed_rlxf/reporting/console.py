@@ -137,7 +137,8 @@ def current() -> Console:
 def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Console]:
     """Make a console and let `current` return it during the block; close it at the end.
 
-    stream: None = stdout. In quiet mode, and on ranks but the first, phases are not shown either.
+    stream: None = stdout. In quiet mode, and on ranks other than the first, the lines of PHASES
+    (spans in progress) are not written during the block.
     """
     global _open
     stream = sys.stdout if stream is None else stream
@@ -179,7 +180,10 @@ def use_utf8(stream: TextIO) -> None:
 
 
 def format_number(value: float) -> str:
-    """Format with four decimals; below 1e-3 and from 1e6 on as 1.00e-06."""
+    """Format with four decimals; below 1e-3 (except 0) and from 1e6 on as 1.00e-06.
+
+    The limits are for the absolute value.
+    """
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2e}"
     return f"{value:.4f}"

@@ -27,7 +27,7 @@ BASELINE = 5  # first iterations that later ones are compared with
 LOW_ENTROPY = 0.02  # nats; a policy that still explores has more
 ENTROPY_SHARE = 0.1  # of the baseline
 KL_LIMIT = 1.0  # nats per token
-FALL = 0.1  # of the validation score, over the range between its start and its best
+FALL = 0.1  # of the range of all validation scores, and of the best one
 CUT_SHARE = 0.9
 EQUAL_SHARE = 0.9
 GAP_LIMIT = 0.05  # nats; bf16 rounds to about 0.01
@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """Return the line for the console."""
+        """Return the line for the console: a warning with the remedy, or the end of the illness."""
         if self.event == "ended":
             return f"health: {self.rule} has ended, iteration {self.iteration}: {self.text}"
         return f"warning: {self.rule}: {self.text}; {self.remedy}"
@@ -87,7 +87,11 @@ class History:
         self.lagging: dict[str, tuple[int, list[float]]] = {}  # phase -> rank, its skews in a row
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Add the metrics of an iteration; None and values that are not finite are skipped."""
+        """Add the metrics of an iteration; None and values that are not finite are skipped.
+
+        A validation adds the mean of its scores, and that of the last BASELINE training scores.
+        Updates `lagging` too.
+        """
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
                 self._values[name].append(value)
@@ -111,9 +115,10 @@ class History:
         return self._values[name]
 
     def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
-        """Update `lagging`: per phase the rank that was slowest, and its skews in a row.
+        """Update `lagging`: phase -> (slowest rank, its skews in the last iterations in a row).
 
-        Starts anew if another rank is slowest, the skew is small, or the phase takes little time.
+        The row begins anew when another rank is slowest; it is empty, with rank -1, while the skew
+        is small or the phase takes little time.
         """
         whole = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():
@@ -146,7 +151,10 @@ VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at valida
 
 
 def measure_entropy_collapse(history: History) -> Reading | None:
-    """Ill if the mean entropy of the last 5 iterations is near 0 and far below its first values."""
+    """Ill if the mean entropy of the last 5 iterations is near 0 and far below its first values.
+
+    None if there are fewer than 5 values.
+    """
     recent = history.last(ENTROPY, 5)
     if not recent:
         return None
@@ -159,7 +167,7 @@ def measure_entropy_collapse(history: History) -> Reading | None:
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
     """Ill if the KL to the reference is over the limit in each of the last 3 iterations.
 
-    limit: nats per token
+    limit: nats per token. None if there are fewer than 3 values.
     """
     recent = history.last(KL, 3)
     if not recent:
@@ -172,7 +180,8 @@ def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | N
 def measure_falling_validation(history: History) -> Reading | None:
     """Ill if the last 3 validations each got worse, while training scores rose.
 
-    The fall from the best validation must be at least a tenth of the range of all validations.
+    The fall from the best validation must be at least a tenth of the range of all validations, and
+    of the best one's absolute value. None if there are fewer than 4 values of either score.
     """
     validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
     if not validated or not trained:
@@ -189,7 +198,10 @@ def measure_falling_validation(history: History) -> Reading | None:
 
 
 def measure_cut_responses(history: History) -> Reading | None:
-    """Ill if CUT_SHARE of the responses of the last 5 iterations reach the limit without EOS."""
+    """Ill if CUT_SHARE of the responses of the last 5 iterations reach the limit without EOS.
+
+    None if there are fewer than 5 values.
+    """
     recent = history.last(CUT, 5)
     if not recent:
         return None
@@ -199,7 +211,10 @@ def measure_cut_responses(history: History) -> Reading | None:
 
 
 def measure_idle_critic(history: History) -> Reading | None:
-    """Ill if the median explained variance of the last 30 iterations is below 0."""
+    """Ill if the median explained variance of the last 30 iterations is below 0.
+
+    None if there are fewer than 30 values.
+    """
     recent = history.last(FIT, CRITIC_ITERATIONS)
     if not recent:
         return None
@@ -209,7 +224,10 @@ def measure_idle_critic(history: History) -> Reading | None:
 
 
 def measure_equal_scores(history: History) -> Reading | None:
-    """Ill if nearly all prompts of the last 5 iterations have responses of equal score."""
+    """Ill if nearly all prompts of the last 5 iterations have responses of equal score.
+
+    None if there are fewer than 5 values.
+    """
     recent = history.last(EQUAL, 5)
     if not recent:
         return None
@@ -224,7 +242,8 @@ def measure_equal_scores(history: History) -> Reading | None:
 def measure_growing_gap(history: History) -> Reading | None:
     """Ill if log-probs of generation and training differ by over GAP_LIMIT nats (of 3 iterations).
 
-    Also if they differ by over GAP_FLOOR, and by GAP_GROWTH times the first difference.
+    Also if they differ by over GAP_FLOOR, and by GAP_GROWTH times the first difference. The
+    difference is the median of the last 3 iterations; None if there are fewer.
     """
     recent = history.last(GAP, 3)
     if not recent:
@@ -239,7 +258,10 @@ def measure_growing_gap(history: History) -> Reading | None:
 
 
 def measure_lagging_rank(history: History) -> Reading | None:
-    """Ill if the same rank was by far the slowest of a phase for 10 iterations in a row."""
+    """Ill if the same rank was by far the slowest of a phase for 10 iterations in a row.
+
+    None if no phase of several ranks was measured yet.
+    """
     if not history.lagging:
         return None
     phase = max(history.lagging, key=lambda name: len(history.lagging[name][1]))
@@ -360,7 +382,10 @@ class Health:
     def _update_illness(
         self, iteration: int, rule: HealthRule, reading: Reading, remedy: str
     ) -> Finding | None:
-        """Update `active` by a reading; return the begin or end of an illness, None if neither."""
+        """Update `active` by a reading; return the begin or end of an illness, None if neither.
+
+        It begins with the first ill reading, and ends after CLEAR healthy ones in a row.
+        """
         name = rule.value
         if reading.ill:
             self._clear[name] = 0

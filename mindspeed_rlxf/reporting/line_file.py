@@ -44,7 +44,7 @@ class LineFile:
 
     def position(self) -> int:
         """Return the uncompressed bytes of all parts, where the next line will begin."""
-        parts = sum(_length(part) for part in self._parts().values())
+        parts = sum(_uncompressed_size(part) for part in self._parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
     def sync(self) -> None:
@@ -71,7 +71,7 @@ class LineFile:
         keeps its inode: open streams still append to it. Raises ValueError if there are fewer bytes
         than `position`, UserError for a damaged part.
         """
-        self._finish()
+        self._compress_parts()
         if (found := self.position()) < position:
             raise ValueError(
                 f"{self.path} must have the {position} bytes that it had at the checkpoint, it has "
@@ -79,8 +79,8 @@ class LineFile:
             )
         kept = position
         parts = list(self._parts().values())
-        while parts and kept >= _length(parts[0]):
-            kept -= _length(parts.pop(0))
+        while parts and kept >= _uncompressed_size(parts[0]):
+            kept -= _uncompressed_size(parts.pop(0))
         if self.path.exists():
             _truncate(self.path, 0 if parts else kept)
         for part in reversed(parts[1:]):
@@ -95,11 +95,11 @@ class LineFile:
         """
         if not self.limit or not self.path.exists() or self.path.stat().st_size < self.limit:
             return False
-        self._finish()
+        self._compress_parts()
         number = max(self._parts(), default=0) + 1
         self.path.rename(self._part(number))
         sync_folder(self.path.parent)
-        self._finish()
+        self._compress_parts()
         return True
 
     def _parts(self) -> dict[int, Path]:
@@ -114,7 +114,7 @@ class LineFile:
     def _part(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}")
 
-    def _finish(self) -> None:
+    def _compress_parts(self) -> None:
         """Compress the parts that are not compressed yet, and remove their plain files."""
         for number, part in self._parts().items():
             plain = self._part(number)
@@ -165,7 +165,7 @@ def _open(file: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(stream, "rb")) if file.suffix == ".gz" else stream
 
 
-def _length(part: Path) -> int:
+def _uncompressed_size(part: Path) -> int:
     """Return the uncompressed bytes of a part (modulo 4 GiB)."""
     if part.suffix != ".gz":
         return part.stat().st_size

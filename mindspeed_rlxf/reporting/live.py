@@ -108,7 +108,10 @@ class View:
         }
 
     def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a finished iteration, and estimate the time left."""
+        """Add the metrics of a finished iteration, and estimate the time left.
+
+        Keeps the mean of the validation scores, if there are any, until the next validation.
+        """
         self.iteration, self.metrics = iteration, dict(metrics)
         self._left = str(self._owner.time_left(iteration))
         for name, curve in self._curves.items():
@@ -157,12 +160,15 @@ class View:
     def _progress(self, width: int) -> Text:
         """Return a bar of the iterations done, with the time passed and left."""
         passed = time.monotonic() - self._began
-        text = f" {self.iteration / self.total:4.0%}  {_clock(passed)} passed"
+        text = f" {self.iteration / self.total:4.0%}  {_format_clock(passed)} passed"
         text += f"  {self._left} left" if self._left else ""
         return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
 
     def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
-        """Return a line: label, last value of metric `name`, its curve, and `facts`."""
+        """Return a line: label, last value of metric `name`, its curve, and `facts`.
+
+        Before the first value: the label and "-".
+        """
         curve = self._curves[name]
         if not curve:
             return _line(label, "-")
@@ -188,7 +194,10 @@ class View:
         )
 
     def _phases(self, width: int) -> list[Text]:
-        """Return two lines: a coloured bar of an iteration's longest phases, and its legend."""
+        """Return two lines: a coloured bar of an iteration's longest phases, and its legend.
+
+        Validation, saving and the sending of weights are not in the bar.
+        """
         whole = self.metrics.get("timing/all", 0.0)
         found = {
             name.partition("/")[2]: value / whole
@@ -242,7 +251,10 @@ class _Lines(io.TextIOBase):
         self._console, self._stream, self._rest = console, stream, ""
 
     def write(self, text: str) -> int:
-        r"""Print each line that the text completes, from its last \r on; keep the rest for later."""
+        """Print each line that the text completes; keep the rest for later.
+
+        Of a line with carriage returns, only what follows the last one is printed.
+        """
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._console.print_line(line.rpartition("\r")[2])
@@ -269,14 +281,14 @@ def draw_curve(values: Sequence[float], width: int) -> str:
     If there are more than `width` values, each character is the mean of several.
     """
     size = max(1, -(-len(values) // width))
-    means = [sum(part) / len(part) for part in _split(values, size)]
+    means = [sum(part) / len(part) for part in _split_from_end(values, size)]
     low, high = min(means), max(means)
     if high == low:
         return BLOCKS[0] * len(means)
     return "".join(BLOCKS[int((v - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for v in means)
 
 
-def _split(values: Sequence[float], size: int) -> list[Sequence[float]]:
+def _split_from_end(values: Sequence[float], size: int) -> list[Sequence[float]]:
     """Split into parts of `size` that end with the last value; the first may be shorter."""
     first = len(values) % size
     parts = [values[:first]] if first else []
@@ -298,7 +310,7 @@ def _show(name: str, value: float) -> str:
     return f"{value:.0%}" if name.endswith(("_fraction", "/mfu")) else format_short(value)
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     """Format seconds as H:MM:SS."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

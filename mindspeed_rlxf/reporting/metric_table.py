@@ -181,7 +181,10 @@ MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.reporting.met
 
 @functools.cache
 def find_metric(name: str) -> Metric | None:
-    """Return the row of a metric, None if unknown; of several the most literal pattern."""
+    """Return the row of a metric, None if unknown.
+
+    If patterns of several rows match, that with the most literal characters.
+    """
     found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
     return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
 
@@ -199,7 +202,10 @@ def tables() -> str:
 
 
 def replace_tables(text: str) -> str:
-    """Return the document with all text after its line `MARK` replaced by the tables."""
+    """Return the document with all text after its line `MARK`, which it must have, made anew.
+
+    New are the tables of all metrics.
+    """
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
     return f"{head}{MARK}\n\n{tables()}"

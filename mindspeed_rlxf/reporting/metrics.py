@@ -157,7 +157,7 @@ class SampleWriter(_JsonLines):
         return num_samples if self._samples == "all" else min(self._samples, num_samples)
 
     def write(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """Append one line per sample that is kept: "iteration" and the fields of `Sample` but None.
+        """Append one line per kept sample: "iteration", and its fields that are not None.
 
         Then compress the file if it is full.
         """

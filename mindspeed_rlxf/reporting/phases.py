@@ -104,9 +104,9 @@ class Phases:
             self._watch.start()
 
     def _watch_phases(self) -> None:
-        """Write a line about the current phase after 2, 4, 8, ... seconds, and at its end.
+        """Write a line when the current phase is first shown, at growing intervals, and at its end.
 
-        Returns when `write` is None. Runs in the thread.
+        The intervals double up to LONGEST_S. Returns when `write` is None. Runs in the thread.
         """
         shown: Phase | None = None
         due = 0.0

@@ -37,7 +37,7 @@ class TokenWriter:
         """Append one line per sample, if any; then compress the file if it is full.
 
         samples: sample id -> name -> one number per token
-        A line that a killed process left incomplete is ended first.
+        Makes the folder if needed. Ends a line that a killed process left incomplete.
         """
         if not samples:
             return
@@ -55,7 +55,8 @@ class TokenWriter:
 def cut_token_files(folder: Path, iteration: int) -> None:
     """Cut the files of all ranks after `iteration`, from which the run resumes.
 
-    A damaged file stays as it is: readers use the last line of each sample.
+    An incomplete last line goes too. A damaged file stays as it is: readers use the last line of
+    each sample.
     """
     for file in token_files(folder):
         kept = 0
@@ -69,7 +70,7 @@ def cut_token_files(folder: Path, iteration: int) -> None:
 
 
 def token_files(folder: Path) -> Iterator[LineFile]:
-    """Yield the files of all ranks in `folder`."""
+    """Yield the files of all ranks in `folder`, in order of rank; nothing if there are none."""
     names = {m[1] for file in folder.glob("rank_*") if (m := FILE.fullmatch(file.name))}
     yield from (LineFile(folder / name) for name in sorted(names))
 

@@ -82,7 +82,7 @@ class Timeline:
             event
             for span in spans
             if span.rank < MOST_RANKS
-            for event in (*self._names(span), self._event(span, iteration))
+            for event in (*self._name_events(span), self._event(span, iteration))
         ]
         _append(file, events, self._mode)
 
@@ -99,7 +99,7 @@ class Timeline:
             "args": {"iteration": iteration, "rank": span.rank},
         }
 
-    def _names(self, span: Span) -> Iterable[dict[str, Any]]:
+    def _name_events(self, span: Span) -> Iterable[dict[str, Any]]:
         """Yield events that name the span's pool and rank, once for each file."""
         pid = self._numbers.setdefault(span.pool, len(self._numbers))
         place = {"pid": pid, "tid": self._lane(span)}
@@ -135,9 +135,10 @@ def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
 
 
 def _append_offset(stream: IO[bytes]) -> int:
-    """Return the offset at which to append: where TAIL begins.
+    """Return the offset at which new events go: that of TAIL, which closes the list of events.
 
-    In a file that was cut off while it was written: where the last BETWEEN begins, 0 without one.
+    If TAIL is missing, because a write was cut off: the end of the last whole event, or 0 (write
+    the file anew) if the last LONGER_THAN_AN_EVENT bytes hold no BETWEEN.
     """
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)

@@ -118,29 +118,33 @@ class _Sender:
         self._file, self._mode = run.folder / RECORDED, mode
         self._last = -1 if registered.rewinds else self._read_last()
         self.lost, self._has_warned = 0, False
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue()
+        self._thread = threading.Thread(
+            target=self._run_tracker, name=f"tracker {name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Queue an iteration's finite metrics; with a full queue the iteration counts as lost."""
+        """Queue an iteration's finite metrics; if WAITING are queued, count it as lost instead."""
         finite = {
             name: float(v) for name, v in metrics.items() if v == v and abs(v) != float("inf")
         }
-        try:
-            self._queue.put_nowait((iteration, finite))
-        except queue.Full:
-            self._lose(f"it is {WAITING} iterations behind")
+        if self._queue.qsize() < WAITING:
+            self._queue.put((iteration, finite))
+        else:
+            self._count_lost(f"it is {WAITING} iterations behind")
 
     def end(self) -> None:
         """Ask the thread to end after the queued iterations; does not wait."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
+        self._queue.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end; warn if it does not in time, or if iterations were lost."""
+        """Wait for the thread to end; warn if it does not in time, or if iterations were lost.
+
+        `end` must have been called.
+        """
         self._thread.join(timeout_s)
-        left = self._queue.qsize()
+        left = max(self._queue.unfinished_tasks - 1, 0)  # without the None of `end`
         if self._thread.is_alive():
             self._warn(
                 f"tracker {self._name} did not end in time, {left} iterations may be missing"
@@ -148,7 +152,7 @@ class _Sender:
         elif self.lost:
             self._warn(f"tracker {self._name} lacks {self.lost} iterations; metrics.jsonl has all")
 
-    def _work(self) -> None:
+    def _run_tracker(self) -> None:
         """Make the tracker, pass it the queued iterations and finish it; runs in the thread.
 
         Exceptions of the tracker, also SystemExit, are counted and become a warning.
@@ -157,18 +161,17 @@ class _Sender:
         try:
             tracker = self._registered.factory(self._run)
         except BaseException as error:  # libraries raise SystemExit too
-            self._lose(_describe(error), 0)
+            self._count_lost(_describe(error), 0)
         while (item := self._queue.get()) is not None:
-            self._record(tracker, *item)
+            self._send(tracker, *item)
+            self._queue.task_done()
         if tracker is not None:
             try:
                 tracker.finish()
             except BaseException as error:
-                self._lose(_describe(error), 0)
+                self._count_lost(_describe(error), 0)
 
-    def _record(
-        self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
-    ) -> None:
+    def _send(self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]) -> None:
         """Pass an iteration to the tracker, and append its number to the file of sent iterations.
 
         Skips numbers up to the last one sent. A tracker that rewinds keeps no file. An exception
@@ -178,7 +181,7 @@ class _Sender:
         if iteration <= self._last:
             return
         if tracker is None:
-            self._lose("")
+            self._count_lost("")
             return
         try:
             tracker.log(iteration, metrics)
@@ -187,9 +190,9 @@ class _Sender:
                 with open_file(self._file, "a", self._mode, encoding="ascii") as stream:
                     stream.write(f"{iteration}\n")
         except BaseException as error:
-            self._lose(_describe(error))
+            self._count_lost(_describe(error))
 
-    def _lose(self, why: str, count: int = 1) -> None:
+    def _count_lost(self, why: str, count: int = 1) -> None:
         """Count `count` lost iterations, and warn the first time; `why` "" = no warning."""
         self.lost += count
         if why and not self._has_warned:
@@ -207,7 +210,10 @@ class _Sender:
 
 
 def _describe(error: BaseException) -> str:
-    """Return type and message of an error on one line; forms of secrets become `***`."""
+    """Return type and message of an error on one line of at most 300 characters.
+
+    Forms of secrets become `***`.
+    """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     for form in (*FORMS, SCHEME, URL_USER):
         text = form.sub("***", text)

@@ -44,7 +44,8 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
     before, now: nested dicts of `dump.to_tree` in plain YAML types. A key that one of them lacks,
     because another version of the package wrote it, counts as its default. Values of environment
-    variables are masked. `reward.allow_changed_function` makes changed function texts "free".
+    variables are masked. With `reward.allow_changed_function` in `now`, a changed text of a reward
+    function has the rule "free".
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
     found = []
@@ -66,7 +67,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def is_function_text(change: Change) -> bool:
-    """Whether a change is only one of the hash of a reward function's file, that is of its text."""
+    """Return whether a change is that of a reward function's file (its hash) and nothing else."""
     if change.key == "reward.function.sha256":
         return isinstance(change.before, str) and isinstance(change.now, str)
     both = change.before, change.now

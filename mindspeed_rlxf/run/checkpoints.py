@@ -98,8 +98,9 @@ class RunCheckpoints:
         return time.monotonic() - started
 
     def _begin_write(self, iteration: int) -> None:
-        """Make the hidden folder, let all ranks begin to write, and wait until they copied their
-        state.
+        """Make the hidden folder, let all ranks begin to write, and wait for copies of their state.
+
+        The copies are in memory; the files are written later.
         """
         hidden = self.store.hidden(iteration)
         if self.writes:
@@ -115,7 +116,7 @@ class RunCheckpoints:
     ) -> None:
         """Add the driver's state and publish the checkpoint; `async_save` leaves that to `settle`.
 
-        Syncs metric and sample files, whose lengths the checkpoint contains.
+        Fsyncs the line files, whose lengths the checkpoint contains.
         score: value of `validation.best_metric`, None = not validated
         note:  prints a line for the user
         """
@@ -141,7 +142,10 @@ class RunCheckpoints:
             self._publish(content, note)
 
     def _wait_for_files(self) -> list[Entry]:
-        """Wait for the files of all roles; return their manifest entries."""
+        """Wait for the files of all roles; return their manifest entries.
+
+        With `async_save` sets `write_s`, the seconds of the slowest role's write.
+        """
         calls = {role: group.end_save() for role, group in self.trained.items()}
         found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
         if self.config.training.async_save:
@@ -191,9 +195,10 @@ class RunCheckpoints:
     def restore(self, note: Note) -> dict[str, Any] | None:
         """Load the newest undamaged checkpoint into the roles; return the driver's state.
 
-        None if there are no checkpoints. Cuts metric, sample and token files to their length at the
+        None if there are no checkpoints. Cuts line files and token files to their length at the
         checkpoint (to 0 without one), renames later checkpoints, removes unfinished ones. Raises
-        UserError where the prompts differ, and where all checkpoints are damaged.
+        UserError where the prompts differ, where all checkpoints are damaged, and where hosts do
+        not see the run directory without `training.no_shared_storage`.
         """
         self._parts = self._look_at_hosts(note)
         if self.writes:
@@ -322,7 +327,7 @@ class RunCheckpoints:
     def _find_damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """Let the hosts hash all files of the roles; return what is damaged, "" for nothing.
 
-        First copies missing files to hosts with their own disks.
+        First copies missing files to hosts with their own disks, and checks pickled files.
         """
         folder, wait_s = checkpoint.path, self._timeout_s
         if self._parts:
@@ -346,7 +351,7 @@ class RunCheckpoints:
     ) -> None:
         """Continue the run from the checkpoint that the roles have loaded.
 
-        Renames later checkpoints, points to this one, cuts metric, sample and token files to their
+        Renames later checkpoints, points to this one, cuts line files and token files to their
         length at the checkpoint, and prints notes.
         """
         checkpoint, positions = found.checkpoint, found.state["positions"]

@@ -112,8 +112,10 @@ class RunDirectory:
 
     @classmethod
     def check(cls, config: RunConfig) -> list[Problem]:
-        """Return the reason why the folder cannot be used: another run, a live run, no right to
-        write; [] if it can. Writes nothing.
+        """Return the problem that keeps this command from using the folder; [] if there is none.
+
+        It is another run, a live run, no right to write, or a FIFO, socket or device in the folder.
+        Writes nothing.
         """
         directory = cls.choose(config)
         if directory.path.is_dir() and (found := folder_problem(directory.path)):
@@ -125,7 +127,11 @@ class RunDirectory:
         return [_not_writable(directory.path, obstacle)] if obstacle else []
 
     def _find_resume_problem(self, config: RunConfig) -> Problem | None:
-        """Return why this configuration cannot resume the run in the folder; None = it can."""
+        """Return why this configuration cannot resume the run in the folder; None = it can.
+
+        Reasons: resuming is off, there is no config.yaml, another process holds the lock, or keys
+        differ that must stay.
+        """
         remedy = f"training.new_run=true to take {_find_free(self.path)}"
         if config.training.resume == "never" or not self.config.exists():
             there = self.config if self.config.exists() else self.metrics
@@ -183,8 +189,9 @@ class RunDirectory:
     def choose(cls, config: RunConfig) -> RunDirectory:
         """Return the folder that the command writes to; nothing is made.
 
-        It is the run's folder; with training.new_run the first of `<name>`, `<name>-2`, ... without
-        a run; with validation.only such one of validation, validation-2, ... in the run's folder.
+        It is the run's folder. With training.new_run it is the first of `<name>`, `<name>-2`, ...
+        without a run. With validation.only it is the first of validation, validation-2, ... without
+        a run, in the run's folder.
         """
         path, new = cls.of_run(config).path, config.training.new_run
         if config.validation.only:
@@ -194,7 +201,10 @@ class RunDirectory:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> RunDirectory:
-        """Return the folder that `training.output_dir` names, whatever is in it."""
+        """Return the run's own folder, which `training.output_dir` names, whatever is in it.
+
+        `choose` may return another one.
+        """
         path = Path(config.training.output_dir).absolute()
         return cls(path, file_mode=config.training.file_mode_bits)
 

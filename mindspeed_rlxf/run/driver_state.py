@@ -66,8 +66,8 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
 def find_best_iterations(store: RunStore, metric: str) -> list[int]:
     """Return [iteration of the checkpoint with the highest validation score], or [] without scores.
 
-    Of equal scores the earliest counts. metric: `validation.best_metric`; checkpoints with another
-    one are ignored, as are damaged ones
+    Of equal scores the earliest counts. Damaged checkpoints and scores that are NaN or infinite are
+    ignored. metric: `validation.best_metric`; scores of another metric are ignored too
     """
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():
@@ -165,7 +165,7 @@ def hash_prompts(
 
 
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
-    """Truncate each metric and sample file to its length at the checkpoint.
+    """Truncate each line file (metrics, health, samples, consumed) to its length at the checkpoint.
 
     positions: file name -> bytes; files that are not in it get 0. Missing files stay missing.
     Raises ValueError where a file is shorter.
@@ -176,11 +176,10 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
 
 
 def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
-    """Return a text on a metric or sample file that is unreadable or was shortened since then.
+    """Return a text on the first line file that is unreadable or shorter than at the checkpoint.
 
+    "" if there is none. Sample files that were removed do not count.
     positions: file name -> bytes at the checkpoint
-
-    "" if there is none; sample files that were removed do not count.
     """
     cleared = find_removed_samples(directory, positions)
     for file in _line_files(directory):
@@ -195,13 +194,19 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
 
 
 def find_removed_samples(directory: RunDirectory, positions: dict[str, int]) -> list[Path]:
-    """Return the sample files that had lines at the checkpoint and do not exist any more."""
+    """Return the sample files that had lines at the checkpoint and do not exist any more.
+
+    positions: file name -> bytes at the checkpoint
+    """
     samples = directory.samples, directory.val_samples
     return [path for path in samples if positions.get(path.name) and not LineFile(path).exists()]
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
-    """Fsync each metric and sample file; return file name -> bytes, with compressed older parts."""
+    """Fsync each line file; return file name -> bytes, with compressed older parts.
+
+    Missing files are left out.
+    """
     files = [file for file in _line_files(directory) if file.exists()]
     for file in files:
         file.sync()
@@ -209,7 +214,10 @@ def line_positions(directory: RunDirectory) -> dict[str, int]:
 
 
 def _line_files(directory: RunDirectory) -> list[LineFile]:
-    """List the files to which the run appends lines."""
+    """List the files of the driver to which the run appends lines.
+
+    They are those of metrics, health, samples, validation samples and consumed prompts.
+    """
     samples = directory.samples, directory.val_samples
     return [
         LineFile(path)

@@ -45,7 +45,7 @@ class HostView:
 
 
 def look_for(file: Path) -> HostView:
-    """Return whether this host sees the file; wait for it up to SEEN_WITHIN_S."""
+    """Wait up to SEEN_WITHIN_S for the file; return this host, and whether it sees the file."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)

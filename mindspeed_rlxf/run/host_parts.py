@@ -121,7 +121,7 @@ class HostParts:
                 return self._report_lost(checkpoint, name, lost)
             for key in wanted:
                 for place in sorted(set(range(len(entries))) - held[key]):
-                    if problem := self._copy(folder, entries[place], place, held, key):
+                    if problem := self._copy_file(folder, entries[place], place, held, key):
                         found.append(f"{name}/{problem}")
             if not found:  # the scan needs all files of the role
                 servers = {key: self._servers[key] for key in wanted}
@@ -155,7 +155,7 @@ class HostParts:
             )
         )
 
-    def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
+    def _copy_file(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
         """Copy one file in chunks to the host `target` from a host that has it.
 
         place: index of `entry` in the manifest; held: indices of the files that each host has

@@ -30,10 +30,10 @@ def take(folder: Path, mode: int = PRIVATE) -> None:
         return
     while True:
         stream = open_file(file, "a+", mode, encoding="utf-8")
-        if found := _lock(folder, stream):
+        if found := _try_lock(folder, stream):
             stream.close()
             raise UserError(found)
-        if _names(file, stream):
+        if _is_same_file(file, stream):
             break
         stream.close()  # the last holder removed the file after this process had opened it
     stream.seek(0)
@@ -53,16 +53,12 @@ def release(folder: Path) -> None:
 
 
 def find_holder(folder: Path) -> Problem | None:
-    """Return why another process prevents taking the lock; None if it is free or ours.
+    """Return why this process cannot take the lock; None if it can, or has it already.
 
-    Does not keep the lock.
+    The lock is free again on return. A lock file that cannot be opened is also a reason.
     """
-    file = folder / LOCK
-    if file in _held or not os.path.lexists(file):
-        return None
     try:
-        with open_file(file, "r+", None, encoding="utf-8") as stream:
-            return _lock(folder, stream)
+        return _find_other_holder(folder)
     except OSError as error:
         return Problem(
             "training.output_dir",
@@ -72,7 +68,24 @@ def find_holder(folder: Path) -> Problem | None:
         )
 
 
-def _lock(folder: Path, stream: IO[str]) -> Problem | None:
+def is_locked(folder: Path) -> bool:
+    """Return whether another process has the lock; False if the lock file cannot be opened."""
+    try:
+        return _find_other_holder(folder) is not None
+    except OSError:
+        return False
+
+
+def _find_other_holder(folder: Path) -> Problem | None:
+    """Return a problem if another process has the lock. Raises OSError if it cannot be opened."""
+    file = folder / LOCK
+    if file in _held or not os.path.lexists(file):
+        return None
+    with open_file(file, "r+", None, encoding="utf-8") as stream:
+        return _try_lock(folder, stream)
+
+
+def _try_lock(folder: Path, stream: IO[str]) -> Problem | None:
     """Lock the opened file, without waiting; return a problem if another process has it."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,8 +101,8 @@ def _lock(folder: Path, stream: IO[str]) -> Problem | None:
     return None
 
 
-def _names(file: Path, stream: IO[str]) -> bool:
-    """Return whether the path still leads to the opened file, which may have been removed."""
+def _is_same_file(file: Path, stream: IO[str]) -> bool:
+    """Return whether `file` is still the opened file; False if it was removed or replaced."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
     except FileNotFoundError:

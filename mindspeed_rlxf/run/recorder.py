@@ -59,7 +59,7 @@ class Recorder:
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
         self.health = Health(config.logging.stop_on, _kl_limit(config))
-        done = self._replay(directory)
+        done = self._replay_health(directory)
         self._trackers = _make_trackers(config, directory, done, self._warn_of_tracker, writes)
         names = config.logging.console_metrics
         path, here = directory.path, Path.cwd()
@@ -98,7 +98,7 @@ class Recorder:
     def _warn_of_tracker(self, text: str) -> None:
         self.console.warn_once(text, text)
 
-    def _replay(self, directory: RunDirectory) -> int:
+    def _replay_health(self, directory: RunDirectory) -> int:
         """Apply the health rules to the iterations before a resume, without writing findings.
 
         Prints a note if the run was ended by such a rule. Returns the last iteration, 0 for none.
@@ -120,7 +120,9 @@ class Recorder:
     ) -> None:
         """Print warnings of skipped optimizer steps, and of samples whose scores were not finite.
 
-        scores: sample id -> score that was not finite
+        The warning names 8 of these samples at most.
+        metrics: of the iteration, with `skipped_steps` of each role
+        scores:  sample id -> score that was not finite
         """
         for role in ("critic", "actor"):
             if count := int(metrics.get(f"{role}/skipped_steps", 0)):
@@ -137,7 +139,8 @@ class Recorder:
     ) -> None:
         """Print one line of validation metrics.
 
-        own_line: also write them to metrics.jsonl, as they belong to no iteration
+        own_line: they belong to no iteration: also write them to metrics.jsonl and the trackers,
+                  and show them to the health rules
         """
         if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
@@ -153,8 +156,9 @@ class Recorder:
         )
 
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
-        """Write the driver's phases, and calls to ranks since the last call, to the timeline.
+        """Write phases of the driver and recorded calls to ranks to the timeline.
 
+        Takes the spans of `cluster.spans`, so the next call has only later ones.
         driver: phase -> (start in seconds of the epoch, seconds)
         """
         if self._timeline is None:

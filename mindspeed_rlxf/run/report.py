@@ -73,9 +73,14 @@ def find_problem(run: Path) -> Problem | None:
 
 
 def find_state(run: Path) -> str:
-    """Return the state of a run: "running", "failed", "finished" or "stopped"."""
+    """Return the state of a run: "running", "failed", "finished" or "stopped".
+
+    running = another process has the lock; failed = there is a failure.json; finished = the weights
+    of the last iteration were exported; stopped = none of these. Where this user cannot open the
+    lock, the run counts as not running.
+    """
     directory = RunDirectory(run.absolute())
-    if lock.find_holder(directory.path):
+    if lock.is_locked(directory.path):
         return "running"
     if directory.failure.exists():
         return "failed"
@@ -113,7 +118,7 @@ def report_mode(run: Path, file: Path) -> int | None:
 
 
 def _is_exported(directory: RunDirectory) -> bool:
-    """Whether the weights of the run's last iteration were exported."""
+    """Return whether the weights of the run's last iteration were exported."""
     try:
         exported = int(read_pointer(directory.checkpoints / EXPORTED))
     except (OSError, ValueError):

@@ -124,7 +124,10 @@ class StopRequest:
 
     @property
     def left_s(self) -> float | None:
-        """Predicted seconds until this iteration and its save are done; None = unknown."""
+        """Predicted seconds until this iteration and its save are done.
+
+        None in the first iteration, which nothing can be predicted from.
+        """
         if not self._iterations:
             return None
         usual = statistics.median(self._iterations)
@@ -133,7 +136,10 @@ class StopRequest:
 
     @property
     def work_lost(self) -> str:
-        """Text on the iterations after the last checkpoint, which a stop now would lose."""
+        """Text on the iterations that a stop now would lose, those after the last checkpoint.
+
+        "nothing is lost" if there are none.
+        """
         first, last = self.saved + 1, self.under_way
         if last < first:
             return "nothing is lost"
@@ -142,8 +148,9 @@ class StopRequest:
         return f"{iterations} will run again, from {start}"
 
     def _no_time_for_another(self) -> bool:
-        """Whether `max_wall_time` leaves no time for another iteration and its save; if so, set
-        `reason`. False without a limit or a past iteration.
+        """Return whether `max_wall_time` leaves no time for another iteration and its save.
+
+        If so, also sets `reason`. False without a limit or a past iteration.
         """
         if self.wall_s is None or not self._iterations:
             return False
@@ -159,8 +166,8 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Otherwise raises KeyboardInterrupt, as a second signal (after ONE_SIGNAL_S) and the end of
-        the grace time (SIGALRM) do. Starts that timer and sets `reason`.
+        Otherwise raises KeyboardInterrupt, as a second signal (after ONE_SIGNAL_S) and SIGALRM do.
+        Starts a timer that sends SIGALRM one second before the grace time ends. Sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

@@ -87,7 +87,7 @@ class Manifest:
     def find_missing(self, folder: Path) -> str:
         """Return a text on files that are missing or of another size, "" for none.
 
-        Files of other hosts are ignored.
+        Names three of them at most, and counts the others. Files of other hosts are ignored.
         """
         here = [entry for entry in self.files if HOST not in entry]
         problems = [size_problem(folder, entry) for entry in here]
@@ -109,7 +109,8 @@ class Manifest:
     def from_json(cls, text: str, name: str) -> Manifest:
         """Parse the text of `to_json`. name: of the file, for errors
 
-        Raises ValueError where the text was changed or is of another format version.
+        Raises ValueError where the text was changed, is of another format version, or names a file
+        outside its folder.
         """
         try:
             tree = parse_json(text)
@@ -155,7 +156,7 @@ class RunStore:
         return self.folder / f"iter_{iteration:07d}"
 
     def begin(self, iteration: int) -> Path:
-        """Make the hidden folder of a checkpoint, and return it; remove unfinished ones."""
+        """Remove all unfinished checkpoints, make the hidden folder of a new one, and return it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear_unfinished()
         hidden = self.hidden(iteration)
@@ -216,7 +217,8 @@ class RunStore:
     def keep(self, iterations: Collection[int]) -> None:
         """Remove all checkpoints of other iterations.
 
-        Also removes NAME.unused folders that are older than the two newest checkpoints.
+        Also removes checkpoints that were set aside (`NAME.unused`), where they are older than the
+        newest two that are left.
         """
         for checkpoint in self.newest_first():
             if checkpoint.iteration not in iterations:
@@ -231,7 +233,7 @@ class RunStore:
                 _discard(folder)
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None where the file is unreadable."""
+        """Return the iteration whose weights were exported; None where no file says so."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):

@@ -78,7 +78,7 @@ class Collected:
     def non_finite_scores(self) -> dict[int, float]:
         """Wait for the scores; return sample id -> score of those that are NaN or inf.
 
-        Of kept samples and of greedy responses (ReMax).
+        Looks at kept samples, and with ReMax at greedy responses, which have ids of samples too.
         """
         ids = self._chosen(report.sample_ids for report in self.generate_reports())
         scores = self.score_report().scores
@@ -112,7 +112,10 @@ class Collected:
         }
 
     def sync_s(self) -> float:
-        """Wait for generation; return the seconds that its slowest rank waited for weights."""
+        """Wait for generation; return the seconds that the slowest rank waited for weights.
+
+        The sum over all generated batches, each with its own slowest rank.
+        """
         calls = [batch.generated for batch in self._all_batches()]
         return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
 
@@ -140,7 +143,7 @@ class Collector:
     def collect(self) -> Collected:
         """Start generation and scoring of an iteration; return references to the samples.
 
-        Waits for scores only with `filter_groups`.
+        Also starts the greedy responses of ReMax. Waits for scores only with `filter_groups`.
         """
         found = (
             self._collect_differing_groups()

@@ -17,12 +17,13 @@ def find_order_problems(
 ) -> list[Problem]:
     """Compare the prompts of fixed responses with those of the next `iterations` batches.
 
-    Returns [] if they agree, else one problem with the first sample that differs and their number.
+    Returns [] if they agree, else one problem with the first sample that differs and the number of
+    all such samples.
     source: at the position where the run starts; it is advanced by `iterations` batches
     decode: token ids -> text
-    Token ids of prompts in the file must be equal. A prompt text in the file may be the prompt as
-    written or as decoded; text of no prompt at all is ignored (it may be a chat before its
-    template).
+    Token ids of a prompt in the file must be equal to those of the sample's prompt. A text must be
+    that prompt as written or as decoded; a text that is no prompt of the data set is ignored, as it
+    may be a chat before its template.
     """
     forms: list[set[str]] = []  # texts of each prompt of the data set: as written, and as decoded
     if fixed.texts:

@@ -22,8 +22,7 @@ SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Return statistics of the lengths of prompts and responses, and the shares ended by EOS or
-    cut at the limit."""
+    """Return statistics of prompt and response lengths, and the shares with EOS and without."""
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {
         **_summary(lengths.prompts).named("prompt_length"),
@@ -161,7 +160,7 @@ def flops_metrics(
 
 
 def validation_score(measured: Mapping[str, float], metric: str) -> float | None:
-    """Return the value of a validation metric in an iteration's metrics; None if it has none.
+    """Return the value of a validation metric in an iteration's metrics; None if it is not there.
 
     metric: `val/<data source>/<name>`, or a name, whose mean over the data sources is returned
     """

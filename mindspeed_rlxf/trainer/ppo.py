@@ -120,8 +120,10 @@ class PpoTrainer:
         ref: Pending | None,
         values: Pending | None,
     ) -> Pending:
-        """Start the call that makes rewards and advantages: on the critic's ranks, or without a
-        critic on the actor's."""
+        """Start the call that makes rewards and advantages.
+
+        It runs on the ranks of the critic, or of the actor where there is no critic.
+        """
         inputs = ExperienceInputs(
             rollouts=as_rows_field(collected.rollouts),
             old=as_rows_field(old.rows() if old else None),
@@ -196,7 +198,7 @@ class PpoTrainer:
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
     ) -> dict[str, float]:
-        """Return metrics of times, memory, idle shares, tokens and operations per second."""
+        """Wait for the calls; return metrics of times, memory, idle shares, tokens and FLOPs."""
         reports, updates = collected.generate_reports(), "update_actor" in phases
         flops = iteration_flops(self.config, reports, collected.responses(), updates)
         peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None

@@ -87,7 +87,7 @@ def prepare(config: RunConfig) -> Prepared:
         problems += check_weights(config, role)
     problems += [*_check_engine(config), *trackers.find_problems(config.logging.trackers)]
     actor, described, prepared = config.actor_rollout, _find_config_folder(config), Prepared()
-    prepared.tokenizer = _collect(
+    prepared.tokenizer = _attempt(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
     if prepared.tokenizer is None:  # nothing can be tokenized, but missing files can be reported
@@ -100,17 +100,17 @@ def prepare(config: RunConfig) -> Prepared:
     prepared.val_prompts = validation.prompts[: config.validation.max_samples]
     data_stops = sorted({*training.stop_token_ids, *validation.stop_token_ids})
     stop_ids = sorted({*actor.stop_token_ids, *data_stops})
-    found = _collect(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
+    found = _attempt(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
     prepared.eos_token_ids = found or ()
     problems += _check_eos_ids(prepared.eos_token_ids, actor.architecture.vocab_size)
     problems += _check_rewards(config, prepared)
     problems += _check_best_metric(config, prepared)
-    prepared.fixed_responses = _collect(problems, lambda: _load_fixed_responses(config, prepared))
+    prepared.fixed_responses = _attempt(problems, lambda: _load_fixed_responses(config, prepared))
     problems += _check_order(config, prepared, directory)
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
-    prepared.notices = [stops, *prepared.sandbox, *_notices(config)]
+    prepared.notices = [stops, *prepared.sandbox, *_list_notices(config)]
     reward = config.reward
     if reward.rules or any(part.data_sources for part in reward.parts):
         prepared.notices += find_idle_sources(reward, _sources(prepared))
@@ -123,8 +123,10 @@ def _sources(prepared: Prepared) -> set[str]:
 
 
 def _find_config_folder(config: RunConfig) -> str | None:
-    """Return the folder whose generation_config.json is the actor's: its `load`, else the
-    tokenizer's. None without `load`."""
+    """Return the folder whose generation_config.json the actor uses; None without `load`.
+
+    It is `load`, or the tokenizer's folder where Megatron weights have no config.json.
+    """
     load = config.actor_rollout.load
     try:
         return load and str(find_description(load, config.training.tokenizer_name_or_path))
@@ -132,8 +134,8 @@ def _find_config_folder(config: RunConfig) -> str | None:
         return load
 
 
-def _notices(config: RunConfig) -> list[str]:
-    """Return lines about greedy sampling, top_k/top_p, stop strings and a critic without a head."""
+def _list_notices(config: RunConfig) -> list[str]:
+    """List notes for the user on sampling, stop strings, and a critic without a score head."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -155,7 +157,7 @@ def _open_weights(section: RoleConfig) -> BoxedWeights:
     return open_weights(section.load, section.architecture)
 
 
-def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
+def _attempt(problems: list[Problem], action: Callable[[], T]) -> T | None:
     """Return the result of `action`; on a UserError add its problems to `problems`, return None."""
     try:
         return action()
@@ -207,9 +209,9 @@ def _load_prompts(
     """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
-        indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
+        indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))
         return indexed or IndexedPrompts()
-    return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or ())
+    return IndexedPrompts(_attempt(problems, lambda: load_prompts(files, *arguments)) or ())
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
@@ -276,9 +278,9 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
-    """Return the fixed responses, as many as the run can use; None if none are configured.
+    """Load the fixed responses, which must include every sample of the run; None if not configured.
 
-    Errors: UserError.
+    Errors: UserError with all problems of the file.
     """
     actor = config.actor_rollout
     if actor.fixed_responses is None:

@@ -78,8 +78,9 @@ class PromptSource:
         return Ahead(before, indices, [self.prompts[i] for i in indices])
 
     def pop_consumed(self) -> ConsumedPrompts:
-        """Return the prompts that `next_prompts` returned since the last call: their indices, the
-        id of their first sample and the number of samples per prompt.
+        """Return the prompts that `next_prompts` drew since `pop_consumed` was last called.
+
+        They are given as indices, with the id of their first sample and the samples per prompt.
         """
         indices, self._taken = self._taken, []
         first = self._next_sample_id - len(indices) * self.n_samples_per_prompt

@@ -185,7 +185,7 @@ class Run:
             if self._done:
                 print(self._done, flush=True)
         except UserError as mistake:
-            self._release()
+            self._release_directory()
             if isinstance(mistake, TooFewDevices):
                 supervised.report_facts(free=mistake.free)
             raise
@@ -196,7 +196,7 @@ class Run:
             failure.report(self._started, ill, self._stop)
             self.exit_code = EXIT_FAILED
         except DevicesMissing as missing:
-            self._release()
+            self._release_directory()
             supervised.report_facts(free=missing.free)
             self._end_stopped(str(missing))
         except Exception as failed:
@@ -242,8 +242,8 @@ class Run:
             return
         print(f"report: {directory.report}", flush=True)
 
-    def _release(self) -> None:
-        """Unlock the run directory and, if nothing was trained, remove its configuration."""
+    def _release_directory(self) -> None:
+        """Unlock the run directory; if no metrics were written, remove its configuration first."""
         if self._started:
             self._started.release()
 
@@ -294,7 +294,8 @@ def training(
 
     writes: whether this process writes the files of the run
     stop:   decides after each iteration whether `fit` raises Stopped
-    A block that ends without an error exports the final weights and marks the run as finished.
+    When the block ends without an error, exports the final weights and marks the run as finished.
+    After an error it does neither.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}

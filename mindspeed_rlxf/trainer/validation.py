@@ -34,11 +34,13 @@ class Validator:
         self.seed = validation_seed(config.training.seed)
         size = self.config.n_samples
         self.prompts = as_rows([prompt for prompt in prompts for _ in range(size)])
-        self._filled = self._fill()
+        self._padded = self._pad_prompts()
 
-    def _fill(self) -> Prompts:
-        """Return the rows with the first ones repeated at the end, so that replicas get equal
-        numbers."""
+    def _pad_prompts(self) -> Prompts:
+        """Return the prompts with the first ones repeated at the end.
+
+        Their number can then be divided by the replicas of the rollout and of the reward.
+        """
         count = self.prompts.num_rows
         if not count:
             return self.prompts
@@ -46,26 +48,27 @@ class Validator:
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
-        """Generate and score responses to the validation prompts; return the metrics.
+        """Generate and score responses to the validation prompts; return and print the metrics.
 
-        {} without validation prompts. The rollout ranks get the actor's weights first. Samples and
-        metrics are written to the run directory. Names are `val/<data source>/<metric>`
-        (`validation_metrics`) and `timing/val`.
+        {} without validation prompts. The rollout ranks get the actor's weights first. Samples are
+        written to the run directory. Names are `val/<data source>/<metric>` (`validation_metrics`)
+        and `timing/val`.
         iteration: number of finished iterations
         version:   number of updates in the actor's weights
-        own_line:  write the metrics to metrics.jsonl as a separate line
+        own_line:  also write the metrics to metrics.jsonl, as a separate line; False = the caller
+                   writes them
         """
         if not self.prompts.num_rows:
             return {}
         with phase(f"validating, {self.prompts.num_rows} responses"):
             self.roles.rollout.update_weights(self.roles.actor, version)
-            generated = self.roles.rollout.answer_validation(self._filled, self.seed)
+            generated = self.roles.rollout.answer_validation(self._padded, self.seed)
             rollouts = generated.rows()
             by_rule = self.config.reward is RewardKind.RULE
             reward = self.roles.reward
             scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
             lengths = [n for report in generated.result() for n in report.response_lengths]
-            found = self._collect(lengths, scored.result())
+            found = self._join_scored(lengths, scored.result())
         size = self.config.n_samples
         groups = [found[i : i + size] for i in range(0, len(found), size)]
         metrics = measure(groups, self.prompts.data_sources[::size], self.config)
@@ -81,7 +84,7 @@ class Validator:
         )
         return metrics
 
-    def _collect(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
+    def _join_scored(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
         """Return the scored responses in the order of `prompts`, without the repeated ones.
 
         lengths: tokens of each response

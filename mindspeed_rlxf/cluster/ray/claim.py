@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.errors import Problem
 
 logger = logging.getLogger(__name__)
 
-OWN_WAIT_S = 30.0  # longest wait on an own cluster, which never grows
+OWN_WAIT_S = 30.0  # longest wait on our own cluster, which never grows
 FIRST_S = 3.0  # before the first warning of missing devices on a joined cluster
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
@@ -47,8 +47,8 @@ class DeviceClaim:
         self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
     ) -> None:
         """resource: Ray's name of a device
-        logical:  True on an own CPU cluster, where one host stands for all nodes
-        wait_s:   longest wait for devices; None on an own cluster, which never grows
+        logical:  True on our own CPU cluster, where one host stands for all nodes
+        wait_s:   longest wait for devices; None on our own cluster, which never grows
         check:    compares the nodes of a joined cluster with the driver's
         """
         self._address, self._resource = address, resource
@@ -67,18 +67,18 @@ class DeviceClaim:
         patience = SAY_MISSING_EVERY_S if self._wait_s is None else FIRST_S
         while True:
             left = max(deadline - time.monotonic(), 0)
-            groups, late = self._attempt(shapes, min(left, patience))
+            groups, late = self._try_to_reserve(shapes, min(left, patience))
             patience = SAY_MISSING_EVERY_S
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
             self._report_shortage(shapes, late, time.monotonic() >= deadline)
 
-    def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
+    def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool and wait up to `wait_s` for all of them.
 
-        Returns the groups, and the names of pools that were not placed or have devices of several
-        models. If there is such a pool, all groups have been removed again.
+        Returns (groups, names of pools that were not placed or have devices of several models). If
+        there is such a pool, all groups have been removed again and must not be used.
         """
         nodes = self._list_nodes()
         groups: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class DeviceClaim:
             for name in sorted(shapes, key=lambda name: -max(shapes[name])):
                 model = choose_model(name, shapes[name], nodes)
                 nodes = take_devices(nodes, shapes[name], model)
-                groups[name] = self._group(shapes[name], model)
+                groups[name] = self._request_group(shapes[name], model)
             late = _find_late_pools(groups, wait_s)
             if not late:  # a node may have joined meanwhile
                 late = _find_mixed_pools(groups, self._list_nodes())
@@ -99,12 +99,12 @@ class DeviceClaim:
         return groups, [name for name in shapes if name in late]
 
     def _list_nodes(self) -> list[Node]:
-        """Return the usable nodes that have devices; [] on an own cluster, which is one host."""
+        """Return the usable nodes that have devices; [] on our own cluster, which is one host."""
         if self._wait_s is None:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
-    def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
+    def _request_group(self, shape: tuple[int, ...], model: str | None) -> Any:
         """Ask Ray for a placement group, without waiting; nodes that are left out are avoided.
 
         model: the device model that it must have; None = any

@@ -1,6 +1,6 @@
-"""Join a running Ray cluster, or start an own one, which ends with this process.
+"""Join a running Ray cluster, or start our own, which ends with this process.
 
-An own cluster listens on the loopback interface only, needs a token made here, and keeps its files
+Our own cluster listens on the loopback interface only, needs a token made here, and keeps its files
 in one temporary folder that no other user can enter. `orphan_guard` ends it if this process is
 killed. Ray is imported inside the functions, because it reads its environment on import.
 """
@@ -55,9 +55,10 @@ class RayCluster:
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
-        """Disconnect from Ray. For an own cluster also kill its processes and remove its folder.
+        """Disconnect from Ray. For our own cluster also kill its processes and remove its folder.
 
-        These are all child processes of this process.
+        Kills all children of this process and their children, so also processes that are not Ray's.
+        Waits up to 5.5 s for their end.
         """
         import ray
 
@@ -85,12 +86,12 @@ def resource_name(device: DeviceConfig) -> str:
 def open_cluster(
     address: str | None, resources: dict[str, float], allow_unauthenticated: bool = False
 ) -> RayCluster:
-    """Join the cluster that `config.cluster.choose_cluster` names, or start an own one.
+    """Join the cluster that `config.cluster.choose_cluster` names, or start our own.
 
     Sets environment variables of Ray. Raises UserError where the cluster cannot or must not be
     joined.
     address:   `runtime.address`
-    resources: devices that an own cluster registers beside those that Ray finds
+    resources: devices that our own cluster registers beside those that Ray finds
     allow_unauthenticated: also join a cluster that asks for no token (see `trust.check_trust`)
     """
     for name, value in QUIET.items():
@@ -103,12 +104,12 @@ def open_cluster(
             cluster.address, resources or "its devices", chosen.source,
         )  # fmt: skip
         return cluster
-    cluster = _join(chosen.address, allow_unauthenticated)
+    cluster = _join_cluster(chosen.address, allow_unauthenticated)
     logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
     return cluster
 
 
-def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
+def _join_cluster(address: str, allow_unauthenticated: bool) -> RayCluster:
     """Join a running cluster.
 
     Raises UserError where none answers, it refuses, or it is not trusted.
@@ -161,8 +162,9 @@ def _set_token_mode(**token: str) -> None:
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
-    """Start an own cluster on the loopback interface, with a token and an orphan guard.
+    """Start our own cluster on the loopback interface, with a token and an orphan guard.
 
+    Sets environment variables of Ray in this process.
     resources: devices that it registers beside those that Ray finds
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
@@ -219,7 +221,10 @@ def _short_temp_root() -> str:
 
 
 def object_store_bytes() -> int:
-    """Return the size of an own object store: a tenth of this host's memory, 100 MiB to 2 GiB."""
+    """Return the size of the object store of our own cluster.
+
+    It is a tenth of this host's memory, at least 100 MiB, at most OBJECT_STORE_LIMIT.
+    """
     tenth = int(psutil.virtual_memory().total) // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 

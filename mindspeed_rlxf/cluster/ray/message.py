@@ -59,7 +59,11 @@ def make_messages(
         args: Any = written.get(same)
         if args is None:
             builds = request.factory is not None
-            args = ray.put((request.factory, request.args)) if builds else _write_all(request.args)
+            args = (
+                ray.put((request.factory, request.args))
+                if builds
+                else _encode_arguments(request.args)
+            )
             written[same] = args
         how = request.keeps_rows, request.num_rows, request.of_engine
         message = [key, keys, request.role.value, request.method, *how]
@@ -71,34 +75,34 @@ def make_messages(
 
 def read_request(message: Message, built: tuple[Any, tuple[Any, ...]] | None) -> Request:
     """Decode a request. built: the factory and its arguments, of a request that builds a role"""
-    factory, args = built or (None, tuple(_read(*arg) for arg in message.args))
+    factory, args = built or (None, tuple(_decode_argument(*arg) for arg in message.args))
     role, how = Role(message.role), (message.keeps_rows, message.num_rows)
     return Request(role, message.method, args, *how, factory, message.of_engine)
 
 
-def _write_all(args: Sequence[Any]) -> list[Any]:
-    return [_write(arg) for arg in args]
+def _encode_arguments(args: Sequence[Any]) -> list[Any]:
+    return [_encode_argument(arg) for arg in args]
 
 
-def _write(arg: Any) -> list[Any]:
+def _encode_argument(arg: Any) -> list[Any]:
     """Encode an argument as [kind, plain form]."""
     if type(arg) is RowsRef:
-        return [ROWS, _write_rows(arg)]
+        return [ROWS, _encode_rows(arg)]
     if type(arg) is ExperienceInputs:
-        return [INPUTS, _write_all([getattr(arg, name) for name in INPUT_NAMES])]
+        return [INPUTS, _encode_arguments([getattr(arg, name) for name in INPUT_NAMES])]
     return [UNCHANGED, arg]
 
 
-def _read(kind: int, data: Any) -> Any:
-    """Decode an argument that `_write` encoded."""
+def _decode_argument(kind: int, data: Any) -> Any:
+    """Decode an argument that `_encode_argument` encoded."""
     if kind == ROWS:
-        return _read_rows(*data)
+        return _decode_rows(*data)
     if kind == INPUTS:
-        return ExperienceInputs(*(_read(*field) for field in data))
+        return ExperienceInputs(*(_decode_argument(*field) for field in data))
     return data
 
 
-def _write_rows(rows: RowsRef) -> list[Any]:
+def _encode_rows(rows: RowsRef) -> list[Any]:
     """Encode a reference as [pieces, selection]."""
     pieces = []
     for piece in rows.pieces:
@@ -107,8 +111,8 @@ def _write_rows(rows: RowsRef) -> list[Any]:
     return [pieces, None if rows.selection is None else list(rows.selection)]
 
 
-def _read_rows(pieces: Sequence[Sequence[Any]], selection: Sequence[int] | None) -> RowsRef:
-    """Decode a reference that `_write_rows` encoded; its handles are KeptHandles."""
+def _decode_rows(pieces: Sequence[Sequence[Any]], selection: Sequence[int] | None) -> RowsRef:
+    """Decode a reference that `_encode_rows` encoded; its handles are KeptHandles."""
     found = [
         Piece(KeptHandle(process, key, Origin(*origin)), num_rows)
         for num_rows, process, key, *origin in pieces

@@ -22,18 +22,24 @@ class OrphanGuard:
     """The `orphan_guard` process of our own cluster; a killed guard is replaced at once."""
 
     def __init__(self, temp_dir: Path) -> None:
-        """Start the guard. temp_dir: the cluster's folder, whose name finds its processes"""
+        """Start the guard, and a thread that starts another when it is killed.
+
+        temp_dir: the cluster's folder; the guard finds the cluster's processes by its path
+        """
         self._temp_dir, self._pids = temp_dir, ""
         self._lock, self._ending = threading.Lock(), False
         self._process = self._start()
-        threading.Thread(target=self._keep, name="orphan guard", daemon=True).start()
+        threading.Thread(target=self._restart_when_killed, name="orphan guard", daemon=True).start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Send the pids of Ray's processes to the guard, which kills them when the driver ends."""
+        """Send the pids of Ray's processes to the guard, which kills them when the driver ends.
+
+        The guard reads only the first line that it gets, so call this once.
+        """
         with self._lock:
             self._pids = " ".join(str(pid) for pid in pids if pid != self.pid)
             self._send_pids()
@@ -68,7 +74,7 @@ class OrphanGuard:
             self._process.stdin.write(f"{self._pids}\n".encode())
             self._process.stdin.flush()
 
-    def _keep(self) -> None:
+    def _restart_when_killed(self) -> None:
         """Wait for the guard's end and start another, with a warning, until `end` is called."""
         while True:
             started = time.monotonic()

@@ -49,7 +49,10 @@ class RayWorker(WorkerProcess):
         super().__init__(self._rows.fetch_rows)
 
     def report_place(self, entry: int) -> Place:
-        """Return where this process runs. entry: index of its node in `processes_per_node`"""
+        """Return where this process runs; the rows that it keeps get its actor name.
+
+        entry: index of its node in `processes_per_node`
+        """
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
@@ -137,7 +140,10 @@ class RayWorkers:
         ray.util.remove_placement_group(self.placement_group)
 
     def reset(self) -> bool:
-        """Make the processes leave their pool and wait; return False where one fails or is late."""
+        """Make the processes leave their pool and wait; return False if one fails or is late.
+
+        True = another pool can use them. A process is late after RESET_S seconds.
+        """
         origins = [Origin("pool", rank, "", "reset") for rank in range(len(self.actors))]
         tasks = [(a.reset.remote(), o) for a, o in zip(self.actors, origins, strict=True)]
         try:
@@ -162,7 +168,7 @@ class RayCall:
         return [RayHandle(self._rows, origin) for origin in self._origins]
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies of all ranks and return them; call it once.
+        """Wait for the replies of all ranks and return them; it must not be called a second time.
 
         Raises WorkerError, or at the deadline RuntimeTimeout with the states of the late ranks.
         """

@@ -80,8 +80,8 @@ class RayPools:
     ) -> dict[str, RayPool]:
         """Create all pools at the same time and wait; return them by name.
 
-        Warm processes of an ended pool of the same shape are used again. After an error no process
-        of these pools is left.
+        Warm processes of an ended pool of the same shape are used again. Agents of nodes without a
+        pool are ended. After an error no process of these pools is left.
 
         processes_per_node: pool -> number of processes on each node
         parts:              pool -> sizes of its parts, where it is split
@@ -163,7 +163,10 @@ class RayPools:
         return explain_timeout(error, pool.name, producers, seen, keepers)
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Inspect all workers; return the error, with a note if its host ran out of memory."""
+        """Inspect all workers; return the error, with a note if its host ran out of memory.
+
+        Copies the logs of other hosts to this one.
+        """
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
         new_kills = [
@@ -176,7 +179,7 @@ class RayPools:
     def release(self, pool: RayPool) -> None:
         """End a pool: kill its processes, or keep them warm for another pool (`keep_warm`).
 
-        Does nothing for a pool that has ended.
+        Processes that cannot leave the pool are killed too. Does nothing for a pool that has ended.
         """
         if pool not in self._pools:
             return
@@ -187,7 +190,7 @@ class RayPools:
             pool.workers.kill()
 
     def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
-        """Kill warm processes, oldest first, until `needed` devices are free.
+        """Kill warm processes, oldest first, until `needed` devices are free or none are left.
 
         claimed: workers of the pools that are being created
         """
@@ -206,7 +209,7 @@ class RayPools:
         Also starts the agents of their hosts. On a joined cluster the placement is logged.
         groups: placement group of each pool
         """
-        actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
+        actors = {name: self._start_actors(shape, groups[name]) for name, shape in shapes.items()}
         tasks = [
             (actor.report_place.remote(entry), Origin(name, index, "a host not known yet", "start"))
             for name, found in actors.items()
@@ -225,7 +228,7 @@ class RayPools:
             self._node_check.warn_of_unshared_hosts(hosts)
         return workers
 
-    def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
+    def _start_actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
         """Start an actor for each process of a shape; return (index in the shape, actor)."""
         wants = device_options(self._resource, self._environment)
         found = []

@@ -127,7 +127,10 @@ class WorkerRows:
             return {key: self._share(key, outcome) for key, outcome in found.items()}
 
     def _share(self, key: int, outcome: Outcome) -> Any:
-        """Move large rows to shared memory and return their ObjectRef; return others unchanged."""
+        """Move rows of SHARED_BYTES or more to shared memory and return their ObjectRef.
+
+        Other outcomes are returned unchanged.
+        """
         outcome = self.kept.wait_for([key], 0.0).get(key, outcome)
         if not isinstance(outcome, Rows) or count_bytes(outcome) < SHARED_BYTES:
             return outcome
@@ -146,7 +149,7 @@ class WorkerRows:
         for handle in waiting.pop(self.process, []):
             values[handle] = self._read_own(handle)
         while waiting:
-            found = self._ask(waiting, deadline)
+            found = self._ask_processes(waiting, deadline)
             values |= found
             left = {p: [h for h in asked if h not in values] for p, asked in waiting.items()}
             waiting = {process: asked for process, asked in left.items() if asked}
@@ -169,12 +172,13 @@ class WorkerRows:
             return ray.get(outcome)
         return copy_rows(outcome) if isinstance(outcome, Rows) else outcome
 
-    def _ask(
+    def _ask_processes(
         self, waiting: dict[str, list[KeptHandle]], deadline: float
     ) -> dict[KeptHandle, Outcome]:
-        """Ask each process once for its rows; return the outcomes that exist by handle.
+        """Ask each process once for its rows; return the outcomes that arrive by the deadline.
 
-        Rows of a process that has died have a WorkerError. waiting: actor name -> handles
+        The key is the handle. Rows that a process does not have yet are left out. If a process has
+        died, the outcome of its rows is a WorkerError. waiting: actor name -> handles
         """
         values: dict[KeptHandle, Any] = {}
         asked: dict[Any, list[KeptHandle]] = {}

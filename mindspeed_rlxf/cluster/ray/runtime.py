@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
 from mindspeed_rlxf.device import resolve_kind
 
-FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; an own cluster declares others
+FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; our own cluster declares others
 
 
 class RayRuntime:
@@ -30,13 +30,14 @@ class RayRuntime:
         read_by_workers: Mapping[str, str] | None = None,
         run_file: Path | None = None,
     ) -> None:
-        """Join a Ray cluster, or start an own one.
+        """Join the Ray cluster that `settings.address` names, or start our own.
 
-        num_devices: logical devices that an own cluster declares
+        num_devices: logical devices that our own cluster declares
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
         keep_warm: keep the processes of ended pools for later pools of the same shape (tests)
         read_by_workers: folder -> the configuration keys that name it; compared on every node
         run_file: a file of the run directory; hosts that see it share the directory
+        Raises UserError where the cluster cannot or must not be joined.
         """
         resource = resource_name(device)
         declared = {} if resource in FOUND_BY_RAY else {resource: float(num_devices)}
@@ -80,6 +81,7 @@ class RayRuntime:
     ) -> dict[str, Pool]:
         """Create all pools at the same time and wait; return them by name.
 
+        Exempts the driver's present objects from garbage collection (`freeze_imports`).
         Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
         WorkerError where a process cannot start, RuntimeTimeout where it does not answer.
         """
@@ -94,7 +96,7 @@ class RayRuntime:
         return self.pools.explain_death(error)
 
     def shutdown(self) -> None:
-        """Kill all processes of the pools, and leave the cluster; an own cluster ends."""
+        """Kill all processes of the pools, and leave the cluster; our own cluster ends."""
         try:
             self.pools.end()
         finally:

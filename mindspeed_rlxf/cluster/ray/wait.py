@@ -45,7 +45,7 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
             late = sorted((origins[ref] for ref in waiting), key=lambda origin: origin.rank)
             ranks, hosts = [o.rank for o in late], [o.host for o in late]
             raise RuntimeTimeout(late[0].call, timeout_s, ranks, hosts=hosts)
-        found = _read(ready, origins)
+        found = _read_values(ready, origins)
         values.update(found)
         failed = [value for value in found.values() if isinstance(value, WorkerError)]
         if failed:
@@ -59,7 +59,7 @@ def _wait_for_all(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[An
     return ready, waiting
 
 
-def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+def _wait_for_any(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
     """Wait until one task has ended, or the timeout; return (all ended tasks, others)."""
     ready, waiting = ray.wait(refs, num_returns=1, timeout=max(timeout_s, 0))
     if ready and waiting:
@@ -68,15 +68,15 @@ def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
     return ready, waiting
 
 
-def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
+def _read_values(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
     """Return the value of each ended task by its ObjectRef; of a failed one its WorkerError."""
     try:
         return dict(zip(refs, ray.get(list(refs)), strict=True))
     except RayError:
-        return {ref: _read_one(ref, origins[ref]) for ref in refs}
+        return {ref: _read_value(ref, origins[ref]) for ref in refs}
 
 
-def _read_one(ref: Any, origin: Origin) -> Any:
+def _read_value(ref: Any, origin: Origin) -> Any:
     """Return the value of an ended task, or its WorkerError."""
     try:
         return ray.get(ref)
@@ -85,7 +85,10 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
-    """Return a WorkerError for an error of Ray, with a cause for messages."""
+    """Return the WorkerError for an error of Ray; its cause is `describe_end`.
+
+    For a process that died the cause also names its log.
+    """
     cause = describe_end(error)
     return (
         make_death_error(origin, cause, str(error))
@@ -105,7 +108,10 @@ def make_death_error(origin: Origin, cause: str, details: str = "") -> WorkerErr
 
 
 def describe_end(error: RayError) -> str:
-    """Return what a task raised, or how its process ended: then the text begins with DIED."""
+    """Return what a task raised, or why it has no result.
+
+    The text begins with DIED if the process of the task has died.
+    """
     text = str(error)
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -131,9 +137,9 @@ def _find_first_cause(
     """
     deadline = time.monotonic() + FIRST_CAUSE_S
     while waiting and all(error.is_aftermath for error in failed):
-        ready, waiting = _wait(waiting, deadline - time.monotonic())
+        ready, waiting = _wait_for_any(waiting, deadline - time.monotonic())
         if not ready:
             break
-        values = _read(ready, origins).values()
+        values = _read_values(ready, origins).values()
         failed = failed + [value for value in values if isinstance(value, WorkerError)]
     return min(failed, key=lambda error: (error.is_aftermath, error.rank))

@@ -49,7 +49,8 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     """Write `NAME-doctor.tar.gz` with the redacted files of the run in `folder`; return its path.
 
     target_dir: existing folder for the archive; an existing archive is never replaced
-    Raises UserError if `folder` has no run, or the archive cannot be written (its rest is deleted).
+    Raises UserError if `folder` has no run, or if the archive cannot be written; an incomplete
+    archive is deleted then.
     """
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):
@@ -69,7 +70,7 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
             tarfile.open(fileobj=file, mode="w:gz") as archive,
         ):
             for name, text in _members(run, report, redactor):
-                _add(archive, f"{target.name.removesuffix('.tar.gz')}/{name}", text)
+                _add_file(archive, f"{target.name.removesuffix('.tar.gz')}/{name}", text)
     except OSError as error:
         if not isinstance(error, FileExistsError):
             target.unlink(missing_ok=True)
@@ -92,14 +93,17 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
     yield "files.txt", redactor.clean(printable(_listing(run.path)))
     for file in sorted(islice(run.path.glob("config*.yaml"), MOST_FILES))[-MOST_CONFIGS:]:
         if CONFIG_FILE.fullmatch(file.name):
-            yield file.name, redactor.clean(_tail(file, STACK_BYTES))
+            yield file.name, redactor.clean(_read_tail(file, STACK_BYTES))
     if run.failure.exists():
-        yield run.failure.name, redactor.clean(_format_failure(_tail(run.failure, STACK_BYTES)))
+        yield (
+            run.failure.name,
+            redactor.clean(_format_failure(_read_tail(run.failure, STACK_BYTES))),
+        )
     if run.metrics.exists():
-        yield run.metrics.name, _metrics(_tail(run.metrics, METRIC_LINES * 4096))
+        yield run.metrics.name, _metrics(_read_tail(run.metrics, METRIC_LINES * 4096))
     for file in _logs(run):
         name = file.relative_to(run.path).as_posix()
-        yield name, redactor.clean(_tail(file, TAIL_BYTES))
+        yield name, redactor.clean(_read_tail(file, TAIL_BYTES))
         stacks = "".join(_stacks(file))
         if stacks:
             yield f"stacks/{name}", redactor.clean(stacks[-STACK_BYTES:])
@@ -147,7 +151,7 @@ def _logs(run: RunDirectory) -> list[Path]:
     """List at most MOST_LOGS log files: the driver's, the failed rank's, then the newest."""
     found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
     files = [file for file in found if LOG_FILE.fullmatch(file.name) and _is_regular(file)]
-    rank = re.search(r'"rank":\s*(\d+)', _tail(run.failure, STACK_BYTES))
+    rank = re.search(r'"rank":\s*(\d+)', _read_tail(run.failure, STACK_BYTES))
     failed = f"rank_{int(rank[1]):05d}.log" if rank else ""
 
     def key(file: Path) -> tuple[bool, bool, float]:
@@ -161,7 +165,7 @@ def _is_regular(file: Path) -> bool:
     return stat.S_ISREG(file.lstat().st_mode)
 
 
-def _tail(file: Path, size: int) -> str:
+def _read_tail(file: Path, size: int) -> str:
     """Return the last whole lines of a file, `size` bytes at most; "" if unreadable or a link."""
     try:
         if not _is_regular(file):
@@ -178,7 +182,7 @@ def _tail(file: Path, size: int) -> str:
 def _stacks(file: Path) -> Iterator[str]:
     """Yield the lines of faulthandler's stacks in the last STACK_SEARCH_BYTES of a log."""
     inside = False
-    for line in _tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
+    for line in _read_tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
         inside = bool(STACK_START.match(line)) or (inside and bool(STACK_LINE.match(line)))
         if inside:
             yield line
@@ -203,13 +207,13 @@ def _listing(folder: Path) -> str:
 
 
 def private_texts(run: RunDirectory) -> set[str]:
-    """Return all strings of the logged samples and of the first data rows, to be removed.
+    """Return the strings that a bundle must not contain: those of logged samples and of data.
 
-    Stops at about 2 x MOST_TEXTS strings, newest samples first.
+    Reads the first data rows, and the samples from the newest on; stops at about 2 x MOST_TEXTS.
     """
     texts = _data_texts(_config(run))
     for file in (run.samples, run.val_samples):
-        for line in reversed(_tail(file, SAMPLE_BYTES).splitlines()):
+        for line in reversed(_read_tail(file, SAMPLE_BYTES).splitlines()):
             texts.update(_strings(_json_object(line)))
             if len(texts) >= 2 * MOST_TEXTS:
                 return texts
@@ -244,7 +248,7 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
 def _config(run: RunDirectory) -> dict[str, Any]:
     """Read the run's configuration; {} if it cannot be read."""
     try:
-        found = parse_yaml(_tail(run.config, STACK_BYTES))
+        found = parse_yaml(_read_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -277,7 +281,7 @@ def _free_name(folder: Path, run: str) -> Path:
     return next(folder / name for name in names if not (folder / name).exists())
 
 
-def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
+def _add_file(archive: tarfile.TarFile, name: str, text: str) -> None:
     """Add a text as a file to the archive."""
     content = text.encode("utf-8", "replace")
     member = tarfile.TarInfo(name)

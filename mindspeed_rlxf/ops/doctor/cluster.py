@@ -158,14 +158,14 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, float | None]:
     """Return how many seconds each host's clock is ahead, by host; None = no reply in `timeout_s`.
 
-    All hosts are asked at once, each in a thread. See `_offset` for the accuracy.
+    All hosts are asked at once, each in a thread. See `_clock_offset` for the accuracy.
     """
     with ThreadPoolExecutor(max(len(agents), 1)) as threads:
-        offsets = threads.map(partial(_offset, timeout_s=timeout_s), agents)
+        offsets = threads.map(partial(_clock_offset, timeout_s=timeout_s), agents)
         return dict(zip((agent.host for agent in agents), offsets, strict=True))
 
 
-def _offset(agent: HostAgent, timeout_s: float) -> float | None:
+def _clock_offset(agent: HostAgent, timeout_s: float) -> float | None:
     """Return how many seconds a host's clock is certainly ahead (negative: behind) of this one.
 
     0 if the difference lies within the round trip of the call; None without a reply.
@@ -181,7 +181,7 @@ def _offset(agent: HostAgent, timeout_s: float) -> float | None:
 
 
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
-    """Return a warning for clocks over CLOCK_S off and for hosts without a reply; `ok` if none.
+    """Return warnings for clocks over CLOCK_S off and for hosts without a reply; `ok` without any.
 
     offsets: host -> seconds ahead of this host; None = no reply
     """

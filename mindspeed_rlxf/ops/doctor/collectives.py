@@ -122,7 +122,10 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
 
 
 def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
-    """Yield an error per host and per link that failed in pairs; then `ok` if any pair passed."""
+    """Yield an error per host, per link and per undecided pair that failed.
+
+    If any pair passed, `ok` with the number of pairs comes last.
+    """
     check, verdict = "collectives.pairs", hunt.verdict()
     for party in verdict.broken:
         yield error(
@@ -133,14 +136,14 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
     for link in verdict.links:
         yield error(
             check,
-            f"{_names(link)} fail together, each is fine with others",
+            f"{_join_names(link)} fail together, each is fine with others",
             "look at the way between them: routes, firewall, cable, switch port",
         )
     for group in verdict.undecided:
         if len(group) == 2:
             yield error(
                 check,
-                f"{_names(group)} fail together, and no good host is left to compare with",
+                f"{_join_names(group)} fail together, and no good host is left to compare with",
                 "look at firewall and GLOO/HCCL_SOCKET_IFNAME of both",
             )
     if verdict.any_pair_passed:
@@ -159,7 +162,8 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
         if len(group) != 2:
             yield error(
                 check,
-                f"{len(group)} hosts together fail, none of their halves does: {_names(group)}",
+                f"{len(group)} hosts together fail, none of their halves does: "
+                f"{_join_names(group)}",
                 "look at `ulimit -n`, local ports and memory: what grows with their number",
             )
     if verdict.num_together:
@@ -172,7 +176,7 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
         )
 
 
-def _names(group: Group) -> str:
+def _join_names(group: Group) -> str:
     """Join the names of at most SHOWN_NAMES parties, with the number of those left out."""
     names = [party.name for party in group]
     if len(names) > SHOWN_NAMES:

@@ -52,9 +52,10 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Yield findings on number, health and memory in use of the devices that the driver lists.
+    """Yield findings on the driver's devices: number (none: an error), sick ones, busy ones.
 
-    A driver's tool that failed is one warning.
+    Sick ones are an error, busy ones (memory in use) a warning; without any, nothing is yielded on
+    them. A driver's tool that failed is one warning and nothing else.
     """
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
@@ -84,6 +85,7 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
 def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str | None) -> Finding:
     """Check that torch sees as many devices as the driver lists and the variable leaves visible.
 
+    An error if not, or if torch sees none. If the driver's tool failed, only the latter.
     counted: devices by torch; hidden: value of the visibility variable, None = not set
     """
     variable = device.visible_devices_variable(kind)

@@ -140,7 +140,10 @@ def text_encoding(encoding: str | None = None) -> Finding:
 
 
 def clock(now: float | None = None) -> Finding:
-    """Report an error if the clock is before RELEASED. now: seconds since 1970, None = read it"""
+    """Report an error if the clock is before RELEASED, as the clock of a run cannot be.
+
+    now: seconds since 1970; None = read the clock
+    """
     now = time.time() if now is None else now
     return judge(
         now >= RELEASED,

@@ -107,9 +107,9 @@ class Hunt:
         """
         for pairs in pair_rounds(self._parties):
             broken = self._broken()
-            yield from self._try([pair for pair in pairs if broken.isdisjoint(pair)])
+            yield from self._try_pairs([pair for pair in pairs if broken.isdisjoint(pair)])
         for _ in range(CONFIRM_ROUNDS):
-            yield from self._try(self._doubtful_pairs())
+            yield from self._try_pairs(self._doubtful_pairs())
         yield from self._try_together()
         self._complete = True
 
@@ -137,7 +137,7 @@ class Hunt:
         failed = [outcome for pair, outcome in self._tries if party in pair and not outcome.passed]
         return failed[-1]
 
-    def _try(self, pairs: list[Group]) -> Rounds:
+    def _try_pairs(self, pairs: list[Group]) -> Rounds:
         """Yield one round of pairs, if there are any, and record the outcomes that are sent."""
         if pairs:
             outcomes = yield pairs

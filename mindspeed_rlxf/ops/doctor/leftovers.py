@@ -51,7 +51,7 @@ def check_folders(root: Path, commands: Sequence[str]) -> Finding:
     named = "\n".join(commands)
     sessions = [*root.glob(f"{OWN_PREFIX}*"), *root.glob("ray/session_2*")]
     dead = [folder for folder in sessions if _is_own(folder) and str(folder) not in named]
-    count = sum(map(_bytes, dead))
+    count = sum(map(_size_of_files, dead))
     value = f"{len(dead)} dead sessions in {root}, {format_bytes(count)}"
     shown = " ".join(map(str, dead[:3])) + (" ..." if len(dead) > 3 else "")
     return judge(count < MANY_BYTES, "ray.folders", value, f"rm -r {shown}")
@@ -71,7 +71,7 @@ def _is_own(folder: Path) -> bool:
     return False
 
 
-def _bytes(folder: Path) -> int:
+def _size_of_files(folder: Path) -> int:
     """Return the total size of the files below a folder, in bytes."""
     total = 0
     for parent, _, names in os.walk(folder):

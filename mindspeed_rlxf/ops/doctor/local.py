@@ -43,9 +43,9 @@ def check_host(subject: Subject) -> list[Finding]:
 
 
 def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    """Check that every input file exists and that this user may read it.
+    """Yield a finding on missing input files, and an error if this user may not read some.
 
-    paths: (key of the configuration, path or glob pattern); nothing is yielded without any
+    paths: (key of the configuration, path or glob pattern); without paths, nothing is yielded
     """
     files = {(key, path): glob.glob(path) for key, path in paths}
     missing = [f"{key}={path}" for (key, path), found in files.items() if not found]

@@ -57,7 +57,7 @@ def interface_findings(
         value = environment.get(variable)
         if value is None:
             continue
-        chosen = _chosen(variable, value, existing)
+        chosen = _select_interfaces(variable, value, existing)
         check, shown = f"network.{variable.lower()}", f"{variable}={value}"
         if not chosen:
             yield error(
@@ -85,7 +85,7 @@ def interface_findings(
     )
 
 
-def _chosen(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
+def _select_interfaces(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
     """Return the existing interfaces that a variable's value selects.
 
     Variables in EXACT list names; others list prefixes, `=` before them means names, `^` all but.
@@ -145,8 +145,10 @@ def _without_password(url: str) -> str:
 def port_findings(
     environment: Mapping[str, str], ephemeral: range, listening: Collection[int]
 ) -> Iterator[Finding]:
-    """Check number of local ports, and HCCL's port ranges: valid, disjoint, unused, no local ports.
+    """Check the number of local ports; yield a finding per port range that HCCL is given.
 
+    A range that is invalid or overlaps another is an error; one that has ports in use, or local
+    ports, is a warning.
     environment: variables that set HCCL's ranges; an unset one, or `auto`, is not checked
     ephemeral:   local ports, which the kernel gives to outgoing connections
     listening:   ports in use
@@ -198,7 +200,11 @@ def port_findings(
 
 
 def _port_range(variable: str, text: str) -> range:
-    """Parse the ports that a variable names. Raises ValueError if they are none in 1024-65535."""
+    """Parse ports such as "6000-6010" or "6000,6010" into the range from the lowest to the highest.
+
+    Of BASE_PORT, one number: the range of BASE_PORT_COUNT ports that begins there.
+    Raises ValueError if a port is not in 1024-65535.
+    """
     numbers = [int(word) for word in re.split(r"[-,]", text)]
     first, last = min(numbers), max(numbers)
     if variable == BASE_PORT:

@@ -43,9 +43,11 @@ class RayRanks:
         ]
 
     def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Run an all-reduce in each group, all at once; replace processes that do not reply.
+        """Run an all-reduce in each group, all at once; return one outcome per group.
 
         groups: of processes that run; the first of each group opens the group's store
+        Waits for `timeout_s` at most, then replaces the processes that did not reply and waits for
+        the new ones.
         """
         started = time.monotonic()
         opening = [
@@ -91,8 +93,9 @@ class RayRanks:
 def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
     """Merge the replies of a group's processes into one outcome.
 
-    replies: Outcome or HostError by process number. Its cause is the first of: a process that
-    died, an error that a process reported, a process that was late.
+    replies: Outcome or HostError by process number
+    The cause of a failure is the first of: a process that died, an error that a process reported,
+    a process that was late.
     """
     own = {number: replies[number] for number in group}
     lost = {n: reply for n, reply in own.items() if isinstance(reply, HostError)}

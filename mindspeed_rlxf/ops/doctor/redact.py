@@ -94,7 +94,7 @@ class Redactor:
         for private in self._texts:
             if private[:SHORTEST] in parts and private[-SHORTEST:] in parts:
                 text = text.replace(private, GONE)
-        text = "".join(map(_cut, text.splitlines(keepends=True)))
+        text = "".join(map(_cut_long_line, text.splitlines(keepends=True)))
         for pattern, mark in MARKS:
             text = pattern.sub(mark, text)
         return "".join(map(_clean_line, text.splitlines(keepends=True)))
@@ -105,7 +105,7 @@ def _clean_line(line: str) -> str:
     return line if TRACE_FILE.match(line) else QUOTED.sub(_shorten_quote, line)
 
 
-def _cut(line: str) -> str:
+def _cut_long_line(line: str) -> str:
     """Cut a line to MAX_LINE characters, at a space if possible, and say how many were removed."""
     if len(line) <= MAX_LINE:
         return line

@@ -86,7 +86,10 @@ def _cann(cann: str | None) -> Finding:
 
 
 def _sources() -> list[Finding]:
-    """Name the folders that Megatron and MindSpeed are imported from; [] if none is a checkout."""
+    """Return one finding with the folders that Megatron and MindSpeed are imported from.
+
+    Returns [] if none of them is a checkout.
+    """
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}
     there = [f"{module} from {folder}" for module, folder in folders.items() if folder]
@@ -94,7 +97,10 @@ def _sources() -> list[Finding]:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """Map each dependency of this package to its requirement; {} if it is not installed."""
+    """Map each dependency of this package that applies here to its requirement.
+
+    Returns {} if this package is not installed.
+    """
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:

@@ -23,7 +23,7 @@ def on_cpu(config: RunConfig) -> bool:
 
 
 def device_memory(config: RunConfig) -> int | None:
-    """Return the bytes of a device; None = unknown.
+    """Return the bytes of a device; None = unknown, as on a joined cluster.
 
     `device.memory_gib` if set, else the memory of this host's smallest device.
     """

@@ -122,7 +122,10 @@ def calibrate(kind: DeviceKind, threads: int, note: Callable[[str], None]) -> Ca
 
 
 def fit_costs(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> Calibration:
-    """Fit the costs of each kind of work to the measured phases; return them as a calibration."""
+    """Fit the costs of each kind of work to the measured phases; return them as a calibration.
+
+    It also has the seconds of an iteration outside all phases: the median of the runs.
+    """
     costs, worst = {}, 0.0
     for each in Kind:
         rows, seconds = _rows(measured, each)
@@ -221,7 +224,7 @@ def _failed(rule: str) -> UserError:
 
 
 def _write_models(folder: Path, shape: Shape) -> None:
-    """Write a random policy and a random reward model as Hugging Face folders."""
+    """Write two random Hugging Face models: folder/policy, and folder/scorer with one label."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -245,7 +248,10 @@ def _write_models(folder: Path, shape: Shape) -> None:
 
 
 def _write_prompts(folder: Path, shape: Shape) -> None:
-    """Write random prompts, in which each word is one token, and a tokenizer of these words."""
+    """Write random prompts, in which each word is one token, and a tokenizer of these words.
+
+    Makes folder/train.jsonl, with 4 * shape.samples prompts, and folder/tokenizer.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -84,7 +84,7 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """Return the rows of a pool's memory table: each phase of each role, then all roles together.
+    """Return a pool's memory table: titles, each phase of each role, then all roles together.
 
     The last row is of the phase that needs most.
     """
@@ -111,7 +111,7 @@ def _row(name: str, state: State, other: int, phase: Phase) -> list[object]:
 
 
 def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Need:
-    """Compare the memory that a rank of the pool needs with a device's; find a remedy."""
+    """Return what a rank of the pool needs, what a device has, and a remedy if that is less."""
     there = available.device_memory(config)
     return Need(
         f"resource_pool.{pool.pool}",
@@ -126,7 +126,10 @@ def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Ne
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
-    """Return the table of the host's memory by phase, and the host's need."""
+    """Return the table of the host's memory by phase, and the host's need.
+
+    A line below the table has the page cache of the weights, which the need does not include.
+    """
     host = host_memory_needed(config, pools)
     remedy = "use fewer processes, smaller micro-batches, or more hosts"
     if host.offloaded:

@@ -115,7 +115,10 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
 
 
 def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role, int]:
-    """Return the bytes of offloaded state on that host by role, without roles that have none."""
+    """Return role -> bytes of its offloaded state on the host with most of its processes.
+
+    Roles that offload nothing are left out.
+    """
     found: dict[Role, int] = {}
     for pool in pools:
         count = _processes_on_one_host(config, pool.processes)
@@ -137,9 +140,9 @@ def _bytes_loaded(config: RunConfig) -> int:
 
 
 def _checkpoint_bytes_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's checkpoint (weights, optimizer) that one host's ranks write.
+    """Return the bytes of a role's checkpoint that the host with most of its ranks writes.
 
-    All ranks of the role write equal parts.
+    A checkpoint has weights and optimizer; all ranks of the role write equal parts.
     """
     whole = memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
     ranks = config.processes_of(role)
@@ -201,7 +204,7 @@ def _export_bytes(config: RunConfig, role: Role) -> int:
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
-    """Return the bytes of one weight in a Hugging Face folder.
+    """Return the bytes of one weight in a Hugging Face folder, read from the final norm.
 
     otherwise: returned if the folder cannot be read; other checks report that
     """

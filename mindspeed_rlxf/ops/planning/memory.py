@@ -57,7 +57,9 @@ class RoleMemory:
     def on_device(self, phase: Phase | None = None) -> State:
         """Return the bytes of weights, gradients and optimizer on the device while `phase` runs.
 
-        phase: of this role; None = another role works, so that what is offloaded counts 0
+        phase: of this role; None = another role works
+        Offloaded weights count only in phases of this role; gradients and optimizer, if offloaded,
+        only in phases that learn.
         """
         weights = not self.offload.weights or phase is not None
         rest = not self.offload.optimizer or (phase is not None and phase.learns)
@@ -270,9 +272,10 @@ def _cache_tokens(config: RunConfig) -> int | None:
 
 
 def _phases(stage: PipelineStage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
-    """Yield the memory of a role's phases: forward, update, optimizer step, generation or sending.
+    """Yield the memory of a role's phases.
 
-    optimizer: None = the role does not learn, so only forward passes
+    Forward; update and optimizer step if it learns; of the actor also generation, or, in a split
+    pool, sending the weights. optimizer: None = the role does not learn
     """
     config, role = stage.config, stage.role
     yield stage.forward()

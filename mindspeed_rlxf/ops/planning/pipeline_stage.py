@@ -104,8 +104,9 @@ class PipelineStage:
         return Phase("forward", held, other=self._dispatch_bytes(tokens), beside=beside)
 
     def update(self, samples: int) -> Phase:
-        """Return the memory of forward and backward passes of the micro-batches in flight.
+        """Return the memory of the forward and backward passes of an update.
 
+        That is the activations of the micro-batches in flight, and the gradients in computation.
         samples: number of samples of an optimizer step on this rank
         """
         tokens, layout, hidden = (
@@ -158,7 +159,11 @@ class PipelineStage:
         return held + memory.log_prob_head_bytes(read, self._vocab_rows(), CHUNK_TOKENS)
 
     def _head_gradient_bytes(self, samples: int) -> int:
-        """Return the bytes of the fp32 sum of the head's gradient; 0 if a buffer holds it."""
+        """Return the bytes of the fp32 sum of the head's gradient; 0 if no such sum is made.
+
+        It is made on the last stage in bf16 with overlap_grad_reduce, over several chunks of
+        tokens.
+        """
         optimizer = optimizer_of(self.config, self.role)
         early = optimizer is not None and optimizer.overlap_grad_reduce and self.section.bf16
         last = self.head is Head.LANGUAGE_MODEL and self.pp_rank == self.layout.pp - 1

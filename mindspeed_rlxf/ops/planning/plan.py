@@ -80,7 +80,7 @@ def _suggestions(
 ) -> tuple[str, list[Problem]]:
     """Search layouts; return the plan's section on them, and problems.
 
-    The only problem: memory or rates are unknown.
+    Nothing is searched, and there is one problem, if the memory or the rates are unknown.
     """
     room = available.device_memory(config)
     if available.on_cpu(config) and room is None:
@@ -148,7 +148,7 @@ def _decoding(do_sample: bool, temperature: float) -> str:
 
 
 def _environment(config: RunConfig) -> str:
-    """Return the table of variables that are set in every worker, as text.
+    """Return the table of variables that are set in every worker, as text, or a note that none is.
 
     On our own cluster a worker also inherits the driver's other variables.
     """
@@ -188,7 +188,7 @@ def _rollout(config: RunConfig, precision: str) -> list[object]:
 
 
 def _batch(config: RunConfig) -> list[tuple[str, object]]:
-    """Return (title, value) of the plan's section on prompts and samples of an iteration."""
+    """Return rows (title, value) of the plan's section on prompts and samples of an iteration."""
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     return [
@@ -220,7 +220,10 @@ def _forwards(config: RunConfig) -> list[list[object]]:
 
 
 def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    """Describe the (size, number) of the micro-batches that a rank makes of `samples`."""
+    """Describe size and number of the micro-batches that a rank makes of `samples`.
+
+    Both are upper bounds (`<= ...`) if the role limits the tokens of a micro-batch.
+    """
     section, actor = config.role(role), config.actor_rollout
     count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch

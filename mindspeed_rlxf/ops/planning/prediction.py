@@ -40,7 +40,7 @@ def find_rates(config: RunConfig) -> KnownRates:
     set. Raises UserError if `plan.calibration` is not valid here or `plan.device` is unknown.
     """
     kind, given = device.resolve_kind(config.device.kind), config.plan
-    others = _published(config, kind)
+    others = _find_published_rates(config, kind)
     bf16, threads = config.actor_rollout.bf16, config.device.cpu_threads
     if given.calibration is not None:
         file = Path(given.calibration)
@@ -53,7 +53,7 @@ def find_rates(config: RunConfig) -> KnownRates:
     return KnownRates(others)
 
 
-def _published(config: RunConfig, kind: DeviceKind) -> Rates | None:
+def _find_published_rates(config: RunConfig, kind: DeviceKind) -> Rates | None:
     """Return the published rates of `plan.device`, else of the kind's usual device; None on CPU.
 
     Raises UserError if the device is unknown or of another kind.
@@ -89,7 +89,7 @@ def predict(config: RunConfig, rates: Rates) -> Prediction:
 
 
 def show_prediction(config: RunConfig, known: KnownRates) -> str:
-    """Return the plan's section on the predicted time, as text."""
+    """Return the plan's section on the predicted time; without rates, how to measure them."""
     note = f"\n  {known.note}" if known.note else ""
     if known.rates is None:
         kind = device.resolve_kind(config.device.kind).value

@@ -54,13 +54,13 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
         least = search.combine_changes()
         enough += [least] if least.total <= limit else []
     if enough:
-        return f"set {search.describe(min(enough, key=_cost))}"
+        return f"set {search.describe(min(enough, key=_sort_key))}"
     apart = ", or place roles on pools of their own" if len(pool.roles) > 1 else ""
     reached = f"; the least found is {search.describe(least)}" if least.changes else ""
     return f"use more devices{apart}, no change of keys suffices{reached}"
 
 
-def _cost(tried: Tried) -> tuple[float, int]:
+def _sort_key(tried: Tried) -> tuple[float, int]:
     """Return the sort key of changes that suffice: predicted seconds, then number of changes."""
     seconds = 0.0 if tried.seconds is None else round(tried.seconds, 3)
     return seconds, len(tried.changes)
@@ -76,7 +76,10 @@ class _Search:
         self.before = Tried({}, config, pool.total, self._seconds(config))
 
     def describe(self, found: Tried) -> str:
-        """Format the overrides, the bytes that a device then needs, and the added time."""
+        """Format the overrides, the bytes that a device then needs, and the change of time in %.
+
+        The change of time is left out if no rates are known.
+        """
         slower = ""
         if found.seconds is not None and self.before.seconds:
             share = found.seconds / self.before.seconds - 1
@@ -87,7 +90,7 @@ class _Search:
         """Try each single change in addition to those of `start`; return those that save bytes."""
         pool = _same_part(start.config, self.pool)
         found = [
-            self._try({**start.changes, **changes})
+            self._try_changes({**start.changes, **changes})
             for changes in _single_changes(start.config, pool)
         ]
         return [tried for tried in found if tried and tried.total < start.total]
@@ -123,12 +126,12 @@ class _Search:
         """Drop each change without which the pool still fits; return what remains."""
         for key in list(found.changes):
             fewer = {name: value for name, value in found.changes.items() if name != key}
-            tried = self._try(fewer)
+            tried = self._try_changes(fewer)
             if tried and tried.total <= self.limit:
                 found = tried
         return found
 
-    def _try(self, changes: Changes) -> Tried | None:
+    def _try_changes(self, changes: Changes) -> Tried | None:
         """Apply changes and compute need and time; None if a rule forbids them."""
         try:
             varied = vary(self.config, changes)
@@ -176,7 +179,10 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
 
 
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes that halve the rows generated at once, then micro-batches, again and again."""
+    """Yield changes, each to be tried alone, with ever smaller batches.
+
+    First the rows generated at once, halved until one is left; then each role's micro-batches.
+    """
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
         while rows > 1:
@@ -195,7 +201,11 @@ def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterat
 
 
 def _larger_layouts(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes that double expert, tensor or pipeline parallelism of the roles."""
+    """Yield changes that double one kind of parallelism.
+
+    Experts of one role; tensor parallelism of all roles, with sequence parallelism; pipeline
+    parallelism of all roles that learn.
+    """
     for role, section in roles.items():
         if section.architecture.num_experts:
             yield {

@@ -94,7 +94,10 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
 
 
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
-    """Yield the layouts to try, for which the largest pool has enough ranks."""
+    """Yield the layouts to try: all combinations of TP, PP, recomputation and micro-batch size.
+
+    Those with TP x PP over the size of the largest pool are left out.
+    """
     largest = max(map(config.pool_size, config.resource_pool))
     actor = config.actor_rollout
     full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
@@ -113,7 +116,7 @@ def _best_offload(
     """
     best: Suggestion | None = None
     for offloaded in _offloads(config):
-        made = _evaluate(config, {**_changes(config, layout), **offloaded}, rates, limit)
+        made = _evaluate(config, {**_layout_changes(config, layout), **offloaded}, rates, limit)
         if made is None:
             continue
         suggestion, enough = made
@@ -144,7 +147,7 @@ def _offloads(config: RunConfig) -> Iterator[Changes]:
         yield changes
 
 
-def _changes(config: RunConfig, layout: _Layout) -> Changes:
+def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
     """Return the changes of keys that make a layout, for every role with a model.
 
     Parallel sizes are reduced to what a role's ranks allow.
@@ -168,11 +171,11 @@ def _changes(config: RunConfig, layout: _Layout) -> Changes:
         if learns:
             changes[f"{role.value}.use_distributed_optimizer"] = size > tp * pp
             changes[f"{role.value}.recompute"] = layout.recompute.value
-            changes |= _uniform(role, section)
+            changes |= _recompute_by_layer(role, section)
     return changes
 
 
-def _uniform(role: Role, section: LearningConfig | Any) -> Changes:
+def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
     """Return the changes that make full recomputation go layer by layer, which needs least memory.
 
     Keys that are set so already are left out.
@@ -244,6 +247,7 @@ def show_suggestions(
 ) -> str:
     """Return the plan's section on suggestions: predicted time, memory and overrides of each.
 
+    Without suggestions it says that none fits.
     now: predicted seconds of an iteration with the configuration as it is
     """
     if not found:
@@ -265,11 +269,13 @@ def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
     """Return the changes without keys that have the same value in `config` already."""
     varied, before = vary(config, changes).model_dump(), config.model_dump()
     return {
-        key: value for key, value in changes.items() if _value(varied, key) != _value(before, key)
+        key: value
+        for key, value in changes.items()
+        if _value_at(varied, key) != _value_at(before, key)
     }
 
 
-def _value(payload: Changes, path: str) -> Any:
+def _value_at(payload: Changes, path: str) -> Any:
     """Return the value at a dotted key; a role's optimizer keys may lie flat in the role."""
     *parents, last = path.split(".")
     for part in parents:

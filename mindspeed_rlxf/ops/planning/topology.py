@@ -31,7 +31,10 @@ class Block:
 
 
 def topology(config: RunConfig) -> str:
-    """Return a table per pool as text: a line per device, or per range of equal hosts."""
+    """Return a table per pool as text.
+
+    A line per device; over MAX_LINES devices in all, a line per range of hosts with equal layout.
+    """
     whole = sum(map(config.pool_size, config.resource_pool)) <= MAX_LINES
     return "\n\n".join(
         _table(pool, blocks, layouts, whole)
@@ -45,7 +48,7 @@ def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dic
 
     The layouts are by role name, each with the pool's rank that is its first.
     """
-    hosts = _hosts(config.resource_pool[pool])
+    hosts = _host_blocks(config.resource_pool[pool])
     layouts = {role.value: (config.layout(role), 0) for role in config.roles_of(pool)}
     if not is_split(config, pool) or config.parts is None:
         yield hosts, layouts
@@ -55,7 +58,7 @@ def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dic
     yield _cut_to_ranks(hosts, range(first, size)), {"rollout": (config.rollout_layout, first)}
 
 
-def _hosts(sizes: Sequence[int]) -> list[Block]:
+def _host_blocks(sizes: Sequence[int]) -> list[Block]:
     """Return a block for each host. sizes: number of processes on each host"""
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [
@@ -65,7 +68,7 @@ def _hosts(sizes: Sequence[int]) -> list[Block]:
 
 
 def _cut_to_ranks(blocks: list[Block], ranks: range) -> list[Block]:
-    """Return the blocks cut to the ranks in `ranks`; blocks without any are left out."""
+    """Return the blocks cut to the ranks in `ranks`; a block that has none of them is left out."""
     found = []
     for block in blocks:
         first = max(block.ranks.start, ranks.start)
@@ -87,9 +90,9 @@ def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: boo
         ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
     ]
     for block in _single_devices(hosts) if whole else _join_alike(hosts, places):
-        shown = [_span(part) for part in (block.hosts, block.devices, block.ranks)]
+        shown = [_format_span(part) for part in (block.hosts, block.devices, block.ranks)]
         coordinates = [_coordinates(placed, block.ranks) for placed in places]
-        rows.append([pool, *shown, *(",".join(map(_span, each)) for each in coordinates)])
+        rows.append([pool, *shown, *(",".join(map(_format_span, each)) for each in coordinates)])
     return table(rows)
 
 
@@ -116,13 +119,16 @@ def _join_alike(hosts: list[Block], places: Sequence[Placed]) -> Iterator[Block]
 
 
 def _coordinates(placed: Placed, ranks: range) -> list[list[int]]:
-    """Return three sorted lists: TP, PP and DP ranks that `ranks` of the pool have in a layout."""
+    """Return three sorted lists: the TP, PP and DP ranks that `ranks` have in a role's layout.
+
+    placed: the layout, and its first rank in the pool; ranks: counted in the pool
+    """
     layout, first = placed
     functions = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
     return [sorted({function(rank - first) for rank in ranks}) for function in functions]
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _format_span(numbers: Sequence[int]) -> str:
     """Format sorted numbers as FIRST-LAST; as one number if they are equal."""
     first, last = numbers[0], numbers[-1]
     return str(first) if first == last else f"{first}-{last}"

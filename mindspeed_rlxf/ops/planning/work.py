@@ -314,13 +314,14 @@ def generation_work(config: RunConfig) -> Work:
     messages = 2 * a.num_layers * (steps + passes) if tp > 1 else 0
     copied = numbers / config.layout(Role.ACTOR_ROLLOUT).pp * item if actor.offload.weights else 0
     work = Work(flop * a.num_layers + head, moved, calls, sent, 0.0, copied, messages)
-    work += _exchanged(config, item, prompts + decoded, steps + passes)
+    work += _exchange_work(config, item, prompts + decoded, steps + passes)
     return work + _weight_transfer(config, item)
 
 
-def _exchanged(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
-    """Return the work of gathering tokens for shared experts, and of summing the results in fp32.
+def _exchange_work(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
+    """Return the work of exchanging tokens between the expert-parallel ranks of a rollout replica.
 
+    Tokens are gathered, and results are summed in fp32. No work if EP = 1.
     tokens: of a rank; passes: of the model
     """
     a, ep = config.actor_rollout.architecture, config.rollout_ep

@@ -98,7 +98,10 @@ def compare_ends(curve: Curve) -> Change | None:
 
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
-    """Answer whether the score rose: of validation, if there are two, else of training."""
+    """Answer whether the score rose: that of validation from two validations on, else of training.
+
+    The answer is "too early to say" if neither can be compared yet.
+    """
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
     change = compare_ends(trained)
@@ -131,7 +134,10 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[s
 
 
 def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on the temperatures of validation and training, if the keys are there."""
+    """Yield a sentence: at which temperature validation and training decode, and if they differ.
+
+    Nothing is yielded if a key is absent.
+    """
     modes = []
     for section in ("validation", "actor_rollout"):
         samples, heat = config.get(f"{section}.do_sample"), config.get(f"{section}.temperature")
@@ -143,7 +149,10 @@ def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
-    """Answer at which iterations half and nine tenths of the rise of the score were reached."""
+    """Answer at which iterations half and nine tenths of a score's rise were reached.
+
+    Tells it of the smoothed training score and of validation, as far as they rose.
+    """
     validated = validation_curve(iterations, metric)
     trained = smooth(curve_of(iterations, SCORE))
     sentences, short = [], ""
@@ -225,7 +234,10 @@ def wall_seconds(iterations: Sequence[Iteration]) -> float:
 
 
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
-    """Answer how large the KL to the reference is: first, last, largest; judge it by `limit`."""
+    """Answer how large the KL to the reference is: first, last, largest, mean at the end.
+
+    It is "too far" if the mean of the last iterations is over `limit`, in nats per token.
+    """
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:
         return Answer(question, "not measured", "The run has no reference (logging.reference_kl).")
@@ -241,7 +253,7 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
 
 
 def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the answers of the first screen as JSON values."""
+    """Return the answers that the report shows first, as JSON values."""
     metric = str(config.get("validation.best_metric", "score"))
     answers = (
         did_it_learn(iterations, metric, config),

@@ -62,7 +62,7 @@ class RangeCheck:
 def list_checks(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[Check]:
     """Return name, limit, outcome and level (good, watch or plain) of each check of a run."""
     return [
-        *_rules(iterations, read_kl_limit(config)),
+        *_check_rules(iterations, read_kl_limit(config)),
         _time(iterations),
         _numbers(iterations),
         *(
@@ -94,7 +94,7 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
     """Yield a check of each metric that has a healthy range and values in the last iterations."""
     trained = [each for each in iterations if each.number > 0]
     lately = trained[-LATELY:]
-    means = _means(lately)
+    means = _mean_values(lately)
     for name, mean in sorted(means.items()):
         metric, phase = find_metric(name), name.removeprefix("skew/")
         if metric is None or metric.healthy is None:
@@ -109,8 +109,8 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
         )  # fmt: skip
 
 
-def _rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
-    """Yield a check per health rule."""
+def _check_rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
+    """Yield a check per health rule: found or not, or too few iterations to tell."""
     health, findings = replay(iterations, kl_limit)
     for rule, limit in LIMITS.items():
         began = [f.iteration for f in findings if f.rule == rule.value and f.event == "began"]
@@ -143,12 +143,12 @@ def _numbers(iterations: Sequence[Iteration]) -> Check:
 
 
 def _distance(metric: Metric, value: float) -> float:
-    """Return how far a value is out of the healthy range."""
+    """Return how far a value that is outside the healthy range is from it."""
     low, high = metric.healthy or (None, None)
     return max(low - value if low is not None else 0.0, value - high if high is not None else 0.0)
 
 
-def _means(iterations: Sequence[Iteration]) -> dict[str, float]:
+def _mean_values(iterations: Sequence[Iteration]) -> dict[str, float]:
     """Return the mean of each metric's finite values; metrics without any are left out."""
     names = {name for each in iterations for name in each.metrics}
     values = {n: [v for i in iterations if (v := i.metrics.get(n)) is not None] for n in names}

@@ -118,7 +118,10 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
 
 
 def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one row per key that a later configuration changed, with both values."""
+    """Return a row {file, key, before, after} per key that a later configuration changed.
+
+    A key that is missing in one of the two files has the value None there.
+    """
     found = []
     for (_, before), (name, after) in itertools.pairwise(configs):
         for key in sorted({*before, *after}):

@@ -28,8 +28,8 @@ def find_illnesses(
     """
     found = [
         *_failures(failures),
-        *_rules(run, iterations, kl_limit),
-        *_slow(iterations),
+        *_health_findings(run, iterations, kl_limit),
+        *_slow_stretches(iterations),
         *_not_finite(iterations),
         *_out_of_range(iterations),
     ]
@@ -44,10 +44,12 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         yield _finding("bad" if ends else "watch", when, text, "see failures below")
 
 
-def _rules(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Finding]:
-    """Yield the findings in health.jsonl; without this file, apply the rules to the metrics.
+def _health_findings(
+    run: Path, iterations: Sequence[Iteration], kl_limit: float
+) -> Iterator[Finding]:
+    """Yield a finding per illness: from health.jsonl, or without this file by the rules.
 
-    An illness that has ended is only to be watched.
+    Its level is "watch" if the illness ended later, else "bad".
     """
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
@@ -65,7 +67,7 @@ def _rules(run: Path, iterations: Sequence[Iteration], kl_limit: float) -> Itera
 
 
 def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield metrics that were NaN or infinite, with the first iteration of each."""
+    """Yield a finding per metric that was NaN or infinite, with the first such iteration."""
     first: dict[str, int] = {}
     counts: dict[str, int] = {}
     for each in iterations:
@@ -78,14 +80,14 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
         yield _finding("bad", first[name], text, "look at the first of them; training.nan_policy")
 
 
-def _slow(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield the stretches of slow iterations."""
+def _slow_stretches(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+    """Yield a finding per stretch of slow iterations, with what explains it."""
     for each in find_slow_stretches(iterations):
         yield _finding("watch", each.first, each.text, explain(iterations, each))
 
 
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield metrics whose mean over the last iterations is outside their healthy range."""
+    """Yield a finding per metric whose mean at the end is outside its healthy range."""
     for each in check_ranges(iterations):
         if each.is_found:
             low, high = each.metric.healthy or (None, None)

@@ -46,8 +46,8 @@ def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> st
 def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
     """Return the samples of runs as compressed JSON, in at most `room` bytes if possible.
 
-    If they are too large, fewer samples get numbers per token; then samples are halved again and
-    again. max_samples: of all runs together
+    If they are too large, fewer samples get numbers per token; then samples are halved until they
+    fit or none is left. max_samples: of all runs together
     """
     chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
     fewer = iter(FEWER)
@@ -69,7 +69,8 @@ def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byte
 def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:
     """Return the HTML text of a page.
 
-    blobs: name -> compressed JSON to embed; live: the page requests them from the server instead
+    blobs: name -> compressed JSON to embed
+    live:  the page requests its data from the server, so that `blobs` may be empty
     """
     style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
     script = f"'use strict';\n(() => {{\n{script}\n}})();"

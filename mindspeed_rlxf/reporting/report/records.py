@@ -50,14 +50,19 @@ def read_iterations(run: Path) -> list[Iteration]:
         number, values = record.get("iteration"), record.get("metrics")
         if not isinstance(number, int) or not isinstance(values, dict):
             continue
-        metrics = {k: _number(v) for k, v in values.items()}
+        metrics = {k: _finite_number(v) for k, v in values.items()}
         before = found[number].metrics if number in found else {}
-        found[number] = Iteration(number, before | metrics, _number(record.get("time_s")) or 0.0)
+        found[number] = Iteration(
+            number, before | metrics, _finite_number(record.get("time_s")) or 0.0
+        )
     return [found[number] for number in sorted(found)]
 
 
 def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file name, key -> value) of config.yaml and of each later version, oldest first."""
+    """Return (file name, dotted key -> value) of config.yaml and each later version, oldest first.
+
+    A file that cannot be read is left out.
+    """
     later = [file for file in run.glob("config.*.yaml") if file.name.split(".")[1].isdecimal()]
     later.sort(key=lambda file: int(file.name.split(".")[1]))
     found = []
@@ -76,7 +81,10 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_failures(run: Path) -> list[dict[str, Any]]:
-    """Return the failures of the run, oldest first; that of failure.json has `last`: True."""
+    """Return the failures of the run, oldest first, with the fields that the report shows.
+
+    That of failure.json comes last and has `last`: True. [] if no file holds a failure.
+    """
     found = list(read_records(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
         if isinstance(last := read_json(run / "failure.json"), dict):
@@ -96,7 +104,11 @@ def read_resumes(run: Path) -> list[str]:
 
 
 def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints, oldest first, and the versions and layouts of the last one."""
+    """Return the checkpoints, oldest first, and the versions and layouts of the last one.
+
+    A checkpoint has `name`, `iteration`, `bytes` and `best`. Those without a readable manifest are
+    left out; without any checkpoint, returns ([], {}).
+    """
     folder, found, about = run / "checkpoints", [], {}
     best = -1
     with contextlib.suppress(OSError, ValueError):
@@ -112,7 +124,7 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return found, flatten(about)
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     """Return a finite number as float, None for any other value."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < float("inf") else None

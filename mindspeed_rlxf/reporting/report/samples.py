@@ -39,7 +39,10 @@ class Chosen:
         return len(self.training) + len(self.validation)
 
     def halve(self) -> Chosen:
-        """Return every second training sample, and samples of every second validation prompt."""
+        """Return every second training sample, and all samples of every second validation prompt.
+
+        Of a single validation prompt: every second sample.
+        """
         prompts = sorted({_prompt_of(sample) for sample in self.validation})[::2]
         kept = [sample for sample in self.validation if _prompt_of(sample) in set(prompts)]
         return Chosen(self.training[::2], kept if len(prompts) > 1 else kept[::2], self.seen)
@@ -70,8 +73,8 @@ def cut_for_page(
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = read_token_numbers(run, wanted) if split else {}
-    cut = [_cut(sample, "training", split, numbers) for sample in chosen.training]
-    return cut + [_cut(sample, "validation", None, {}) for sample in chosen.validation]
+    cut = [_make_entry(sample, "training", split, numbers) for sample in chosen.training]
+    return cut + [_make_entry(sample, "validation", None, {}) for sample in chosen.validation]
 
 
 def read_token_numbers(
@@ -110,9 +113,9 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return all responses to prompts at equal distances, and the number of all records.
+    """Return all responses to prompts at equal distances, and the number of responses in the file.
 
-    At most 4 * limit responses.
+    At most 4 * limit responses are returned.
     """
     kept: list[dict[str, Any]] = []
     step, count = 1, 0
@@ -127,12 +130,12 @@ def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _prompt_of(sample: dict[str, Any]) -> int:
-    """Return the number of a sample's prompt, else its own; 0 if it is no whole number."""
+    """Return the number of a sample's prompt, or of the sample if it has none; 0 if not whole."""
     number = sample.get("prompt_id", sample.get("sample_id"))
     return number if isinstance(number, int) else 0
 
 
-def _cut(
+def _make_entry(
     sample: dict[str, Any],
     kind: str,
     split: TokenSplitter | None,
@@ -140,20 +143,21 @@ def _cut(
 ) -> dict[str, Any]:
     """Return the entry of a sample for the page: short names, shortened and escaped texts.
 
-    numbers: by (iteration, sample id). Tokens and numbers are added if `split` and they are there.
+    numbers: by (iteration, sample id). Tokens and their numbers are added if `split` is given, the
+    sample has numbers, and its response is not shortened.
     """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []
     parts = sample.get("reward_parts")
     entry: dict[str, Any] = {
         "i": sample.get("iteration"), "id": sample.get("sample_id"), "k": kind,
-        "p": _text(sample.get("prompt")), "r": _text(sample.get("response")),
+        "p": _shorten_text(sample.get("prompt")), "r": _shorten_text(sample.get("response")),
         "s": sample.get("score"), "n": len(ids),
         "parts": parts if isinstance(parts, dict) else {},
     }  # fmt: skip
     for name, short in (("data_source", "d"), ("ground_truth", "gt"), ("answer", "a")):
         if sample.get(name) is not None:
-            entry[short] = _text(sample[name])
+            entry[short] = _shorten_text(sample[name])
     if kind == "validation":
         entry["pid"] = _prompt_of(sample)
     found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
@@ -168,7 +172,7 @@ def _short(value: Any) -> float | None:
     return float(f"{value:.3g}") if isinstance(value, (int, float)) else None
 
 
-def _text(value: Any) -> str:
+def _shorten_text(value: Any) -> str:
     """Return at most MAX_TEXT characters of a text; control characters are escaped.
 
     What is cut off is replaced by its number of characters.

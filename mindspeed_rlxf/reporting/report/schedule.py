@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def read_schedules(run: Path) -> dict[str, Any]:
     """
     by_iteration, labels = _read_events(run / "timeline")
     lanes, names = _Numbers(), _Numbers()
-    chosen = _choose(by_iteration)
+    chosen = _choose_iterations(by_iteration)
     found: dict[str, list[list[Any]]] = {}
     left = MAX_SPANS
     for iteration in chosen:
@@ -68,7 +69,7 @@ class _Numbers:
 
 
 def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, int], str]]:
-    """Return iteration -> spans, and (pid, tid) -> `pool, role, rank`."""
+    """Return iteration -> spans, and (pid, tid) -> label: DRIVER, or "pool, role rank"."""
     spans: dict[int, list[Event]] = defaultdict(list)
     pools: dict[int, str] = {}
     threads: dict[tuple[int, int], str] = {}
@@ -88,19 +89,35 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
 
 
 def _events(folder: Path) -> Iterator[Event]:
-    """Yield the complete events of all files; lines that cannot be read are skipped."""
+    """Yield the spans and the names of pools and ranks in all files of the timeline.
+
+    Lines that cannot be read, or lack a field, are skipped.
+    """
     for file in sorted(folder.glob("iterations_*.json")):
         with contextlib.suppress(OSError), open_plain(file) as stream:
             while line := stream.readline(MAX_LINE):
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     event = parse_json(line.strip().rstrip(b","))
-                    if event["ph"] == "X":
-                        event["ts"] + event["dur"] + event["pid"] + event["tid"]
-                        int(event["args"]["iteration"])
+                    _check_fields(event)
                     yield event
 
 
-def _choose(by_iteration: dict[int, list[Event]]) -> list[int]:
+def _check_fields(event: Any) -> None:
+    """Raise an error unless `event` is a span or a name, and has the fields that are read.
+
+    The error is a ValueError, KeyError, TypeError or OverflowError.
+    """
+    args = event["args"]
+    hash((event["pid"], event["tid"], event["name"]))
+    if event["ph"] == "M":
+        str(args["name"])
+    elif event["ph"] != "X" or not math.isfinite(event["ts"] + event["dur"]):
+        raise ValueError("neither a span nor a name")
+    else:
+        int(args["iteration"])
+
+
+def _choose_iterations(by_iteration: dict[int, list[Event]]) -> list[int]:
     """Return at most MAX_ITERATIONS iterations, evenly, with first, last and slowest."""
     everything = sorted(by_iteration)
     if len(everything) <= MAX_ITERATIONS:

@@ -363,7 +363,7 @@ def prepared(config: RunConfig) -> Any:
     names = (
         "RunDirectory", "check_save_folders", "check_weights", "load_tokenizer", "check_vocabulary",
         "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "_check_order",
-        "_check_rewards", "_notices",
+        "_check_rewards", "_list_notices",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         mocks = {n: stack.enter_context(patch.object(preflight, n)) for n in names}

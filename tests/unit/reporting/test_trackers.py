@@ -131,6 +131,23 @@ def test_a_tracker_that_hangs_holds_up_nothing(
     assert warnings[1].startswith("tracker hanging did not end in time, 3 iterations may")
 
 
+def test_a_tracker_with_a_full_queue_is_finished_when_it_has_caught_up(
+    tmp_path: Path, kept: type[Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_S", 5.0)
+    monkeypatch.setattr(trackers, "WAITING", 3)
+    free = threading.Event()
+
+    def starts_late(run: TrackedRun) -> Tracker:
+        free.wait(10.0)
+        return kept(run)
+
+    register_tracker("late")(starts_late)
+    threading.Timer(0.2, free.set).start()  # during `close`
+    assert track(tmp_path, range(1, 4), 0, "late") == []
+    assert [i for i, _ in kept.got] == [1, 2, 3] and kept.ended == 1
+
+
 def test_unknown_trackers_and_missing_packages_are_problems(kept: type[Kept]) -> None:
     register_tracker("mine", module="no_such_package.inside", package="no-such-package")(kept)
     assert find_problems(["jsonl", "kept"]) == []

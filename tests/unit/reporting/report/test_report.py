@@ -104,6 +104,25 @@ def test_a_killed_run_has_what_was_whole_and_names_missing_numbers(tmp_path: Pat
     assert read_schedules(run)["iterations"].keys() == before["iterations"].keys()
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"ph": "M", "name": "process_name", "pid": 0',
+        '"ph": "M", "name": "thread_name", "pid": [0], "args": {"name": "a"}',
+        '"ph": "i", "name": "mark", "pid": 0, "args": {}',
+        '"ph": "X", "pid": 0, "ts": 0, "dur": 1, "args": {"iteration": 1}',
+        '"ph": "X", "name": "a", "pid": 0, "ts": 0, "dur": 1, "args": {"iteration": 1e999}',
+        '"ph": "X", "name": "a", "pid": 0, "ts": NaN, "dur": 1, "args": {"iteration": 1}',
+    ],
+)
+def test_an_event_without_its_fields_is_left_out(tmp_path: Path, fields: str) -> None:
+    run = write_run(tmp_path / "run")
+    before = read_schedules(run)
+    file = min((run / "timeline").glob("iterations_*.json"))
+    file.write_text(file.read_text().replace("[\n", f'[\n{{"tid": 0, {fields}}},\n', 1))
+    assert read_schedules(run) == before
+
+
 def test_texts_of_a_run_cannot_leave_their_place(tmp_path: Path) -> None:
     run = write_run(tmp_path / EVIL.split("\x1b")[0].replace("/", "|"))
     text = run.joinpath("report.html")
@@ -273,6 +292,9 @@ def test_the_state_of_a_run_is_seen_from_its_folder(tmp_path: Path) -> None:
     ) as holder:
         assert holder.stdout and holder.stdout.readline() == b"held\n"
         assert find_state(run) == "running"
+    (run / lock.LOCK).unlink()
+    (run / lock.LOCK).mkdir()  # cannot be opened, as the private lock of another user
+    assert find_state(run) == "failed"
 
 
 def test_a_long_run_stays_under_ten_megabytes(tmp_path: Path) -> None:
