@@ -28,7 +28,7 @@ class Rows:
     def select(self: R, rows: Sequence[int]) -> R:
         """Return new rows with the indices `rows`, in that order; padding is not shortened."""
         index = torch.as_tensor(list(rows), dtype=torch.long)
-        columns = {f.name: _take(getattr(self, f.name), index) for f in fields(self)}
+        columns = {f.name: _take_rows(getattr(self, f.name), index) for f in fields(self)}
         return type(self)(**columns)
 
     def split(self: R, parts: int) -> list[R]:
@@ -48,7 +48,7 @@ class Rows:
         return cls(**{f.name: _join([getattr(p, f.name) for p in parts]) for f in fields(cls)})
 
 
-def _take(column: Any, index: Tensor) -> Any:
+def _take_rows(column: Any, index: Tensor) -> Any:
     if isinstance(column, Tensor):
         return column.index_select(0, index)
     return [column[i] for i in index.tolist()]

@@ -191,7 +191,7 @@ def _parse_line(line: bytes) -> Row | BadRow:
     try:
         row = parse_json(line.decode("utf-8").rstrip("\r\n"))
     except ValueError as error:
-        return _unreadable(line, error)
+        return _make_bad_row(line, error)
     if isinstance(row, dict):
         return row
     rule = f"a line must be one JSON object, this one is {type(row).__name__}"
@@ -199,7 +199,7 @@ def _parse_line(line: bytes) -> Row | BadRow:
     return BadRow("not an object", problem, line.decode("utf-8").strip())
 
 
-def _unreadable(line: bytes, error: Exception) -> BadRow:
+def _make_bad_row(line: bytes, error: Exception) -> BadRow:
     """Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep.
 
     error: what decoding or parsing the line raised

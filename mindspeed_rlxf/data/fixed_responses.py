@@ -81,6 +81,7 @@ def load_fixed_responses(
 
     max_new_tokens: longest response allowed
     num_samples:    samples of the whole run, each of which needs a response
+    Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one.
     Raises UserError with every problem, each keyed by `file:row`.
     """
     problems = FileProblems(f"{KEY}: {file}")
@@ -148,10 +149,10 @@ class _Reader:
                 ids = ids + list(self._eos[:1])
         else:
             return [], "a row must have response_ids or a text `response`"
-        problem = self._problem(ids)
+        problem = self._find_problem(ids)
         return ([], problem) if problem else (ids, "")
 
-    def _problem(self, ids: Any) -> str:
+    def _find_problem(self, ids: Any) -> str:
         """Return what is wrong with a response's token ids, "" where nothing is."""
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             return f"response_ids must be a list of token ids, not {ids!r:.40}"

@@ -35,11 +35,11 @@ def most_characters(max_length: int) -> int:
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
-    """Cut more than `max_length` ids to that number; None where the policy does not cut prompts.
+    """Return at most `max_length` of the token ids; None, always, with a policy that does not cut.
 
     KEEP_HEAD keeps the first ids, so that a chat loses the header of the response; KEEP_TAIL the
     last ones, so that a prompt may lose its beginning-of-text token. KEEP_ENDS keeps the first
-    max_length // 2 ids and the rest from the end.
+    max_length // 2 ids and the rest from the end; `token_ids` must be longer than `max_length`.
     """
     if policy is OverlongPrompts.KEEP_HEAD:
         return token_ids[:max_length]

@@ -58,7 +58,7 @@ def rank_steps(
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
     assert whole and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"
     shares = [
-        _split(order[start : start + mini_batch_size], num_ranks, costs, group_size)
+        _divide_samples(order[start : start + mini_batch_size], num_ranks, costs, group_size)
         for order in orders
         for start in range(0, len(order), mini_batch_size)
     ]
@@ -71,10 +71,13 @@ def rank_steps(
     return ranks
 
 
-def _split(
+def _divide_samples(
     samples: list[int], num_ranks: int, costs: Sequence[float] | None, group_size: int
 ) -> list[list[int]]:
-    """Divide the samples of one mini-batch among the ranks; return the samples of each rank."""
+    """Divide the samples of one mini-batch among the ranks; return the samples of each rank.
+
+    costs and group_size as in `rank_steps`; without costs, each rank gets consecutive samples.
+    """
     if costs is None:
         return np.reshape(samples, (num_ranks, -1)).tolist()
     groups = np.reshape(samples, (-1, group_size))

@@ -70,12 +70,15 @@ class PromptEncoder:
         self._num_eos = num_appended_eos(tokenizer) if self._is_plain else 0
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """Return the token ids of each conversation as a prompt, which ends with the header of a
-        response. A text that starts a prompt gets the tokenizer's own special tokens, except EOS.
+        """Return the token ids of each conversation as a prompt; the header of a response ends it.
+
+        A text that starts a prompt gets the tokenizer's own special tokens, except EOS.
         """
         prompts = [render(self._template, turns) for turns in conversations]
-        first = self._read((p for pieces in prompts for p in pieces[:1]), opens_prompt=True)
-        other = self._read((p for pieces in prompts for p in pieces[1:]), opens_prompt=False)
+        opening = (p for pieces in prompts for p in pieces[:1])
+        rest = (p for pieces in prompts for p in pieces[1:])
+        first = self._tokenize_pieces(opening, opens_prompt=True)
+        other = self._tokenize_pieces(rest, opens_prompt=False)
         return [
             [i for n, piece in enumerate(pieces) for i in (other if n else first)[piece]]
             for pieces in prompts
@@ -88,11 +91,11 @@ class PromptEncoder:
         """
         rendered = [render_segments(self._template, turns) for turns in conversations]
         opening = [segments[0].pieces[0] for segments in rendered if segments[0].pieces]
-        first = self._read(opening, opens_prompt=True)
+        first = self._tokenize_pieces(opening, opens_prompt=True)
         rest = [p for segments in rendered for s in segments if not s.is_response for p in s.pieces]
-        prompt_ids = self._read(rest, opens_prompt=False)
-        response_ids = self._read_responses(
-            {pair for segments in rendered for pair in _responses(segments)}
+        prompt_ids = self._tokenize_pieces(rest, opens_prompt=False)
+        response_ids = self._tokenize_responses(
+            {pair for segments in rendered for pair in _list_responses(segments)}
         )
         labelled = []
         for segments in rendered:
@@ -109,7 +112,9 @@ class PromptEncoder:
             labelled.append(result)
         return labelled
 
-    def _read(self, pieces: Iterable[Piece], opens_prompt: bool) -> dict[Piece, list[int]]:
+    def _tokenize_pieces(
+        self, pieces: Iterable[Piece], opens_prompt: bool
+    ) -> dict[Piece, list[int]]:
         """Return piece -> token ids; each different piece is tokenized once.
 
         opens_prompt: the pieces start a prompt; the tokenizer's own special tokens are added if the
@@ -122,8 +127,8 @@ class PromptEncoder:
         ids_of = {Piece(text, False): ids for text, ids in encoded}
         return ids_of | {p: self._ids[p.text] for p in different if p.is_token}
 
-    def _read_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
-        """Return response -> token ids of each of its pieces.
+    def _tokenize_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
+        """Tokenize responses; return response -> token ids of each of its pieces.
 
         Some tokenizers prepend a blank to every text, and would put one before the response. So the
         prompt's last character is tokenized with the response, and its ids are cut off. If that
@@ -132,7 +137,7 @@ class PromptEncoder:
         first = [(before, pieces[0].text) for before, pieces in responses if _is_text(pieces)]
         texts = sorted({t for before, text in first for t in (before, before + text, text) if t})
         ids_of = dict(zip(texts, self._tokenize(texts, False), strict=True))
-        others = self._read(
+        others = self._tokenize_pieces(
             (p for _, pieces in responses for p in pieces[_is_text(pieces) :]), False
         )
         found = {}
@@ -178,7 +183,7 @@ def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
         last = segment.pieces[-1] if segment.pieces else last
 
 
-def _responses(segments: Sequence[Segment]) -> Iterator[Response]:
+def _list_responses(segments: Sequence[Segment]) -> Iterator[Response]:
     for segment, before in _with_borders(segments):
         if segment.is_response:
             yield before, segment.pieces

@@ -80,7 +80,7 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:
-    """Return the chat behind a system message, or as it is if it begins with one.
+    """Return the chat after a system message, or unchanged if it begins with one.
 
     system: text of the message; None = add none
     prompt: a chat with at least one message

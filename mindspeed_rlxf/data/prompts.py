@@ -183,7 +183,7 @@ def _token_ids(
 ) -> list[list[int]]:
     """Return the token ids of each text.
 
-    split: tokenize special tokens that stand in the texts as plain text
+    split: True = special tokens in the texts are tokenized as plain text
     """
     if not texts:
         return []

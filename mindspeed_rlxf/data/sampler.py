@@ -123,9 +123,9 @@ class MixtureSampler:
 
     def next_batch(self) -> list[int]:
         """Return the next `batch_size` indices in the whole data set."""
-        return [self._next() for _ in range(self._batch_size)]
+        return [self._take_next() for _ in range(self._batch_size)]
 
-    def _next(self) -> int:
+    def _take_next(self) -> int:
         taken = [source.num_taken for source in self._sources]
         wanted = sum(taken) + 1
         lags = [share * wanted - count for share, count in zip(self._shares, taken, strict=True)]

@@ -80,7 +80,7 @@ def rejected_path(prefix: Path) -> Path:
 
 
 def column_files(prefix: Path) -> list[str]:
-    """List the columns of the data set whose .idx file exists, as named in the file names, sorted.
+    """Return the names of the data set's columns as its .idx files have them, sorted.
 
     Empty where the folder does not exist.
     """
@@ -94,8 +94,8 @@ def column_files(prefix: Path) -> list[str]:
 def file_name(column: str, taken: set[str]) -> str:
     """Return a file name for a column: ASCII letters, digits, `_` and `-`, at most MAX_NAME.
 
-    A number is appended until the name is not in `taken`, compared without case because some file
-    systems ignore it.
+    "packed" becomes "pack". If the name is in `taken`, a number is appended; compared without case
+    because some file systems ignore it.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", column)[:MAX_NAME].replace("packed", "pack") or "_"
     name, count = safe, 1

@@ -39,12 +39,12 @@ class SpecialTokens:
         value: text, or lists and dicts with texts; other values are returned unchanged
         """
         if isinstance(value, str):
-            return self._pattern.sub(self._word, value)
+            return self._pattern.sub(self._random_word, value)
         if isinstance(value, dict):
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list) else value
 
-    def _word(self, found: re.Match[str]) -> str:
+    def _random_word(self, found: re.Match[str]) -> str:
         return f"zq{self._nonce}n{self._names.index(found[0])}z"
 
     def has_words(self, text: str) -> bool:
@@ -68,7 +68,7 @@ class SpecialTokens:
         return ids + self._text_ids(text[start:])
 
     def _text_ids(self, text: str) -> list[int]:
-        """Tokenize a text after `restore`, with special tokens read as plain text."""
+        """Restore hidden special tokens in a text, and tokenize it with them as plain text."""
         if not text:
             return []
         ids: list[int] = self._tokenizer(

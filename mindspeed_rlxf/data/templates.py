@@ -185,7 +185,10 @@ def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[
 
 @lru_cache(maxsize=1024)
 def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
-    """Return the layout of a prompt whose turns have these roles: tokens, and runs of text."""
+    """Return the layout of a prompt whose turns have these roles: tokens, and runs of text.
+
+    It ends with the header of a response.
+    """
     parts = [part for _, parts in _split_parts(template, roles) for part in parts]
     return _join_text([*parts, *_fill(template, template.header)])
 

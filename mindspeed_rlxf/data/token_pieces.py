@@ -29,7 +29,10 @@ class TokenPieces:
         )
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token id; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of each token id; bytes that are not UTF-8 become U+FFFD.
+
+        A character that spans several tokens is the text of the last of them; the others get "".
+        """
         pieces, left, waiting = [], b"", 0
         for count, token_id in enumerate(ids, 1):
             left, waiting = left + self._bytes_of(token_id), waiting + 1

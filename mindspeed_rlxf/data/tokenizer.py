@@ -50,9 +50,9 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         reason = _first_line(error) if Path(path).is_dir() else "there is no such folder"
-        raise UserError(_missing(key, path, reason)) from error
+        raise UserError(_tokenizer_problem(key, path, reason)) from error
     if _is_empty(tokenizer):
-        raise UserError(_missing(key, path, "its tokenizer files are missing"))
+        raise UserError(_tokenizer_problem(key, path, "its tokenizer files are missing"))
     return tokenizer
 
 
@@ -74,8 +74,9 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
 
 
 def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
-    """Check the tokenizer's files, load it from them, and encode and decode one text with it.
+    """Load a tokenizer from local files, after checking them; try it on one text.
 
+    The files are not checked if neither `path` nor the cache of transformers has such a folder.
     Raises ValueError, OSError and whatever transformers raises.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -110,8 +111,9 @@ def _folder_of(path: str) -> Path | None:
 def _check_files(folder: Path) -> None:
     """Check the files that transformers reads from the folder of a tokenizer.
 
-    Raises ValueError unless they are regular files inside the folder, within LIMITS, and name no
-    files outside; OSError. A file that is replaced after this check is not noticed.
+    Raises ValueError for links out of the folder, what is no regular file, files over LIMITS, sizes
+    in config.json out of range, and settings that name files outside. Raises OSError.
+    A file that is replaced after this check is not noticed.
     """
     templates = folder / TEMPLATES
     for directory in (folder, templates) if templates.is_dir() else (folder,):
@@ -137,9 +139,10 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_model_config(file: Path) -> None:
-    """Check the sizes in a config.json, of which transformers would make long lists.
+    """Check those fields of a config.json that make transformers allocate long lists.
 
-    Raises ValueError for a field out of range or a file that is not valid JSON, and OSError.
+    Raises ValueError for a field out of range or of a wrong type or a file that is not valid JSON,
+    and OSError.
     """
     try:
         config = parse_json(read_text(file))
@@ -214,7 +217,10 @@ def _own_stop_ids(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Problem]:
-    """Return a problem if the tokenizer has an id >= vocab_size, which the model cannot embed."""
+    """Return a problem if the tokenizer has an id >= vocab_size, which the model cannot embed.
+
+    Returns [] if it has none.
+    """
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < vocab_size:
         return []
@@ -250,7 +256,7 @@ def _generation_config_eos(file: Path) -> list[int]:
         raise UserError(Problem(f"{file}", rule, remedy=remedy, colon=True)) from error
 
 
-def _missing(key: str, path: str, reason: str) -> Problem:
+def _tokenizer_problem(key: str, path: str, reason: str) -> Problem:
     """Make the problem of a folder without a usable tokenizer. key: what gave the path"""
     files = "(tokenizer.json or tokenizer.model)"
     return Problem(

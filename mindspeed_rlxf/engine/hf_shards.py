@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.weights.boxes import HeldBox, ShardBox, flat_boxes, shard_boxes, view
+from mindspeed_rlxf.weights.boxes import HeldBox, ShardBox, flat_boxes, shard_boxes, view_box
 from mindspeed_rlxf.weights.stage import StageWeights
 
 
@@ -43,7 +43,7 @@ class Shard:
             for part in self.boxes:
                 shared = rows.overlap(part.place)
                 if shared is not None:
-                    numbers = view(tensor, flat.start, shared, shape)
+                    numbers = view_box(tensor, flat.start, shared, shape)
                     yield HeldBox(slot, part.source, part.to_source(shared), numbers)
 
 

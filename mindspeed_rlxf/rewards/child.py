@@ -22,8 +22,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int, memory: int) -> None:
-    """Read a plan, then score the samples that the parent sends until it closes the socket.
+    """Read a plan from standard input, then score samples until the parent closes the socket.
 
+    Samples and results are lines of JSON on the socket; a line `ready` or `error` comes first.
     Limits this process's address space and turns off core dumps. Returns early after a sample that
     ran out of memory, or when no sample can be scored. An error of the plan is sent and raised.
 
@@ -63,8 +64,9 @@ def _read_plan() -> dict[str, Any]:
 def _open_sandbox(keys: dict[str, Any]) -> str:
     """Choose this process's sandbox for programs; return a line on what it does not prevent.
 
-    keys: those of reward.sandbox. Also registers the rules that run programs: importing them here
-    spares other processes half of their time to start.
+    keys: those of reward.sandbox. Raises UserError if no level of isolation works here.
+    Also registers the rules that run programs: importing them here spares other processes half of
+    their time to start.
     """
     from mindspeed_rlxf.config.sandbox import SandboxConfig
     from mindspeed_rlxf.rewards import programs

@@ -68,10 +68,11 @@ class Classifier:
         return int(pad)
 
     def _find_limit(self, own: bool) -> int | None:
-        """Return the longest text in tokens, by the model's config and its tokenizer; None = any.
+        """Return the most tokens that a text may have; None = any number.
 
-        own: the tokenizer is the model's, so that its limit counts too. It may be lower than the
-             model's number of positions, of which RoBERTa leaves the first two unused.
+        It is the smaller of the model's number of positions and the tokenizer's limit, if known.
+        own: the tokenizer is the model's; only then does its limit count. RoBERTa's is smaller, as
+             the model leaves the first two positions unused.
         """
         positions = getattr(self._model.config, "max_position_embeddings", None)
         limits = [positions, self._tokenizer.model_max_length if own else None]

@@ -70,6 +70,7 @@ class RewardManager:
 
         These have a data source without a rule, no ground truth, or one that scores 0 as a response
         to itself: such rows would score 0 whatever the policy does.
+        With verifiers, returns one problem for all rows that lack a ground truth that they need.
         """
         if self._verifiers:
             return self._without_truth(prompts)
@@ -79,7 +80,7 @@ class RewardManager:
         for prompt in prompts:  # once, since they may be read from a disk
             if prompt.data_source not in self._rules:
                 unknown[prompt.data_source] += 1
-            elif not self._scorable(prompt):
+            elif not self._is_scorable(prompt):
                 unscorable[prompt.data_source] += 1
                 firsts.setdefault(prompt.data_source, prompt)
         problems = self._unknown_sources(unknown)
@@ -90,7 +91,8 @@ class RewardManager:
                     f"every row of data source {source!r}",
                     f"must have a ground truth that its rule {self._rules[source].__name__} "
                     f"accepts as an answer; {count} have not, the first is prompt {first.index} "
-                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}" + self._reason(first),
+                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}"
+                    + self._reason_of_refusal(first),
                     remedy="correct the rows, data.ground_truth_key or reward.rules",
                 )
             )
@@ -116,7 +118,7 @@ class RewardManager:
             )
         ]
 
-    def _scorable(self, prompt: Prompt) -> bool:
+    def _is_scorable(self, prompt: Prompt) -> bool:
         truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
         if rule in ACCEPTS:
             try:
@@ -127,7 +129,7 @@ class RewardManager:
             return True
         return bool(truth.strip()) and (rule in _SLOW or rule(truth, truth).score > 0)
 
-    def _reason(self, prompt: Prompt) -> str:
+    def _reason_of_refusal(self, prompt: Prompt) -> str:
         """Return ": REASON" why the rule refuses the prompt's ground truth; "" if it gives none."""
         try:
             ACCEPTS.get(self._rules[prompt.data_source], bool)(prompt.ground_truth)

@@ -52,13 +52,13 @@ def find_numbers(text: str) -> list[Fraction]:
     text = _THOUSANDS.sub(",", text).replace("\\$", "$")
     values = []
     for match in _NUMBER.finditer(text):
-        if len(match[0]) <= MAX_DIGITS and (value := _value(match)) is not None:
+        if len(match[0]) <= MAX_DIGITS and (value := _absolute_value(match)) is not None:
             values.append(-value if match["minus"] else value)
     return values
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the value of a match of _NUMBER without its sign; None for a fraction over 0."""
+def _absolute_value(match: re.Match[str]) -> Fraction | None:
+    """Return the absolute value of the number that _NUMBER matched; None for a fraction over 0."""
     if match["digits"]:
         return Fraction(match["digits"].replace(",", ""))
     return Fraction(int(match["top"]), int(match["bottom"])) if int(match["bottom"]) else None

@@ -62,15 +62,15 @@ def to_result(value: Any) -> RewardResult:
     and inf.
     """
     if not isinstance(value, dict):
-        return RewardResult(_number("the result", value))
+        return RewardResult(_to_finite_number("the result", value))
     if "score" not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "nothing"
         raise ScoreFailure(Cause.WRONG_RESULT, f"a dict must have `score`, it has {keys}")
-    parts = {str(name): _number(f"{name!r}", part) for name, part in value.items()}
+    parts = {str(name): _to_finite_number(f"{name!r}", part) for name, part in value.items()}
     return RewardResult(parts.pop("score"), parts)
 
 
-def _number(name: str, value: Any) -> float:
+def _to_finite_number(name: str, value: Any) -> float:
     try:
         if value is None or isinstance(value, (str, bytes, bytearray)):
             raise TypeError

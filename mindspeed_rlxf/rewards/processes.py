@@ -50,7 +50,7 @@ class ScoringProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=_environment(),
+                env=_make_environment(),
             )
         assert self._process.stdout is not None
         self.output = self._process.stdout
@@ -61,7 +61,10 @@ class ScoringProcess:
         self._printed = 0
 
     def give(self, sample: dict[str, Any]) -> None:
-        """Send a sample to score. Raises OSError if the process does not read it within SEND_S."""
+        """Send a sample to score, and count the process's output anew.
+
+        Raises OSError if the process does not read it within SEND_S.
+        """
         self._printed = 0
         self.channel.settimeout(SEND_S)
         self.channel.sendall(json.dumps(sample, default=str).encode() + b"\n")
@@ -105,7 +108,7 @@ class ScoringProcess:
                     raise TooMuchOutput(f"it printed more than {MAX_OUTPUT} bytes")
             self.output_ended = True
 
-    def take_shown(self) -> str:
+    def take_printed(self) -> str:
         """Return the start of what was printed since the last call, "" for nothing; clear it."""
         text = self._shown.decode("utf-8", "backslashreplace").rstrip()
         self._shown.clear()
@@ -114,7 +117,8 @@ class ScoringProcess:
     def end(self, ends_itself: bool = False) -> str:
         """Kill the process and all its descendants; return a text on how the process had ended.
 
-        Waits for them, and closes socket and output.
+        Waits for them, and closes socket and output. If the process still ran, the text says that
+        it closed the socket.
         ends_itself: first wait EXIT_S, because the process closed the socket and is about to end
         """
         if ends_itself:
@@ -161,7 +165,10 @@ def _describe_signal(number: int) -> str:
     return f"its process ended by signal {number}"
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a scoring process: this one's, its import path, one OMP thread."""
+def _make_environment() -> dict[str, str]:
+    """Return the environment of a scoring process.
+
+    It is this process's, with sys.path as PYTHONPATH and OMP_NUM_THREADS=1 unless it is set.
+    """
     path = os.pathsep.join(filter(None, sys.path))
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

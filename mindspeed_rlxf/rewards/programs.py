@@ -52,9 +52,10 @@ class CodeRules:
         self._sandbox: Sandbox | None = None
 
     def use(self, config: SandboxConfig) -> str:
-        """Open a sandbox by this configuration, unless one is open; close one of another.
+        """Open a sandbox with this configuration, unless it is open; close one with another.
 
-        Returns a line on what its level does not prevent. Raises UserError where no level works.
+        Returns a line on what the sandbox's level does not prevent. Raises UserError where no level
+        works.
         """
         if self._sandbox is None or config != self.config:
             self.close()
@@ -69,8 +70,9 @@ class CodeRules:
     def count_passed(self, program: str, cases: list[Case]) -> int:
         """Run the program on the cases in turn, and return how many pass.
 
-        Cases that do not start within `reward.sandbox.response_s` in all do not pass. Raises
-        UserError or SandboxError where the sandbox does not work.
+        All cases together may take `reward.sandbox.response_s`. The case that runs when this time
+        is over is killed; it and later cases do not pass.
+        Raises UserError or SandboxError where the sandbox does not work.
         """
         self.use(self.config)
         assert self._sandbox is not None, "chosen above"
@@ -117,12 +119,12 @@ def read_cases(ground_truth: str) -> list[Case]:
     if cases.get("fn_name"):
         raise ValueError("test cases that call fn_name must be written as assert_case")
     if (assertions := cases.get("assert_case")) is not None:
-        return [_assertion(_text(statement)) for statement in _filled_list(assertions)]
+        return [_make_assertion_case(_join_lines(each)) for each in _filled_list(assertions)]
     inputs = _filled_list(cases.get("inputs"))
     outputs = _filled_list(cases.get("outputs"))
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs must have as many outputs, not {len(outputs)}")
-    return [Case("", _text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    return [Case("", _join_lines(i), _join_lines(o)) for i, o in zip(inputs, outputs, strict=True)]
 
 
 def accepts(ground_truth: str) -> bool:
@@ -155,7 +157,7 @@ def code_all(response: str, ground_truth: str) -> RewardResult:
     return RewardResult(result.parts["accuracy"], result.parts)
 
 
-def _assertion(statement: str) -> Case:
+def _make_assertion_case(statement: str) -> Case:
     """Make the case of an assert statement, which runs after the program.
 
     It passes if a random word is printed last, after the statement; the program cannot guess it.
@@ -170,7 +172,7 @@ def _filled_list(value: Any) -> list[Any]:
     return value
 
 
-def _text(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     """Return the text, or the texts of a list joined by newlines; else raise ValueError."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)

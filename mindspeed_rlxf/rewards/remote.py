@@ -39,12 +39,12 @@ class RemoteRewards:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._arguments = url, batch_size, timeout_s, self._queue
-        weakref.finalize(self, _stop, self._queue)
+        weakref.finalize(self, _stop_threads, self._queue)
 
     def submit(self, sample: Sample) -> Future[Outcome]:
         if not self._threads:
             for _ in range(CONNECTIONS):
-                thread = threading.Thread(target=_serve, args=self._arguments, daemon=True)
+                thread = threading.Thread(target=_post_tasks, args=self._arguments, daemon=True)
                 self._threads.append(thread)
                 thread.start()
         future: Future[Outcome] = Future()
@@ -52,13 +52,16 @@ class RemoteRewards:
         return future
 
 
-def _stop(queue: SimpleQueue[Task | None]) -> None:
+def _stop_threads(queue: SimpleQueue[Task | None]) -> None:
     for _ in range(CONNECTIONS):
         queue.put(None)
 
 
-def _serve(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task | None]) -> None:
-    """Send batches of at most `size` tasks and set their futures, until None is in the queue."""
+def _post_tasks(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task | None]) -> None:
+    """Take tasks from the queue, post them in batches of at most `size` and set their futures.
+
+    Runs until it takes None from the queue, after the tasks before it.
+    """
     while (first := queue.get()) is not None:
         tasks, has_ended = _gather(first, size, queue)
         outcomes = _ask_safely(url, [sample for sample, _ in tasks], timeout_s)
@@ -86,15 +89,15 @@ def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[li
 
 
 def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """Call `_ask`; turn an exception (a bad address or sample) into a failure of each sample."""
+    """Call `_ask_server`; return a failure for each sample if it raises (bad address or sample)."""
     try:
-        return _ask(url, samples, timeout_s)
+        return _ask_server(url, samples, timeout_s)
     except Exception as error:
         text = f"{url} cannot be asked: {type(error).__name__}: {error}"[:300]
         return [Outcome(None, Cause.REMOTE, text)] * len(samples)
 
 
-def _ask(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
     """Send samples to the server until it answers or timeout_s passes; return their outcomes.
 
     Network errors and statuses 5xx and 429 are tried again after waits. Other failures, and no
@@ -105,7 +108,7 @@ def _ask(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]
     reason, tries = "", 0
     while (left := deadline - time.monotonic()) > 0:
         try:
-            return _read(_post(url, body, deadline), len(samples))
+            return _parse_answer(_post(url, body, deadline), len(samples))
         except ScoreFailure as failure:
             return [Outcome(None, failure.cause, failure.message)] * len(samples)
         except (OSError, http.client.HTTPException) as error:
@@ -157,7 +160,7 @@ def _connect(scheme: str, host: str, deadline: float) -> http.client.HTTPConnect
 
 
 def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> None:
-    """Set the socket's time-out to the time left until the deadline.
+    """Set the time-out of the connection's socket, if it is open, to the time until the deadline.
 
     Raises TimeoutError if none is left.
     """
@@ -168,7 +171,7 @@ def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> No
         connection.sock.settimeout(left)
 
 
-def _read(answer: bytes, count: int) -> list[Outcome]:
+def _parse_answer(answer: bytes, count: int) -> list[Outcome]:
     """Parse an answer {"scores": [...]} to outcomes; an invalid score is a failed outcome.
 
     Raises ScoreFailure for another answer, or one without exactly `count` scores.

@@ -117,7 +117,8 @@ def register_rule(
 ) -> Callable[[Rule], Rule]:
     """Return a decorator that adds a function to RULES, as a choice of `reward.rules`.
 
-    accepts: entry of the rule in ACCEPTS; None = its ground truths are answers
+    accepts: tests whether a ground truth is valid, put in ACCEPTS; None = it is valid if it scores
+             above 0 when it is the response
     The decorator raises ValueError for a name that is taken.
     """
 

@@ -72,18 +72,18 @@ class SampleScorer:
         for source in plan.plugins:
             plugins.load(source)
         self._plan = plan
-        self._parts = [(part, self._make(part)) for part in plan.parts]
+        self._parts = [(part, self._make_score_function(part)) for part in plan.parts]
 
-    def _make(self, part: Part) -> Score:
+    def _make_score_function(self, part: Part) -> Score:
         if part.source is not None:
             function = find_function(run_as_module(part.source), part.function)
-            return partial(_call, function, keywords_of(function), part.arguments)
+            return partial(_call_function, function, keywords_of(function), part.arguments)
         if part.function == BY_SOURCE:
             return self._by_source
-        return partial(_apply, part.function, part.arguments)
+        return partial(_apply_rule, part.function, part.arguments)
 
     def _by_source(self, sample: Sample) -> RewardResult:
-        return _apply(self._plan.rules[sample.data_source], {}, sample)
+        return _apply_rule(self._plan.rules[sample.data_source], {}, sample)
 
     def score(self, sample: Sample) -> RewardResult:
         """Add up the weighted scores of the functions that apply to the sample's data source.
@@ -112,12 +112,12 @@ def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardRe
     return RewardResult(sum(weight * result.score for _, weight, result in results), parts)
 
 
-def _apply(rule: str, arguments: dict[str, Any], sample: Sample) -> RewardResult:
+def _apply_rule(rule: str, arguments: dict[str, Any], sample: Sample) -> RewardResult:
     result = RULES[rule](sample.response, sample.ground_truth, **arguments)
     return to_result({**result.parts, "score": result.score})
 
 
-def _call(
+def _call_function(
     function: Callable[..., Any],
     keywords: Sequence[str],
     arguments: dict[str, Any],

@@ -51,8 +51,9 @@ def think_format(response: str, ground_truth: str = "") -> Score:
 def strict_format(response: str, ground_truth: str = "") -> Score:
     """Score 1 when <think>...</think>...<answer>...\\boxed{...</answer> is the response, else -1.
 
-    Each of these tags must occur once, in this order, with nothing before the first or after the
-    last. The older toolkit counts the tags too, but its result depends on the order alone.
+    Each of these tags must occur once, in this order, with nothing but white space before the first
+    or after the last. The older toolkit counts the tags too, but its result depends on the order
+    alone.
     """
     text = response.strip()
     places = [text.find(tag) for tag in _TAGS]
@@ -112,7 +113,7 @@ def is_same_answer(answer: str, ground_truth: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Return LaTeX without spacing, dollar, percent and degree signs, and a unit at the end.
+    """Return LaTeX without spacing, dollar, percent and degree signs, final unit and full stop.
 
     Writes \\dfrac and \\frac12 as \\frac{}{}, removes \\text{} around words, makes lower case.
     """

@@ -34,7 +34,7 @@ def whole_text(response: str) -> str:
 def boxed_answer(response: str) -> str | None:
     """Return the last boxed answer, normalised, as the verifier `acc` reads it; None without."""
     answer = find_boxed(response)
-    return None if answer is None else _normalised(answer)
+    return None if answer is None else _normalise_answer(answer)
 
 
 def final_answer(response: str) -> str | None:
@@ -42,10 +42,10 @@ def final_answer(response: str) -> str | None:
 
     "" without any.
     """
-    return _normalised(find_answer(response))
+    return _normalise_answer(find_answer(response))
 
 
-def _normalised(answer: str) -> str:
+def _normalise_answer(answer: str) -> str:
     """Return a number by its value (0.5 and 1/2 give "1/2"), other answers after `normalise`."""
     text = normalise(answer)
     number = to_number(text)
@@ -75,9 +75,11 @@ class AnswerFinder:
     ) -> None:
         """Choose the function that finds answers, for each data source.
 
-        rules:     data source -> name of a rule, beside the built-in table
+        rules:     data source -> name of a rule; these take precedence over the built-in table
         verifiers: (function, weight); if given, the first that compares answers is used for all
-                   data sources, or the whole text if none does
+                   data sources
+        A rule without such a function takes the whole text as the answer, and so do verifiers if
+        none compares answers.
         """
         table = BUILTIN_SOURCES | dict(rules)
         self._by_source = {source: OF_RULES.get(rule, whole_text) for source, rule in table.items()}

@@ -153,12 +153,13 @@ class _Loop:
     def _hand_out(self) -> None:
         """Send waiting samples to idle processes, and start processes for the rest, up to `size`.
 
-        After a process did not start or reported an error, all waiting samples fail.
+        A sample fails if its process cannot be written to. In a broken pool, all waiting samples
+        fail.
         """
         if self._broken:
             self._fail_waiting(self._broken)
         for worker in [worker for worker in self._workers if worker.is_idle]:
-            if not (task := self._next()):
+            if not (task := self._pop_task()):
                 return
             worker.task, worker.deadline = task, time.monotonic() + self._timeout_s
             try:
@@ -167,14 +168,14 @@ class _Loop:
                 self._finish(worker, Outcome(None, Cause.EXIT, self._drop(worker)))
         starting = sum(not worker.process.is_ready for worker in self._workers)
         while len(self._workers) < self._size and starting < len(self._waiting):
-            self._start()
+            self._start_process()
             starting += 1
 
-    def _next(self) -> Task | None:
+    def _pop_task(self) -> Task | None:
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         process = ScoringProcess(self._plan, self._memory)
         worker = _Worker(process, time.monotonic() + START_S)
         self._workers.append(worker)
@@ -199,19 +200,19 @@ class _Loop:
         try:
             worker.process.read_output()
             if not printed and (message := worker.process.receive()) is not None:
-                self._take(worker, message)
+                self._handle_message(worker, message)
         except TooMuchOutput as error:
             self._drop(worker)
             self._finish(worker, Outcome(None, Cause.OUTPUT, str(error)))
         except EOFError as error:
-            self._lost(worker, str(error))
+            self._fail_lost(worker, str(error))
         if printed and worker in self._workers and worker.process.output_ended:
             self._selector.unregister(worker.process.output)
 
-    def _take(self, worker: _Worker, message: Any) -> None:
+    def _handle_message(self, worker: _Worker, message: Any) -> None:
         """Handle a message of a process: an error, "ready", or the outcome of its sample."""
         if isinstance(message, dict) and "error" in message:
-            self._break(worker, str(message["error"]))
+            self._fail_pool(worker, str(message["error"]))
             return
         if not worker.process.is_ready:
             worker.process.is_ready = True
@@ -222,8 +223,11 @@ class _Loop:
             self._drop(worker)
         self._finish(worker, outcome)
 
-    def _break(self, worker: _Worker, reason: str) -> None:
-        """Kill a process that reported that no sample can be scored; mark the pool as broken."""
+    def _fail_pool(self, worker: _Worker, reason: str) -> None:
+        """Kill a process that reported that no sample can be scored, and mark the pool as broken.
+
+        The process's sample, if it has one, fails with ScoringBroken.
+        """
         self._drop(worker)
         did = "cannot go on" if worker.process.is_ready else "did not start"
         self._broken = f"a scoring process {did}: {reason}"
@@ -237,10 +241,11 @@ class _Loop:
             print(line, flush=True)
             self._shown = line
 
-    def _lost(self, worker: _Worker, message: str) -> None:
-        """Fail the sample of a process that ended or sent no JSON (`message`, "" = it ended).
+    def _fail_lost(self, worker: _Worker, message: str) -> None:
+        """Remove a process that ended or sent no JSON, and fail its sample.
 
-        If the process was not ready yet, mark the pool as broken.
+        If the process was not ready yet, marks the pool as broken.
+        message: what is wrong with the reply; "" = the process ended
         """
         end = self._drop(worker, ends_itself=not message)
         reason = message or end
@@ -259,7 +264,10 @@ class _Loop:
             self._finish(worker, Outcome(None, Cause.TIMEOUT, text))
 
     def _drop(self, worker: _Worker, ends_itself: bool = False) -> str:
-        """Remove a process from the pool and kill it; return a text on how it had ended."""
+        """Remove a process from the pool and kill it; return a text on how it had ended.
+
+        ends_itself: as of `ScoringProcess.end`
+        """
         self._workers.remove(worker)
         for file in (worker.process.channel, worker.process.output):
             if file.fileno() in self._selector.get_map():
@@ -267,14 +275,14 @@ class _Loop:
         return worker.process.end(ends_itself)
 
     def _finish(self, worker: _Worker, outcome: Outcome) -> None:
-        if shown := worker.process.take_shown():
+        if shown := worker.process.take_printed():
             print(f"a reward function printed: {shown}", file=sys.stderr, flush=True)
         if worker.task is not None:
             worker.task[1].set_result(outcome)
             worker.task = None
 
     def _fail_waiting(self, reason: str) -> None:
-        while task := self._next():
+        while task := self._pop_task():
             task[1].set_exception(ScoringBroken(reason))
 
 

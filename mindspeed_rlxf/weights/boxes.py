@@ -93,7 +93,7 @@ def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
         start += box.numel
 
 
-def view(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
+def view_box(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
     """Return a box of a row-major tensor as a view of `numbers`, without a copy.
 
     numbers: contiguous elements of the tensor, of which the first has the flat index `start`

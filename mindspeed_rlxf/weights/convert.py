@@ -88,8 +88,8 @@ class Conversion:
 def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]:
     """Read a folder's config.json; return (architecture, content of the file).
 
-    Raises UserError when it is missing or invalid, describes an unsupported model, or a side file
-    is a link out of the folder.
+    Raises UserError when it is missing or invalid or describes an unsupported model, and when it or
+    one of SIDE_FILES cannot be read, is no regular file or links out of the folder.
     """
     file = f"{folder}/config.json"
     try:
@@ -145,10 +145,10 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     damaged, and DiskFull when the disk fills up.
     """
     c = conversion
-    files = _files(c)
+    files = _plan_files(c)
     staged = StagedFolder(c.target, _fingerprint(c), c.replace)
     try:
-        kept = [file for file in files if staged.finished(file.path)]
+        kept = [file for file in files if staged.is_finished(file.path)]
         done = reused = sum(file.num_bytes for file in kept)
         total = sum(file.num_bytes for file in files)
         _check_space(c, total - done)
@@ -161,7 +161,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
 
         for file in files:
             if file not in kept:
-                staged.write(file.path, partial(_write, file, wrote))
+                staged.write(file.path, partial(_write_planned, file, wrote))
         staged.write_beside(partial(_write_beside, c, staged, files))
         staged.publish()
     except ChangedBytes as error:
@@ -178,7 +178,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     return reused
 
 
-def _write(file: PlannedFile, wrote: Wrote, folder: Path) -> Any:
+def _write_planned(file: PlannedFile, wrote: Wrote, folder: Path) -> Any:
     return file.write(folder / file.path, wrote=wrote)
 
 
@@ -186,7 +186,7 @@ class DiskFull(Exception):
     """The disk filled up while files were written."""
 
 
-def _shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
+def _plan_shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
     """Plan a tensor-parallel rank's shard of a parameter, padding included."""
     a, layout = c.architecture, c.layout
     assert layout is not None, "only Megatron parameters have shards"
@@ -222,12 +222,12 @@ def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
     return next(iter(dtypes.values()))
 
 
-def _files(c: Conversion) -> list[PlannedFile]:
+def _plan_files(c: Conversion) -> list[PlannedFile]:
     """Plan the files of the target that hold tensors."""
     if c.to is Format.HF:
         return list(_hf_files(c))
     assert c.layout is not None, "a Megatron target has a layout"
-    model, shard = (c.layout, c.architecture, c.head), partial(_shard, c)
+    model, shard = (c.layout, c.architecture, c.head), partial(_plan_shard, c)
     if c.to is Format.LEGACY:
         return list(legacy_files(*model, _model_dtype(c), shard, ITERATION_FOLDER))
     return list(dist_files(*model, shard, ITERATION_FOLDER))
@@ -238,11 +238,14 @@ def _model_dtype(c: Conversion) -> torch.dtype:
 
 
 def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
-    """Distribute the tensors over files of at most `shard_size` bytes: file name -> tensors."""
+    """Distribute the tensors over files of at most `shard_size` bytes: file name -> tensors.
+
+    A larger tensor gets a file of its own.
+    """
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
     for name, shape in hf_shapes(c.architecture, c.head).items():
-        planned = _whole(c, name, shape)
+        planned = _plan_tensor(c, name, shape)
         if groups[-1] and held + planned.num_bytes > c.shard_size:
             groups.append({})
             held = 0
@@ -257,7 +260,7 @@ def _hf_files(c: Conversion) -> Iterator[PlannedFile]:
         yield PlannedFile(path, num_bytes, partial(write_safetensors, tensors=tensors))
 
 
-def _whole(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
+def _plan_tensor(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
     dtype = c.dtype or c.weights.dtype(name)
     return PlannedTensor(shape, dtype, lambda: c.weights.read(name, whole(shape)).to(dtype))
 
@@ -265,7 +268,10 @@ def _whole(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
 def _write_beside(
     c: Conversion, staged: StagedFolder, files: list[PlannedFile], folder: Path
 ) -> None:
-    """Write the small files of the target to `folder`: config, tokenizer, index or metadata."""
+    """Write the small files of the target to `folder`: config, tokenizer and those of its format.
+
+    These are the index (Hugging Face), or the tracker file and, for torch_dist, the metadata.
+    """
     if c.to is Format.HF:
         groups = _hf_groups(c)
         write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})

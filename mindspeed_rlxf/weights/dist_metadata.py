@@ -20,7 +20,7 @@ from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, StoredBox
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
-from mindspeed_rlxf.weights.pickle_names import Inert, Refused, integers, shorten
+from mindspeed_rlxf.weights.pickle_names import Inert, Refused, are_integers, shorten
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
 from mindspeed_rlxf.weights.torch_file import (
     MAX_AXES,
@@ -43,7 +43,11 @@ class Metadata:
     """
 
     def __init__(self, folder: Path, content: Any) -> None:
-        """content: of the file, as `read_pickle` returns it"""
+        """Find the byte ranges of all boxes and objects.
+
+        content: of the metadata file, as `read_pickle` returns it
+        Raises ValueError, TypeError, KeyError or AttributeError where it is damaged.
+        """
         self.folder = folder
         self._entries = content.field("state_dict_metadata")
         self._windows, self.objects = _find_windows(folder, content.field("storage_data"))
@@ -62,16 +66,16 @@ class Metadata:
         Raises ValueError where the name is unknown or the boxes do not cover the tensor.
         """
         with _named_errors(self.folder):
-            return self._tensor(name, self._entries[name])
+            return self._make_tensor(name, self._entries[name])
 
-    def _tensor(self, name: str, entry: Inert) -> BoxedTensor:
+    def _make_tensor(self, name: str, entry: Inert) -> BoxedTensor:
         """Make a tensor from its entry. Raises TypeError or ValueError for a damaged entry."""
         properties, size = entry.field("properties").state, entry.field("size")
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if type(dtype) is not torch.dtype or not _are_sizes(size):
             raise TypeError("a tensor of another kind")
         tensor = BoxedTensor(f"{shorten(name)!r} of {self.folder}", dtype, size, [])
-        for box, window in self._boxes(name, entry.field("chunks"), size):
+        for box, window in self._read_boxes(name, entry.field("chunks"), size):
             if box.numel * dtype.itemsize > window.length:
                 raise ValueError(
                     f"it has boxes of {shorten(name)!r} that are longer than their data"
@@ -84,7 +88,7 @@ class Metadata:
             )
         return tensor
 
-    def _boxes(self, name: str, chunks: Any, size: Shape) -> Iterator[tuple[Box, Window]]:
+    def _read_boxes(self, name: str, chunks: Any, size: Shape) -> Iterator[tuple[Box, Window]]:
         """Yield (box, byte range of its file) for each chunk of a tensor.
 
         Raises TypeError, KeyError or ValueError for a damaged or unknown chunk.
@@ -95,7 +99,7 @@ class Metadata:
             offsets, sizes = chunk.field("offsets"), chunk.field("sizes")
             if not _are_sizes(sizes) or not len(offsets) == len(sizes) == len(size):
                 raise TypeError("a chunk of another kind")
-            key = _key(name, offsets)
+            key = _box_key(name, offsets)
             box = Box(offsets, sizes)
             if any(stop > end for stop, end in zip(box.stops, size, strict=True)):
                 raise ValueError(f"it has a box of {shorten(name)!r} that lies outside of it")
@@ -103,7 +107,7 @@ class Metadata:
 
 
 def open_torch_dist(folder: Path) -> Metadata:
-    """Read and check the metadata of a folder, and all objects in it that are no tensors.
+    """Read the metadata of a checkpoint folder; check it and all pickled objects of the checkpoint.
 
     Raises ValueError where a file is missing, damaged, does not fit the metadata, or has pickled
     objects other than data.
@@ -120,7 +124,10 @@ def open_torch_dist(folder: Path) -> Metadata:
 
 @contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """Turn every error inside the block into a ValueError that names the metadata file."""
+    """Turn errors of reading the metadata into a ValueError that names its file.
+
+    A ValueError whose message begins with another path of the folder is raised as it is.
+    """
     path = folder / METADATA
     try:
         yield
@@ -163,7 +170,7 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
     boxes: dict[str, Window] = {}
     objects: dict[tuple[str, int, int], Window] = {}
     for index, info in storage.items():
-        name, start, length = place = _place(info)
+        name, start, length = place = _read_place(info)
         if name not in files:
             files[name], used[name] = MappedFile(locate_inside(folder, name, METADATA)), 0
         offset = index.state.get("offset")  # torch sets none where it is None
@@ -173,7 +180,7 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
         if offset is None:
             objects[place] = window
         else:
-            key = _key(index.state["fqn"], offset)
+            key = _box_key(index.state["fqn"], offset)
             if key in boxes:
                 raise ValueError(f"it names the box {shorten(key)!r} twice")
             boxes[key] = window
@@ -184,8 +191,11 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
     return boxes, list(objects.values())
 
 
-def _place(info: Any) -> tuple[str, int, int]:
-    """Return file name, offset and length (bytes) of one entry of the storage table."""
+def _read_place(info: Any) -> tuple[str, int, int]:
+    """Return file name, offset and length (bytes) of one entry of the storage table.
+
+    Raises ValueError for compressed entries, KeyError or TypeError for damaged ones.
+    """
     state = info.state
     if state.get("transform_descriptors"):
         raise ValueError("it names compressed entries, which are not read")
@@ -195,7 +205,7 @@ def _place(info: Any) -> tuple[str, int, int]:
     return name, start, length
 
 
-def _key(name: Any, offsets: Any) -> str:
+def _box_key(name: Any, offsets: Any) -> str:
     """Return name and offsets of a box as a text, whose hash a file cannot choose (no slow dict).
 
     Raises TypeError for other types.
@@ -206,7 +216,7 @@ def _key(name: Any, offsets: Any) -> str:
 
 
 def _are_sizes(numbers: Any) -> bool:
-    if not integers(numbers) or len(numbers) > MAX_AXES:
+    if not are_integers(numbers) or len(numbers) > MAX_AXES:
         return False
     return not numbers or (min(numbers) >= 0 and max(numbers) < MAX_SIZE)
 

@@ -93,10 +93,10 @@ def check_side_files(folder: Path) -> None:
 def copy_side_files(
     source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
 ) -> list[Path]:
-    """Copy config.json and SIDE_FILES to `target`; return the paths of the copies.
+    """Copy config.json and those of SIDE_FILES that `source` has; return the paths of the copies.
 
     The copied config.json names a classifier of one label for a score head, and `dtype` if given.
-    Raises ValueError or OSError where a file is a link out of `source`.
+    Raises ValueError or OSError where a file cannot be read or is a link out of `source`.
     """
     config = parse_json(read_inside(source, CONFIG))
     if head is Head.SCORE:

@@ -43,11 +43,11 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
         return Format.RUN_STATE, folder
     if any(RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()):
         return Format.LEGACY, folder
-    iteration = _iteration(folder)
+    iteration = _find_iteration(folder)
     return (Format.HF, folder) if iteration is None else find_weights(iteration)
 
 
-def _iteration(folder: Path) -> Path | None:
+def _find_iteration(folder: Path) -> Path | None:
     """Return the folder of the iteration that the tracker file names; without one, the only one.
 
     None where there is no iteration. Raises ValueError as `find_weights` does.

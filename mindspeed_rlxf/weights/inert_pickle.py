@@ -111,13 +111,13 @@ class InertUnpickler:
                 self.at = at + 1
                 code = data[at]
                 if code == STOP:
-                    return self._result()
+                    return self._final_value()
                 table[code](self)
             if len(self.depth) > MAX_CONTAINERS:
                 raise Refused(f"more than {MAX_CONTAINERS} containers and objects")
         raise Refused(f"more than {MAX_STEPS} steps")
 
-    def _result(self) -> Any:
+    def _final_value(self) -> Any:
         """Return the value left on the stack.
 
         Raises ValueError when several are left, Refused when data follows the end.
@@ -144,7 +144,7 @@ class InertUnpickler:
 
     # Of bytes ------------------------------------------------------------------------------------
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         """Read text up to the end of its line. Raises ValueError beyond MAX_NAME characters."""
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
         if end < 0:
@@ -196,13 +196,16 @@ class InertUnpickler:
         return items
 
     def _mark(self) -> None:
-        """Begin a new stack on top of the present one (MARK)."""
+        """Begin a new stack on top of the present one (MARK).
+
+        Raises Refused for more than 2 MAX_DEPTH of them.
+        """
         if len(self.marks) >= 2 * MAX_DEPTH:
             raise Refused(f"more than {MAX_DEPTH} values inside each other")
         self.marks.append(self.stack)
         self.stack = []
 
-    def _last(self, count: int) -> list[Any]:
+    def _pop(self, count: int) -> list[Any]:
         """Pop and return the last `count` values of the stack. Raises IndexError for fewer."""
         items = self.stack[-count:]
         if len(items) < count:
@@ -217,7 +220,7 @@ class InertUnpickler:
         self._allow_change(self.stack[-1], list, items)
         self.stack[-1].extend(items)
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         """Add keys and values, alternating in `items`, to the dict on top of the stack (SETITEMS).
 
         Raises Refused for a repeated or unusual key, ValueError for a key without a value.
@@ -236,11 +239,11 @@ class InertUnpickler:
 
     # Of names and objects ------------------------------------------------------------------------
 
-    def _global(self) -> None:
-        module, name = self._line(), self._line()
+    def _push_global(self) -> None:
+        module, name = self._read_line(), self._read_line()
         self.stack.append(named_value(module, name))
 
-    def _stack_global(self) -> None:
+    def _replace_global(self) -> None:
         """Replace module and name on the stack by a `Named` or a torch dtype (STACK_GLOBAL).
 
         Raises Refused for a name that is not listed.
@@ -250,10 +253,10 @@ class InertUnpickler:
             raise Refused("a name that is no text: STACK_GLOBAL requires str")
         self.stack.append(named_value(module, name))
 
-    def _make(self) -> None:
+    def _replace_call(self) -> None:
         """Replace a class or function and its arguments on the stack by a value (REDUCE, NEWOBJ).
 
-        Nothing is called; see `_made`. Raises Refused.
+        Nothing is called; see `_value_of_call`. Raises Refused.
         """
         arguments, named = self.stack.pop(), self.stack.pop()
         if type(named) is not Named:
@@ -261,7 +264,7 @@ class InertUnpickler:
         if type(arguments) is not tuple:
             raise Refused(f"{named.text} with arguments that are no tuple")
         depth = self._hold(arguments)
-        made = self._made(named.text, arguments)
+        made = self._value_of_call(named.text, arguments)
         kind = type(made)
         if kind is Inert or kind is dict:
             self._push_new(made, depth)
@@ -270,7 +273,7 @@ class InertUnpickler:
         else:
             self.stack.append(made)
 
-    def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
+    def _value_of_call(self, text: str, arguments: tuple[Any, ...]) -> Any:
         """Return the value that stands for a call of the name `text`: data, a tensor or an Inert.
 
         Raises Refused unless the name is listed and accepts these arguments.
@@ -309,7 +312,7 @@ class InertUnpickler:
             raise Refused(f"{target.named} with a state that no checkpoint gives it")
         target.state = state if target.named in STATES else attributes_of(state)
 
-    def _persistent(self) -> None:
+    def _replace_reference(self) -> None:
         """Replace a reference to a tensor's data on the stack by its storage (BINPERSID).
 
         It is ("storage", type, key, device, elements[, view]), as `torch.save` writes it. Raises
@@ -323,14 +326,14 @@ class InertUnpickler:
             raise Refused("a reference to something outside")
         self.stack.append(self.storage(pid[1].text.rpartition(".")[2], pid[2], pid[4]))
 
-    def _unknown(self) -> None:
+    def _refuse_opcode(self) -> None:
         raise ValueError(f"the operation {self.data[self.at - 1]:#04x}, which no checkpoint has")
 
 
 STOP = ord(".")
 
 
-def _table() -> list[Operation]:
+def _make_table() -> list[Operation]:
     """Return the list of operations by opcode (0 to 255); unknown opcodes raise ValueError.
 
     Known are those that picklers of protocols 2 to 5 write for data.
@@ -344,22 +347,22 @@ def _table() -> list[Operation]:
         "\x8f": lambda m: m._push_new([], 1),  # a set, of which nothing is hashed
         "t": lambda m: m._push_tuple(m._since_mark()),
         "\x91": lambda m: m._push_tuple(m._since_mark()),  # a frozenset
-        "\x85": lambda m: m._push_tuple(m._last(1)),
-        "\x86": lambda m: m._push_tuple(m._last(2)),
-        "\x87": lambda m: m._push_tuple(m._last(3)),
-        "a": lambda m: m._extend(m._last(1)),
+        "\x85": lambda m: m._push_tuple(m._pop(1)),
+        "\x86": lambda m: m._push_tuple(m._pop(2)),
+        "\x87": lambda m: m._push_tuple(m._pop(3)),
+        "a": lambda m: m._extend(m._pop(1)),
         "e": lambda m: m._extend(m._since_mark()),
         "\x90": lambda m: m._extend(m._since_mark()),
-        "s": lambda m: m._set(m._last(2)),
-        "u": lambda m: m._set(m._since_mark()),
-        "c": machine._global,
-        "\x93": machine._stack_global,
-        "R": machine._make,
-        "\x81": machine._make,
+        "s": lambda m: m._set_items(m._pop(2)),
+        "u": lambda m: m._set_items(m._since_mark()),
+        "c": machine._push_global,
+        "\x93": machine._replace_global,
+        "R": machine._replace_call,
+        "\x81": machine._replace_call,
         "b": machine._build,
-        "Q": machine._persistent,
+        "Q": machine._replace_reference,
     }
-    return [known.get(chr(code), machine._unknown) for code in range(256)]
+    return [known.get(chr(code), machine._refuse_opcode) for code in range(256)]
 
 
-InertUnpickler.TABLE = _table()
+InertUnpickler.TABLE = _make_table()

@@ -107,8 +107,8 @@ def make_layout(
     Raises UserError with a problem for each size that does not fit the model.
     """
     problems = [
-        *_sizes(architecture, tp, ep, vocab_multiple),
-        *_layers(architecture.num_layers, pp, layers_per_chunk, layer_list),
+        *_find_size_problems(architecture, tp, ep, vocab_multiple),
+        *_find_layer_problems(architecture.num_layers, pp, layers_per_chunk, layer_list),
     ]
     if problems:
         raise UserError(problems)
@@ -129,7 +129,9 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
     )
 
 
-def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iterator[Problem]:
+def _find_size_problems(
+    a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int
+) -> Iterator[Problem]:
     """Yield a problem for each parallel size that is below 1 or does not divide the model."""
     sizes = {
         "attention heads": a.num_attention_heads,
@@ -157,7 +159,7 @@ def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iter
         )
 
 
-def _layers(
+def _find_layer_problems(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
 ) -> Iterator[Problem]:
     """Yield a problem if the layers cannot be distributed over the pipeline as the flags say."""

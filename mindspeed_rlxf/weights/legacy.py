@@ -46,8 +46,8 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
     The layout is found from the files. Raises ValueError when ranks are missing or damaged, or have
     another model.
     """
-    grid = _grid(folder, architecture)
-    layout = _layout(grid, folder, architecture)
+    grid = _read_ranks(folder, architecture)
+    layout = _find_layout(grid, folder, architecture)
     weights = MegatronWeights(folder, architecture)
     problems: list[str] = []
     for (tp_rank, pp_rank, ep_rank), chunks in grid.items():
@@ -66,14 +66,14 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
     return weights
 
 
-def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
+def _read_ranks(folder: Path, architecture: ArchitectureConfig) -> Grid:
     """Open the files of all ranks; return (tp, pp, ep) rank -> tensors of its chunks.
 
     Raises ValueError when a rank is missing, or the folder has ranks of several layouts.
     """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
-    files = {parts: _chunks(locate_inside(folder, file, "")) for parts, file in found.items()}
+    files = {parts: _read_chunks(locate_inside(folder, file, "")) for parts, file in found.items()}
     suffixes = {sum(part is not None for part in parts[1:]) for parts in files}
     if len(suffixes) != 1:
         raise ValueError(f"{folder} mixes checkpoints of different layouts; remove one of them")
@@ -104,8 +104,8 @@ def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> b
     return a.num_experts is not None and second is not None and EMBEDDING.name in second[0]
 
 
-def _chunks(file: Path) -> list[Tensors]:
-    """Read a rank's file; return the tensors of each chunk by name.
+def _read_chunks(file: Path) -> list[Tensors]:
+    """Read a rank's file; return the tensors of each chunk by name, without its other values.
 
     Raises ValueError where the file has no model.
     """
@@ -125,10 +125,11 @@ def _chunks(file: Path) -> list[Tensors]:
     ]
 
 
-def _layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
+def _find_layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
     """Return the layout of the ranks, with the number of layers in each pipeline stage.
 
-    Raises ValueError where ranks differ in their chunks, or the model has other layers.
+    Raises ValueError where ranks differ in their number of chunks, or the layers are not as many as
+    the model's.
     """
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])

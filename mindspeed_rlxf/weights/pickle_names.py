@@ -93,7 +93,10 @@ def is_fields(state: Any) -> bool:
 
 
 def is_attributes(state: Any) -> bool:
-    """Whether a state is that of an object: attributes by name, or a pair with its slots."""
+    """Whether a state is that of an object: attributes by name, or a pair with its slots.
+
+    Each may be None.
+    """
     if type(state) is dict:
         return is_fields(state)
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
@@ -113,7 +116,7 @@ def _is_latin(arguments: tuple[Any, ...]) -> bool:
     return _of(str, str)(arguments) and arguments[1] in ("latin1", "latin-1")
 
 
-def integers(value: Any) -> bool:
+def are_integers(value: Any) -> bool:
     return type(value) is tuple and set(map(type, value)) <= {int}
 
 
@@ -125,7 +128,7 @@ def _is_tensor(arguments: tuple[Any, ...]) -> bool:
     if not 4 <= len(arguments) <= 7 or not isinstance(arguments[0], Storage):
         return False
     _, offset, shape, stride, *rest = arguments
-    good = type(offset) is int and integers(shape) and integers(stride)
+    good = type(offset) is int and are_integers(shape) and are_integers(stride)
     return good and all(
         item is None or type(item) is bool or (type(item) is dict and not item) for item in rest
     )
@@ -157,7 +160,7 @@ def _is_new_array(arguments: tuple[Any, ...]) -> bool:
     return (
         len(arguments) == 3
         and _is(arguments[0], "numpy.ndarray")
-        and integers(arguments[1])
+        and are_integers(arguments[1])
         and arguments[1] == (0,)
     )
 
@@ -184,7 +187,7 @@ def _is_array_state(state: Any) -> bool:
     return (
         type(state) is tuple
         and len(state) == 5
-        and integers(state[1])
+        and are_integers(state[1])
         and _is_scalar((state[2], None))
         and (type(state[4]) is bytes or _is_object(state[4], "builtins.bytes"))
     )
@@ -236,7 +239,7 @@ BYTES_IO = ("_io.BytesIO", "io.BytesIO")
 
 ALLOWED: dict[str, Test] = {
     ORDERED_DICT: _none,
-    SIZE: lambda a: len(a) == 1 and integers(a[0]),
+    SIZE: lambda a: len(a) == 1 and are_integers(a[0]),
     "argparse.Namespace": _none,
     "types.SimpleNamespace": _none,
     "pathlib.PosixPath": _all_of(str),

@@ -46,19 +46,19 @@ def _bytes_of(machine: Machine, size: int) -> bytes:
     return take(machine, number(machine, size))
 
 
-def _push(value: Any) -> Operation:
+def _push_constant(value: Any) -> Operation:
     return lambda machine: machine.stack.append(value)
 
 
-def _little(size: int) -> Operation:
+def _push_unsigned(size: int) -> Operation:
     return lambda machine: machine.stack.append(number(machine, size))
 
 
-def _signed(machine: Machine) -> None:
+def _push_signed(machine: Machine) -> None:
     machine.stack.append(int.from_bytes(take(machine, 4), "little", signed=True))
 
 
-def _long(machine: Machine) -> None:
+def _push_long(machine: Machine) -> None:
     """Push an integer whose length is one byte before it (LONG1). Raises Refused for a huge one."""
     size = number(machine, 1)
     if size > MAX_NUMBER_BYTES:
@@ -66,20 +66,23 @@ def _long(machine: Machine) -> None:
     machine.stack.append(int.from_bytes(take(machine, size), "little", signed=True))
 
 
-def _float(machine: Machine) -> None:
+def _push_float(machine: Machine) -> None:
     machine.stack.append(struct.unpack(">d", take(machine, 8))[0])
 
 
-def _text(size: int) -> Operation:
+def _push_text(size: int) -> Operation:
     return lambda machine: machine.stack.append(str(_bytes_of(machine, size), "utf-8"))
 
 
-def _bytes(size: int) -> Operation:
+def _push_bytes(size: int) -> Operation:
     return lambda machine: machine.stack.append(_bytes_of(machine, size))
 
 
-def _short_text(machine: Machine) -> None:
-    """Push text whose length is one byte before it; the most frequent operation, hence inline."""
+def _push_short_text(machine: Machine) -> None:
+    """Push text whose length is one byte before it.
+
+    Repeats the code of `_push_text` and `take`, as it is the most frequent operation.
+    """
     start = machine.at + 1
     end = start + machine.data[start - 1]
     if end > len(machine.data):
@@ -94,71 +97,71 @@ def _remember(machine: Machine, index: int) -> None:
     machine.memo[index] = machine.stack[-1]
 
 
-def _index(machine: Machine) -> int:
+def _read_index(machine: Machine) -> int:
     at = machine.at
     machine.at = at + 4
     return INDEX.unpack_from(machine.data, at)[0]  # type: ignore[no-any-return]
 
 
-def _put(machine: Machine) -> None:
-    _remember(machine, _index(machine))
+def _store(machine: Machine) -> None:
+    _remember(machine, _read_index(machine))
 
 
-def _put_short(machine: Machine) -> None:
+def _store_short(machine: Machine) -> None:
     at = machine.at
     machine.at = at + 1
     _remember(machine, machine.data[at])
 
 
-def _get(machine: Machine) -> None:
-    machine.stack.append(machine.memo[_index(machine)])
+def _push_stored(machine: Machine) -> None:
+    machine.stack.append(machine.memo[_read_index(machine)])
 
 
-def _get_short(machine: Machine) -> None:
+def _push_stored_short(machine: Machine) -> None:
     at = machine.at
     machine.at = at + 1
     machine.stack.append(machine.memo[machine.data[at]])
 
 
-def _byte(machine: Machine) -> None:
+def _push_byte(machine: Machine) -> None:
     at = machine.at
     machine.at = at + 1
     machine.stack.append(machine.data[at])
 
 
-def _protocol(machine: Machine) -> None:
+def _check_protocol(machine: Machine) -> None:
     if number(machine, 1) not in (2, 3, 4, 5) or machine.at != 2:
         raise ValueError("its protocol is none of 2 to 5")
 
 
-def _frame(machine: Machine) -> None:
+def _check_frame(machine: Machine) -> None:
     if number(machine, 8) > len(machine.data) - machine.at:
         raise IndexError
 
 
 SCALARS: dict[str, Operation] = {
-    "\x80": _protocol,
-    "\x95": _frame,
-    "N": _push(None),
-    "\x88": _push(True),
-    "\x89": _push(False),
-    "K": _byte,
-    "M": _little(2),
-    "J": _signed,
-    "\x8a": _long,
-    "G": _float,
-    "\x8c": _short_text,
-    "X": _text(4),
-    "\x8d": _text(8),
-    "C": _bytes(1),
-    "B": _bytes(4),
-    "\x8e": _bytes(8),
-    "\x96": _bytes(8),  # a bytearray
-    ")": _push(()),
-    "h": _get_short,
-    "j": _get,
+    "\x80": _check_protocol,
+    "\x95": _check_frame,
+    "N": _push_constant(None),
+    "\x88": _push_constant(True),
+    "\x89": _push_constant(False),
+    "K": _push_byte,
+    "M": _push_unsigned(2),
+    "J": _push_signed,
+    "\x8a": _push_long,
+    "G": _push_float,
+    "\x8c": _push_short_text,
+    "X": _push_text(4),
+    "\x8d": _push_text(8),
+    "C": _push_bytes(1),
+    "B": _push_bytes(4),
+    "\x8e": _push_bytes(8),
+    "\x96": _push_bytes(8),  # a bytearray
+    ")": _push_constant(()),
+    "h": _push_stored_short,
+    "j": _push_stored,
     "\x94": lambda machine: _remember(machine, len(machine.memo)),
-    "q": _put_short,
-    "r": _put,
+    "q": _store_short,
+    "r": _store,
 }
 """By opcode; the empty tuple, of which there is one, is among them."""

@@ -20,11 +20,11 @@ def refusal(path: Path, error: Refused) -> ValueError:
     """Make the error for a file with pickled objects other than data. error: which ones"""
     return ValueError(
         f"{path} must hold nothing but the data of a checkpoint, it has {error}; do not open a "
-        f"file of others. Where you made it, {_again(path)}"
+        f"file of others. Where you made it, {_advise_saving_again(path)}"
     )
 
 
-def _again(path: Path) -> str:
+def _advise_saving_again(path: Path) -> str:
     """Return a text that tells the maker of a file how to save it without these objects."""
     there = "in the environment that wrote it"
     if path.name == RANK_FILE:

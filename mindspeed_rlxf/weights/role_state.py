@@ -75,9 +75,10 @@ class RunState:
                 file.close()
 
     def _add_boxes(self, file: SafetensorsFile) -> None:
-        """Add the boxes of a rank's file to the tensors of their slots.
+        """Add the boxes of a rank's file to the tensors of their slots (weights, optimizer states).
 
-        Raises ValueError for names that are no boxes, or boxes of one tensor that do not fit.
+        Raises ValueError for names that are no boxes, and for boxes of one tensor that differ in
+        dtype or number of axes.
         """
         for key, dtype, shape, first_byte in file.tensors():
             slot, _, place = key.partition("/")

@@ -42,8 +42,9 @@ class StageWeights:
         ep_group: dist.ProcessGroup,
         chunks: int = 1,
     ) -> None:
-        """module: the stage, or a ModuleList of its chunks where there are several
+        """Match the parameters of the module with those of this rank in the architecture.
 
+        module: the stage, or a ModuleList of its chunks where there are several
         Raises AssertionError where the module has other parameters than the architecture.
         """
         self.architecture, self.head = architecture, head

@@ -45,6 +45,7 @@ class StagedFolder:
     def __init__(self, target: Path, plan: dict[str, Any], replace: bool) -> None:
         """Open and lock the partial folder; keep finished parts of an interrupted run.
 
+        If a run with this plan was killed after it had renamed the folder, opens the target.
         plan:    JSON value that determines the content; parts of another plan are removed
         replace: replace an existing target
         Raises UserError when `target` exists without `replace`, another process writes it, or the
@@ -62,12 +63,13 @@ class StagedFolder:
     def _open_published(self, plan: dict[str, Any]) -> bool:
         """Whether a run with this plan was killed after it had renamed the folder to the target.
 
-        If so, locks the target and reads its journal. If the plan was another, cleans up after it.
+        Then the target is locked and its journal read. After such a run with another plan, its
+        journal and the older target are removed.
         """
         self.folder = self.target
         if not _has_plan(self.target / JOURNAL):
             return False
-        self._journal = self._lock()
+        self._journal = self._lock_journal()
         same = self._read_journal(plan)
         if not same:
             self._finish()
@@ -77,14 +79,14 @@ class StagedFolder:
         """Make and lock the partial folder, and read its journal; remove parts of another plan.
 
         Moves an older target back if a run was killed between the two renames of `publish`. Raises
-        UserError.
+        UserError as `__init__` does.
         """
         self.folder = self.target.with_name(self.target.name + ".partial")
         self._check_target()
-        self._make()
-        self._journal = self._lock()
+        self._make_folder()
+        self._journal = self._lock_journal()
         same = self._read_journal(plan)
-        if self._before and self._is_replaced() and not _occupied(self.target):
+        if self._before and self._is_replaced() and not _is_occupied(self.target):
             os.replace(self._before, self.target)  # killed between the two renames of `publish`
         try:
             self._check_target()
@@ -98,11 +100,11 @@ class StagedFolder:
             self._refuse_others(set())
             self._journal.truncate(0)
             self._before, self._begun = None, []
-            self._append({PLAN: plan})
+            self._append_line({PLAN: plan})
 
     def _check_target(self) -> None:
-        """Raise UserError where the target exists and must not be replaced."""
-        if not self.replace and _occupied(self.target):
+        """Raise UserError if the target exists and must not be replaced; an empty folder may be."""
+        if not self.replace and _is_occupied(self.target):
             raise UserError(
                 Problem(
                     f"{self.target}", "must not exist yet", remedy="give another folder, or --force"
@@ -112,10 +114,10 @@ class StagedFolder:
     def _read_journal(self, plan: dict[str, Any]) -> bool:
         """Read the journal into `kept` (parts) and `_begun` (paths); return if its plan is `plan`.
 
-        Parts of another plan are not listed in `kept`. Truncates an incomplete last line, and
-        removes scratch folders of earlier runs.
+        Parts of another plan are not listed in `kept`. Also finds out where an older target was
+        moved. Truncates an incomplete last line, and removes scratch folders of earlier runs.
         """
-        lines, length = _lines(self.folder / JOURNAL)
+        lines, length = _read_lines(self.folder / JOURNAL)
         self._journal.truncate(length)
         for line in lines:
             if REPLACES in line:
@@ -128,9 +130,10 @@ class StagedFolder:
         return same
 
     def _read_replaced(self, line: dict[str, Any]) -> Path | None:
-        """Return the path that an older target was moved to, by a line of the journal.
+        """Read a line of the journal: return the path that an older target was moved to.
 
-        None for a name that this module does not make.
+        None for a name that this module does not make. Stores the target's device and inode in
+        `_node_before`.
         """
         name, self._node_before = line[REPLACES], line.get("node", [])
         ours = re.escape(self.target.name) + r"\.replaced(-[0-9a-f]{16})?"
@@ -139,9 +142,14 @@ class StagedFolder:
         return self.target.with_name(name)
 
     def _is_replaced(self) -> bool:
-        """Whether the older target that was moved away still exists there, by device and inode."""
+        """Whether the older target is where it was moved to, by device and inode.
+
+        False if none was moved away.
+        """
         path = self._before
-        return path is not None and os.path.lexists(path) and _node(path) == self._node_before
+        if path is None or not os.path.lexists(path):
+            return False
+        return _device_and_inode(path) == self._node_before
 
     def _discard(self) -> None:
         """Remove the files that the journal names, and folders that become empty by that."""
@@ -170,7 +178,7 @@ class StagedFolder:
             if SCRATCH.fullmatch(name) and not (self.folder / name).is_symlink():
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def _make(self) -> None:
+    def _make_folder(self) -> None:
         """Make the partial folder, or reuse one with a journal or without files.
 
         Raises UserError where something else has its name, or it cannot be made.
@@ -187,7 +195,7 @@ class StagedFolder:
             rule = f"cannot be made ({error.strerror})"
             raise UserError(Problem(f"{self.folder}", rule, remedy="give another folder")) from None
 
-    def _lock(self) -> IO[str]:
+    def _lock_journal(self) -> IO[str]:
         """Open the journal and lock it without waiting; return it.
 
         Raises UserError when another process has the lock or the journal cannot be written.
@@ -211,12 +219,12 @@ class StagedFolder:
             raise busy from None
         return journal
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append_line(self, line: dict[str, Any]) -> None:
         self._journal.write(json.dumps(line) + "\n")
         self._journal.flush()
         os.fsync(self._journal.fileno())
 
-    def finished(self, part: str) -> bool:
+    def is_finished(self, part: str) -> bool:
         """Whether a part is written and its file is unchanged, by size and CRC-32."""
         line, path = self.kept.get(part), self.folder / part
         if line is None or path.is_symlink() or not path.is_file():
@@ -240,7 +248,7 @@ class StagedFolder:
         shutil.rmtree(scratch)
         line = {PART: part, "size": place.stat().st_size, "crc32": checksum(place), "note": note}
         self.kept[part] = line
-        self._append(line)
+        self._append_line(line)
 
     def write_beside(self, write: Callable[[Path], Any]) -> None:
         """Write small files: call `write` with a scratch folder, then move all files out of it.
@@ -269,7 +277,7 @@ class StagedFolder:
     def _begin(self, name: str) -> None:
         if name not in self._begun:
             self._begun.append(name)
-            self._append({BEGINS: name})
+            self._append_line({BEGINS: name})
 
     def publish(self) -> None:
         """Rename the partial folder to the target; an older target is moved away, then removed.
@@ -278,7 +286,7 @@ class StagedFolder:
         finishes.
         """
         if self.folder != self.target:
-            if _occupied(self.target):
+            if _is_occupied(self.target):
                 self._move_away()
             os.replace(self.folder, self.target)
             sync_folder(self.target.parent)
@@ -287,8 +295,9 @@ class StagedFolder:
     def _move_away(self) -> None:
         """Choose a new name for the older target, write it to the journal, rename the target."""
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
-        self._before, self._node_before = self.target.with_name(name), _node(self.target)
-        self._append({REPLACES: name, "node": self._node_before})
+        self._before = self.target.with_name(name)
+        self._node_before = _device_and_inode(self.target)
+        self._append_line({REPLACES: name, "node": self._node_before})
         os.replace(self.target, self._before)
 
     def _finish(self) -> None:
@@ -313,7 +322,7 @@ def checksum(path: Path) -> int:
     return value
 
 
-def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
+def _read_lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the journal's complete lines, parsed, and their length in bytes.
 
     Stops at the first line that is incomplete or no JSON object.
@@ -337,10 +346,10 @@ def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
 def _has_plan(journal: Path) -> bool:
     """Whether a file exists and is a journal of this module (its first line has a plan)."""
     is_file = journal.is_file() and not journal.is_symlink()
-    return is_file and any(PLAN in line for line in _lines(journal)[0][:1])
+    return is_file and any(PLAN in line for line in _read_lines(journal)[0][:1])
 
 
-def _occupied(path: Path) -> bool:
+def _is_occupied(path: Path) -> bool:
     """Whether the path exists and is not an empty folder; a link counts as existing."""
     if path.is_symlink() or not path.is_dir():
         return os.path.lexists(path)
@@ -355,7 +364,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _node(path: Path) -> list[int]:
+def _device_and_inode(path: Path) -> list[int]:
     """Return device and inode of a path, which identify it after a rename; links not followed."""
     found = path.lstat()
     return [found.st_dev, found.st_ino]

@@ -67,9 +67,9 @@ def without_host(entry: Entry) -> Entry:
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """Return why a file is not its entry's: missing, a link or of another size; None if it fits.
+    """Return how a file differs from its entry: missing, a link or of another size.
 
-    Reads no content.
+    None if it does not. Reads no content.
     """
     file = folder / entry["path"]
     if file.is_symlink():
@@ -83,9 +83,9 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Return why a file is not its entry's: missing, a link, unreadable, of another size or hash.
+    """Return how a file differs from its entry: missing, a link, unreadable, another size or hash.
 
-    None if it fits. Reads the whole file.
+    None if it does not. Reads the whole file.
     """
     try:
         problem = size_problem(folder, entry)
@@ -99,7 +99,8 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
 def write_text(file: Path, text: str, mode: int | None = None) -> None:
     """Replace a file atomically by this text, and fsync it; make its folder if needed.
 
-    mode: permission bits of the file, with which a new folder is made private too; None = by umask
+    mode: permission bits of the file; its folder gets those that fit them (`folder_mode`), if this
+          user owns it. None = both by umask
     """
     if mode is None:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -85,9 +85,9 @@ def read_torch_dist(
 def _find(
     parameter: StageParameter, tensors: dict[str, BoxedTensor]
 ) -> tuple[str, BoxedTensor] | None:
-    """Return (stored name, tensor) of a parameter, which may be a slice of that of all layers.
+    """Return (stored name, tensor) of a parameter; None where it is not stored.
 
-    None where it is not stored.
+    The parameter may be a slice of a tensor that stacks all layers.
     """
     alone = find(parameter, tensors)
     if alone is not None:
@@ -102,7 +102,7 @@ def _find(
 
 
 def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> Iterator[str]:
-    """Yield a line for each tensor of all layers whose number of layers is not the model's."""
+    """Yield a line for each tensor that stacks all layers and has fewer or more than the model."""
     stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
     for name in unknown_names(stacked, set()):
         layers = tensors[name].size[:1]
@@ -111,7 +111,7 @@ def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> I
 
 
 def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
-    """Return the name of the tensor of all layers (and experts), and a parameter's index in it.
+    """Return the name of the tensor of all layers (and experts), and the parameter's index in it.
 
     name: name of the parameter, with the global number of its layer; a parameter outside layers has
           its own name and the index ()
@@ -195,10 +195,10 @@ def _boxes_of_shard(
             tuple(first if axis == dim else 0 for axis in range(axes)) for first in (start, within)
         )
         box = Box(index + starts, (1,) * len(index) + shape)
-        yield key, lead + size, box, _part(planned, Box(place, shape), box.shape)
+        yield key, lead + size, box, _plan_part(planned, Box(place, shape), box.shape)
 
 
-def _part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
+def _plan_part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
     """Return a planned tensor that is a box of another one, reshaped. place: the box"""
 
     def make() -> Tensor:
@@ -247,7 +247,7 @@ def write_metadata(
 ) -> None:
     """Write `.metadata`, `common.pt`, `metadata.json` and the empty extra states to `folder`.
 
-    files: file name -> the entries that writing it returned
+    files: name of each data file -> the entries of its boxes, as `PlannedFile.write` returns them
     """
     described: dict[str, Any] = {}
     places: dict[Any, Any] = {}

@@ -52,7 +52,7 @@ class MappedFile:
     """A file that is mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Errors: ValueError when it cannot be opened or is empty."""
+        """Map the file into memory. Raises ValueError when it cannot be opened or is empty."""
         self.path = path
         try:
             with open_plain(path) as file:
@@ -90,7 +90,7 @@ class MappedFile:
         return self.read(record.start, record.length)
 
     def check(self, record: Record) -> None:
-        """Compare the CRC-32 of a record, only at the first call. Raises ChangedBytes."""
+        """Compare the CRC-32 of a record with its data, once per record. Raises ChangedBytes."""
         if record.start in self._checked:
             return
         with memoryview(self._map)[record.start : record.start + record.length] as data:
@@ -131,7 +131,10 @@ class StoredTensor:
     stride: tuple[int, ...]
 
     def read(self, box: Box) -> Tensor:
-        """Return a copy of a box of the tensor. Raises ChangedBytes where its CRC-32 differs."""
+        """Return a copy of a box of the tensor.
+
+        Raises ChangedBytes where the CRC-32 of the tensor's record differs.
+        """
         self.file.check(self.record)
         item = self.dtype.itemsize
         used = _used_elements(self.shape, self.stride)
@@ -207,7 +210,10 @@ class _Reader(InertUnpickler):
 
     @classmethod
     def of(cls, window: Window) -> _Reader:
-        """Make a reader of the zip archive in `window`. Raises ValueError for other files."""
+        """Make a reader of the zip archive in `window`.
+
+        Raises ValueError for a file that is not of torch.save, is damaged or is big-endian.
+        """
         path = window.file.path
         records = records_of(window.read, window.length)
         if window.start:
@@ -308,7 +314,10 @@ def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
 def _write_record(
     archive: zipfile.ZipFile, name: str, size: int, parts: Iterable[bytes | memoryview]
 ) -> None:
-    """Write a record whose data begins at a multiple of ALIGNMENT in the archive."""
+    """Write `parts`, `size` bytes in all, as record `archive/NAME` of the zip archive.
+
+    Its data begins at a multiple of ALIGNMENT in the file.
+    """
     info = zipfile.ZipInfo(f"archive/{name}")
     info.file_size = size
     assert archive.fp is not None, "the archive is open"

@@ -63,11 +63,11 @@ def records_of(read: Read, size: int) -> dict[str, Record]:
     """
     try:
         start, length, count = _place_of_directory(read, size)
-        entries = list(_directory(read(start, length)))
+        entries = list(_read_directory(read(start, length)))
         if len(entries) != count:
             raise Refused("an archive that miscounts its records")
         _refuse_names([entry.name for entry in entries])
-        return dict(_tiled(read, entries, start))
+        return dict(_check_records(read, entries, start))
     except (struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"is no file of torch.save, or is truncated ({error})") from None
 
@@ -103,7 +103,7 @@ def _place_of_directory(read: Read, size: int) -> tuple[int, int, int]:
     return start, length, count
 
 
-def _directory(data: bytes) -> Iterator[_Entry]:
+def _read_directory(data: bytes) -> Iterator[_Entry]:
     """Yield the entries of an archive's directory. data: its bytes
 
     Raises Refused for entries that torch does not write, ValueError or struct.error when damaged.
@@ -121,7 +121,7 @@ def _directory(data: bytes) -> Iterator[_Entry]:
             raise ValueError("is no file of torch.save, or is truncated (its directory is damaged)")
         if flags & ENCRYPTED or disk or comment:
             raise Refused("an encrypted or commented record")
-        size, packed, offset = _widened(field, [size, packed, offset])
+        size, packed, offset = _widen(field, [size, packed, offset])
         if method != STORED or packed != size:
             raise Refused("a compressed record, which torch does not write")
         yield _Entry(spelled, spelled.decode("utf-8"), flags, method, crc, size, offset)
@@ -140,7 +140,7 @@ def _extra_fields(extra: bytes) -> dict[int, bytes]:
     return fields
 
 
-def _widened(extra: bytes, numbers: list[int]) -> list[int]:
+def _widen(extra: bytes, numbers: list[int]) -> list[int]:
     """Replace numbers that are WIDE by the 64-bit numbers of the zip64 extra field, in place.
 
     Raises Refused unless the field has exactly these. Returns `numbers`.
@@ -155,7 +155,11 @@ def _widened(extra: bytes, numbers: list[int]) -> list[int]:
 
 
 def _refuse_names(names: list[str]) -> None:
-    """Raise Refused for names that readers may confuse, for programs and for a second pickle."""
+    """Refuse archives by the names of their records.
+
+    Raises Refused for names that readers may confuse, two folders, a TorchScript program and a
+    second pickle.
+    """
     if len({name.lower() for name in names}) != len(names):
         raise Refused("two records of one name")
     if any(not name.isprintable() or "\\" in name for name in names):
@@ -169,8 +173,8 @@ def _refuse_names(names: list[str]) -> None:
         raise Refused(f"a second pickle, {shorten(other[0])}")
 
 
-def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
-    """Yield (name without folder, record) for each entry.
+def _check_records(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
+    """Check the records of an archive; yield (name without folder, record) for each, by offset.
 
     Raises Refused unless the records fill the archive up to `end` without gap or overlap, and each
     record's own header agrees with its entry in the directory.

@@ -53,7 +53,7 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
         if problem := unicode_problem(text):
             raise UnusableRow("invalid unicode", problem.rule, problem.remedy)
     if handler.output is Output.ANSWERED and example.responses and not example.responses[0].strip():
-        raise _empty("response", "an answer")
+        raise _empty_text_error("response", "an answer")
     return example
 
 
@@ -81,7 +81,7 @@ def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Exam
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
     _check_order(turns)
     if any(turn.role == "user" and not turn.text.strip() for turn in turns):
-        raise _empty("prompt", "a prompt")
+        raise _empty_text_error("prompt", "a prompt")
     if output is not Output.PAIR:
         _check_last(turns, "assistant", "complete or remove the row")
         return Example(turns[:-1], (turns[-1].text,))
@@ -117,7 +117,7 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
         _check_last(turns, "user", "take the answer out of it")
     text = "\n".join(part for part in (turns[-1].text, query) if part)
     if not text.strip():
-        raise _empty("prompt", "a prompt")
+        raise _empty_text_error("prompt", "a prompt")
     return [*turns[:-1], Turn("user", text)]
 
 
@@ -224,9 +224,9 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
-    """Return the turns with the system's first: that among the turns, or one with text `system`.
+    """Return the turns with the system turn first: one of `turns`, or one with text `system`.
 
-    No turn is added for `system` "". Raises UnusableRow where there are two system texts.
+    No turn is added for `system` "". Raises UnusableRow if there is a system turn and `system` too.
     column: where `system` comes from, for the error
     """
     own = [turn for turn in turns if turn.role == "system"]
@@ -238,7 +238,7 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 
 
 def _check_order(turns: Sequence[Turn]) -> None:
-    """Raise UnusableRow unless user and assistant alternate after the system, the user first."""
+    """Raise UnusableRow unless the turns but the system's alternate: user, assistant, user, ..."""
     roles = [turn.role for turn in turns if turn.role != "system"]
     for number, role in enumerate(roles, 1):
         expected = ("assistant", "user")[number % 2]
@@ -253,6 +253,6 @@ def _check_last(turns: Sequence[Turn], role: str, remedy: str) -> None:
         raise UnusableRow("wrong roles", rule, remedy)
 
 
-def _empty(part: str, name: str) -> UnusableRow:
+def _empty_text_error(part: str, name: str) -> UnusableRow:
     rule = f"{name} must hold more than white space, this one does not"
     return UnusableRow(f"empty {part}", rule, "complete or remove the row")

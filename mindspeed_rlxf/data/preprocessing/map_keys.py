@@ -95,7 +95,8 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
     """Parse JSON such as {"prompt": "question", "query": ""}; "" = unused.
 
     Keys that are not given keep their defaults, or become unused where another key names their
-    default column. Raises UserError for invalid JSON, unknown keys and conflicting columns.
+    default column. Raises UserError for invalid JSON, invalid keys, conflicting columns, and a
+    prompt or response without a column that the handler needs.
     """
     defaults, example = default_keys(handler), '{"prompt": "question", "query": ""}'
     if isinstance(defaults, ShareGptKeys):
@@ -104,7 +105,7 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
     first = "prompt" if isinstance(defaults, MapKeys) else "messages"
     problems = [p for key, value in given.items() for p in _key_problems(key, value, handler)]
     if not given.get(first, True):
-        problems.append(_wrong(f"{first} must name a column, it is empty", "name it"))
+        problems.append(_flag_problem(f"{first} must name a column, it is empty", "name it"))
     if problems:
         raise UserError(problems)
     columns: dict[str, Any] = {
@@ -134,7 +135,8 @@ def missing_columns(
     asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
     if handler.output is Output.PROMPT:
         asked.pop("response", None)
-    named = [_wrong(f"{key} must name a column", 'name one, or "" for none') for key in asked]
+    remedy = 'name one, or "" for none'
+    named = [_flag_problem(f"{key} must name a column", remedy) for key in asked]
     other = Problem("--dataset-additional-keys", "must name columns", remedy="name one")
     pairs = [*zip(named, asked.values(), strict=True), *((other, column) for column in extra)]
     for problem, column in pairs:
@@ -146,14 +148,14 @@ def missing_columns(
         yield replace(problem, rule=f"{problem.rule}, {found}", remedy=remedy)
 
 
-def _wrong(rule: str, remedy: str) -> Problem:
+def _flag_problem(rule: str, remedy: str) -> Problem:
     return Problem(FLAG, rule, remedy=remedy, colon=True)
 
 
-def _unknown(name: str, key: str, known: Iterable[str]) -> Problem:
+def _unknown_key_problem(name: str, key: str, known: Iterable[str]) -> Problem:
     guess = closest(key, known)
     remedy = f"did you mean {guess}?" if guess else "remove it"
-    return _wrong(f"{name} must be one of {', '.join(known)}", remedy)
+    return _flag_problem(f"{name} must be one of {', '.join(known)}", remedy)
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
@@ -174,19 +176,19 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
     """Yield the problems of one key of --map-keys and its value; none if they are valid.
 
-    A key that the handler does not read is valid with an empty value.
+    A key of MapKeys or NOT_RENDERED that the handler does not read is valid with an empty value.
     """
     known = known_keys(handler)
     if key == "tags" and key in known:
         yield from _tag_problems(value)
     elif key in known:
         if value is not None and not isinstance(value, str):
-            yield _wrong(f"{key}={value!r} must name a column", "write it as text")
+            yield _flag_problem(f"{key}={value!r} must name a column", "write it as text")
     elif key in NOT_RENDERED:
         if value:
-            yield _wrong(f"{key!r} has no use here: {NOT_RENDERED[key]}", "")
+            yield _flag_problem(f"{key!r} has no use here: {NOT_RENDERED[key]}", "")
     elif value or key not in MapKeys.__dataclass_fields__:
-        yield _unknown(repr(key), key, known)
+        yield _unknown_key_problem(repr(key), key, known)
 
 
 def _tag_problems(tags: Any) -> Iterator[Problem]:
@@ -196,13 +198,13 @@ def _tag_problems(tags: Any) -> Iterator[Problem]:
     """
     known = Tags.__dataclass_fields__
     if tags is not None and not isinstance(tags, dict):
-        yield _wrong(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')
+        yield _flag_problem(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')
         return
     for tag, value in (tags or {}).items():
         if tag not in known:
-            yield _unknown(f"tag {tag!r}", tag, known)
+            yield _unknown_key_problem(f"tag {tag!r}", tag, known)
         elif not isinstance(value, str) or not value:
-            yield _wrong(f"tag {tag}={value!r} must be a word", "write it as text")
+            yield _flag_problem(f"tag {tag}={value!r} must be a word", "write it as text")
 
 
 def _same_columns(keys: Keys) -> Iterator[Problem]:
@@ -211,7 +213,7 @@ def _same_columns(keys: Keys) -> Iterator[Problem]:
         used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
         if twice := [column for column in used if used.count(column) > 1]:
             rule = "prompt, query, history and system must be different columns"
-            yield _wrong(f"{rule}, {twice[0]!r} is named twice", "keep one")
+            yield _flag_problem(f"{rule}, {twice[0]!r} is named twice", "keep one")
 
 
 def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
@@ -222,11 +224,11 @@ def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
     needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
     for key in needed.get(handler.output, ()):
         if getattr(keys, key, "messages") is None:
-            yield _wrong(
+            yield _flag_problem(
                 f"{key} must name a column for {handler.name}, it is empty",
                 f"name it, or make prompts alone with {DEFAULT_HANDLER}",
             )
     answered = handler.output in (Output.ANSWERED, Output.INSTRUCTION)
     if answered and isinstance(keys, MapKeys) and keys.response == keys.prompt:
         rule = f"response and prompt must be different columns for {handler.name}"
-        yield _wrong(f"{rule}, both are {keys.prompt!r}", "name the column of the answers")
+        yield _flag_problem(f"{rule}, both are {keys.prompt!r}", "name the column of the answers")

@@ -79,7 +79,7 @@ def merge(
             _check_lengths(groups)
             prefix.parent.mkdir(parents=True, exist_ok=True)
             for key, readers in groups.items():
-                _write(prefix.with_name(f"{prefix.name}_{key}"), list(readers.values()))
+                _write_pair(prefix.with_name(f"{prefix.name}_{key}"), list(readers.values()))
     return {f"{output_prefix}_{key}": sum(map(len, r.values())) for key, r in groups.items()}
 
 
@@ -122,7 +122,7 @@ def _check_lengths(groups: Mapping[str, Readers]) -> None:
         raise UserError(_problem(KEYS, rule, "merge what belongs together"))
 
 
-def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
+def _write_pair(output: Path, readers: Sequence[IndexedReader]) -> None:
     """Write the sequences of all readers, one after the other, to `{output}.bin/.idx`.
 
     Writes to partial files first and replaces an older output once they are complete.
@@ -142,7 +142,7 @@ def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
 
 
 def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path]:
-    """Return the prefixes, sorted, of the sets with a sidecar that have a column in the groups."""
+    """Return the prefixes of the sets in `folder` with a sidecar and a pair in `groups`, sorted."""
     names = {stem.name for readers in groups.values() for stem in readers}
     prefixes = (f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}"))
     own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
@@ -153,6 +153,7 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
     """Merge sets with a sidecar into the set `output`, which replaces an older one once complete.
 
     Rows and rejected rows are in the order of the prefixes; the counts of the sidecars are added.
+    First moves a complete `output` of an interrupted run into place.
     Raises UserError with everything that differs or is missing, and OSError.
     """
     finish_interrupted(output)
@@ -165,7 +166,7 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
             if rejected_path(each.prefix).exists():
                 writer.append_rejected(rejected_path(each.prefix))
                 has_rejected = True
-        counts = _sum([each.sidecar.counts for each in sets])
+        counts = _add_counts([each.sidecar.counts for each in sets])
         writer.commit(first.model_copy(update={"counts": counts}), has_rejected)
 
 
@@ -192,14 +193,14 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
         raise UserError(problems)
     rule = f"must have a sidecar, as {prefixes[0].name}{SIDECAR_ENDING}, there is none"
     problems = [_problem(stem, rule, "merge sets of one kind") for stem in sorted(readers)]
-    problems += [*_differences(sets), *_key_problems(groups, sets[0].sidecar)]
+    problems += [*_find_differences(sets), *_key_problems(groups, sets[0].sidecar)]
     problems = problems or [problem for each in sets for problem in _find_damage(each)]
     if problems:
         raise UserError(problems)
     return sets
 
 
-def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
+def _find_differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
     """Yield a problem for each property in `_describe_origin` that differs from the first set's.
 
     Also one for an unknown handler.
@@ -273,7 +274,7 @@ def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
     return Problem(f"{key}", rule, remedy=remedy, colon=True)
 
 
-def _sum(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _add_counts(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Add up the counts of sidecars by name, also nested ones.
 
     An id that is in two sets does not count as repeated.
@@ -282,7 +283,7 @@ def _sum(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for counts in all_counts:
         for name, value in counts.items():
             if isinstance(value, dict):
-                total[name] = _sum([total.get(name, {}), value])
+                total[name] = _add_counts([total.get(name, {}), value])
             else:
                 total[name] = total.get(name, 0) + value
     return total

@@ -110,7 +110,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     encoder = _make_encoder(options, handler, tokenizer)
     rows = RowSource(files, options.max_samples, counts, progress)
     with report_write_errors(readable(str(prefix))), PromptSetWriter(prefix, handler) as writer:
-        with closing(_encode(make_chunks(iter(rows)), encoder, options.workers)) as chunks:
+        with closing(_encode_chunks(make_chunks(iter(rows)), encoder, options.workers)) as chunks:
             for chunk in chunks:
                 writer.add(chunk)
                 counts.add(chunk)
@@ -182,7 +182,7 @@ def _check_prefix(options: PreprocessOptions) -> Path:
     return prefix
 
 
-def _encode(
+def _encode_chunks(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
     """Yield the encoded chunks in order. One worker encodes in this process.
@@ -197,10 +197,10 @@ def _encode(
         return
     fork = get_context("fork")
     with ProcessPoolExecutor(workers, fork, _start_worker, (encoder, os.getpid())) as pool:
-        pending: deque[Future[EncodedChunk]] = deque([pool.submit(_work, first)])
+        pending: deque[Future[EncodedChunk]] = deque([pool.submit(_encode_in_worker, first)])
         try:
             for chunk in chunks:
-                pending.append(pool.submit(_work, chunk))
+                pending.append(pool.submit(_encode_in_worker, chunk))
                 if len(pending) > workers * CHUNKS_AHEAD:
                     yield pending.popleft().result()
             while pending:
@@ -231,7 +231,7 @@ def _exit_after(parent: int) -> None:
     os._exit(1)
 
 
-def _work(rows: Sequence[NumberedRow]) -> EncodedChunk:
+def _encode_in_worker(rows: Sequence[NumberedRow]) -> EncodedChunk:
     assert _encoder is not None, "_start_worker runs first"
     return _encoder.encode(rows)
 
@@ -241,8 +241,9 @@ def _check_result(
 ) -> None:
     """Raise UserError if the rows read so far do not make the data set that the options ask for.
 
-    That is: a row too long with `overlong` ERROR, no row left, a dropped row with `strict`, columns
-    that no row has (`columns`: all names), or answers whose column the rows have already.
+    That is: a row too long with `overlong` ERROR, no row left, a dropped row with `strict`, named
+    columns that no row has, or answers to write where the rows have another column `labels`.
+    columns: the names of all columns that the rows have
     """
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(refusals.list_problems(TOO_LONG))

@@ -47,9 +47,10 @@ MAX_COLUMNS = 256  # each keeps a file open
 
 
 def existing_files(prefix: Path) -> list[Path]:
-    """List the existing files of this prefix's data set: sidecar, prompts' index, other columns.
+    """List the existing files of this prefix's data set: sidecar, columns, rejected rows.
 
-    They are in the order of removal: after an interruption no remaining files look like a data set.
+    They are in the order of removal, the prompts' index before other columns: after an interruption
+    no remaining files look like a data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     paths = [data_path(prefix, name) for name in columns]
@@ -193,9 +194,9 @@ def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
 
 
 def _make_moves(folder: Path, prefix: Path) -> None:
-    """Remove the older data set, move the files of `folder` that were not moved yet.
+    """Make the moves that are listed in `folder` and were not made before; then remove the list.
 
-    Removes the list of moves at the end.
+    Removes the files of an older data set at `prefix` first.
     """
     moves = [(folder / name, prefix.with_name(to)) for name, to in _read_moves(folder)]
     made = {target for source, target in moves if not source.exists()}
@@ -209,7 +210,10 @@ def _make_moves(folder: Path, prefix: Path) -> None:
 
 
 def _read_moves(folder: Path) -> list[list[str]]:
-    """Read the list of moves: (name in the folder, final name). Raises OSError for other paths."""
+    """Read the list of moves: (name in the folder, final name).
+
+    Raises OSError for names that contain a folder.
+    """
     with open_file(folder / MOVES, "r", encoding="ascii") as stream:
         moves: list[list[str]] = json.load(stream)
     names = [name for move in moves for name in move]

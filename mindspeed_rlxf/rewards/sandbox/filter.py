@@ -64,10 +64,12 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 
 
 def make_filter(machine: str = "") -> bytes:
-    """Return the filter of system calls as a classic BPF program; refused calls fail with EPERM.
+    """Return the filter of system calls as a classic BPF program; the caller installs it.
 
-    It is not installed. machine: architecture as `platform.machine` names it; "" = this host's
-    Raises OSError for an architecture without a table.
+    Refused calls fail with EPERM, clone3 and x32 calls with ENOSYS. A call of another architecture
+    kills the process.
+    machine: architecture as `platform.machine` names it; "" = this host's
+    Raises OSError for an architecture whose numbers of system calls are not known here.
     """
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:

@@ -30,7 +30,7 @@ from mindspeed_rlxf.rewards.sandbox.rights import (
     fresh_uid,
     give_up_rights,
     new_user_namespace,
-    score_for_oom,
+    raise_oom_score,
 )
 from mindspeed_rlxf.rewards.sandbox.root import build_root
 from mindspeed_rlxf.rewards.sandbox.view import (
@@ -111,7 +111,7 @@ class Bubblewrap(Launcher):
 
     def start(self, program: bytes, streams: Streams) -> Started:
         uid = fresh_uid() if self.root else None
-        code, refused = sealed(program), sealed(make_filter())
+        code, refused = make_sealed_file(program), make_sealed_file(make_filter())
         try:
             main = _fork(lambda: self._enter(uid, code, refused), streams)
         finally:
@@ -285,7 +285,7 @@ def _fork(enter: Callable[[], None], streams: Streams) -> int:
             os.setsid()
             os.umask(0o022)
             linux.allow_tracing(True)  # to write to files of its own in /proc
-            score_for_oom()
+            raise_oom_score()
             for standard, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
                 os.dup2(descriptor, standard)
             enter()
@@ -320,7 +320,7 @@ def _close_all_streams() -> None:
     os.closerange(0, 1024)
 
 
-def sealed(data: bytes) -> int:
+def make_sealed_file(data: bytes) -> int:
     """Return the descriptor of a memory file with `data`, which can be read but not changed."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:

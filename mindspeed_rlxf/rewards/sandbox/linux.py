@@ -22,7 +22,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(name: str, *arguments: object) -> None:
+def _call_libc(name: str, *arguments: object) -> None:
     """Call a function of the C library. Raises OSError where it returns -1."""
     if getattr(_libc, name)(*arguments) == -1:
         code = ctypes.get_errno()
@@ -31,17 +31,17 @@ def _call(name: str, *arguments: object) -> None:
 
 def _prctl(option: int, *arguments: int) -> None:
     padded = (*arguments, 0, 0, 0, 0)[:4]
-    _call("prctl", ctypes.c_int(option), *map(ctypes.c_ulong, padded))
+    _call_libc("prctl", ctypes.c_int(option), *map(ctypes.c_ulong, padded))
 
 
 def unshare(flags: int) -> None:
     """Move this process into new namespaces (unshare(2)). Raises OSError."""
-    _call("unshare", ctypes.c_int(flags))
+    _call_libc("unshare", ctypes.c_int(flags))
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount a file system (mount(2)). kind: its type; "" = none. Raises OSError."""
-    _call(
+    _call_libc(
         "mount",
         os.fsencode(source),
         os.fsencode(target),
@@ -57,8 +57,8 @@ def pivot_root_here() -> None:
     The current directory becomes "/". Raises OSError.
     """
     number = _PIVOT_ROOT[platform.machine()]
-    _call("syscall", ctypes.c_long(number), b".", b".")
-    _call("umount2", b".", ctypes.c_int(MNT_DETACH))
+    _call_libc("syscall", ctypes.c_long(number), b".", b".")
+    _call_libc("umount2", b".", ctypes.c_int(MNT_DETACH))
     os.chdir("/")
 
 
@@ -103,7 +103,7 @@ def drop_capabilities() -> None:
     with contextlib.suppress(OSError):  # of a kernel without ambient capabilities
         _prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
-    _call("capset", header, ctypes.create_string_buffer(24))
+    _call_libc("capset", header, ctypes.create_string_buffer(24))
 
 
 def install_filter(program: bytes) -> None:

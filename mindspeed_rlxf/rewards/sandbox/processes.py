@@ -38,7 +38,7 @@ class Descendants:
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {self._own}
         self._found &= present
         self._others &= present
-        parents = {pid: _parent(pid) for pid in present - self._found - self._others}
+        parents = {pid: _read_parent(pid) for pid in present - self._found - self._others}
         ours = {self._own} | self._found
         while new := {pid for pid, parent in parents.items() if parent in ours} - ours:
             ours |= new
@@ -53,16 +53,16 @@ def measure(pids: set[int]) -> Use:
     use = Use()
     for pid in pids:
         try:
-            fields = _stat(pid)
+            fields = _read_stat(pid)
             use.cpu_s += sum(map(int, fields[11:15])) / _TICKS
             use.threads += int(fields[17])
-            use.memory += _memory(pid)
+            use.memory += _read_memory(pid)
         except (OSError, IndexError):
             continue
     return use
 
 
-def _memory(pid: int) -> int:
+def _read_memory(pid: int) -> int:
     """Return the memory of a process in bytes: its proportional set size, else its resident size.
 
     Raises OSError where the process has ended.
@@ -75,15 +75,15 @@ def _memory(pid: int) -> int:
             return int(file.read().split()[1]) * _PAGE
 
 
-def _parent(pid: int) -> int:
+def _read_parent(pid: int) -> int:
     """Return the pid of a process's parent; 0 where the process has ended."""
     try:
-        return int(_stat(pid)[1])
+        return int(_read_stat(pid)[1])
     except OSError:
         return 0
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third (state) on, after pid and name.
 
     Raises OSError where the process has ended.

@@ -71,10 +71,10 @@ def fresh_uid() -> int:
     return uid
 
 
-def score_for_oom() -> None:
-    """Make the kernel kill this process first when the host runs out of memory, if it can be set.
+def raise_oom_score() -> None:
+    """Make the kernel kill this process first when the host runs out of memory.
 
-    Children inherit this.
+    Children inherit this. Without /proc, nothing is changed.
     """
     with contextlib.suppress(OSError):  # no /proc; the limits still apply
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

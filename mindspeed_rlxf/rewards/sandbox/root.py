@@ -37,7 +37,7 @@ def build_root(folders: Iterable[str], program: bytes, scratch: str) -> None:
     opened = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*plain, *devices)}
     linux.mount("root", _AT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=4m")
     for path, descriptor in opened.items():
-        _show(path, descriptor, path in devices)
+        _bind_read_only(path, descriptor, path in devices)
     for path, target in links.items():
         os.symlink(target, _AT + path)
     os.symlink(SCRATCH, f"{_AT}/dev/shm")
@@ -51,7 +51,7 @@ def build_root(folders: Iterable[str], program: bytes, scratch: str) -> None:
     linux.pivot_root_here()
 
 
-def _show(path: str, descriptor: int, device: bool) -> None:
+def _bind_read_only(path: str, descriptor: int, device: bool) -> None:
     """Bind-mount a file or folder, and all mounts below it, read-only at its path in the new root.
 
     descriptor: of the file or folder; closed afterwards. device: device nodes stay usable

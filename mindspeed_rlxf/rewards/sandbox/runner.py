@@ -94,8 +94,8 @@ class Sandbox:
         """
         limits = limits_of(config)
         reasons = []
-        for level in _candidates(config):
-            for python in [config.python] if config.python else _pythons():
+        for level in _list_levels(config):
+            for python in [config.python] if config.python else _list_interpreters():
                 sandbox = cls(level, python, limits, packages=config.python is not None)
                 if not (reason := sandbox.probe()):
                     return sandbox
@@ -104,7 +104,10 @@ class Sandbox:
         raise UserError(_no_level(config, reasons))
 
     def probe(self) -> str:
-        """Run a harmless program; return why the level does not work or isolate, "" if it does."""
+        """Run a harmless program; return why the level does not work or isolate, "" if it does.
+
+        Isolation is not checked for the level `limits`.
+        """
         try:
             outcome = self._ask(_PROBE, "mild\n")
         except SandboxError as error:
@@ -231,13 +234,13 @@ def limits_of(config: SandboxConfig) -> Limits:
     return Limits(**{name: getattr(config, name) for name in Limits.__dataclass_fields__})
 
 
-def _candidates(config: SandboxConfig) -> list[SandboxLevel]:
+def _list_levels(config: SandboxConfig) -> list[SandboxLevel]:
     """List the levels to try, the strongest first; `limits` only where config.weak allows it."""
     asked = [config.level] if config.level is not SandboxLevel.AUTO else list(PREVENTS)
     return [level for level in asked if config.weak or level is not SandboxLevel.LIMITS]
 
 
-def _pythons() -> list[str]:
+def _list_interpreters() -> list[str]:
     """Return the paths of interpreters to try: this environment's, and the system's if any."""
     own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")

@@ -77,13 +77,13 @@ class View:
         return [self.python, "-s", *without, "-c", _RUN, program]
 
 
-def look_at(python: str, packages: bool) -> View:
+def inspect_python(python: str, packages: bool) -> View:
     """Run an interpreter to find its files, and return what programs can see with it.
 
     Raises OSError where it does not start, ValueError where it is installed in a folder that
     contains this user's home, which programs would see.
     """
-    found = _ask(python, _PLACES)
+    found = _run_for_json(python, _PLACES)
     outside = [p for p in dict.fromkeys(found["prefixes"]) if not p.startswith("/usr")]
     home = os.path.realpath(os.path.expanduser("~"))
     for prefix in outside:
@@ -98,7 +98,7 @@ def look_at(python: str, packages: bool) -> View:
     )
 
 
-def _ask(python: str, program: str) -> Any:
+def _run_for_json(python: str, program: str) -> Any:
     """Run a trusted program that prints JSON, and return the parsed output.
 
     Raises OSError where it ends with an error, TimeoutExpired after 60 s.
@@ -121,17 +121,17 @@ def copy_python(view: View, root: Path) -> None:
 
     About 50 MB, as hard links where `root` is on the same disk. Packages are not copied.
     """
-    libraries = set(_ask(view.python, _LIBRARIES))
+    libraries = set(_run_for_json(view.python, _LIBRARIES))
     shutil.copytree(
         view.stdlib,
-        _inside(root, view.stdlib),
+        _path_inside(root, view.stdlib),
         ignore=_NOT_COPIED,
         symlinks=True,
         copy_function=_link_or_copy,
     )
     files = libraries | {view.python} | {p for p in [LIBRARY_CACHE] if os.path.isfile(p)}
     for path in files:
-        target = _inside(root, path)
+        target = _path_inside(root, path)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(path, str(target))
@@ -157,11 +157,11 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _link_inside(root: Path, path: str, to: str) -> None:
-    link = _inside(root, path)
+    link = _path_inside(root, path)
     if not os.path.lexists(link):
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(to)
 
 
-def _inside(root: Path, path: str) -> Path:
+def _path_inside(root: Path, path: str) -> Path:
     return root / path.lstrip("/")

@@ -27,11 +27,11 @@ from mindspeed_rlxf.rewards.sandbox.launch import (
     Launcher,
     Streams,
     exit_code,
-    sealed,
+    make_sealed_file,
 )
 from mindspeed_rlxf.rewards.sandbox.limits import MIB, Limits
 from mindspeed_rlxf.rewards.sandbox.processes import Descendants, measure
-from mindspeed_rlxf.rewards.sandbox.view import SCRATCH, look_at
+from mindspeed_rlxf.rewards.sandbox.view import SCRATCH, inspect_python
 
 BETWEEN_LOOKS_S = 0.05
 KILL_S = 10.0
@@ -93,7 +93,7 @@ class Run:
         self.reaped: dict[int, int] = {}
         out, out_end = os.pipe()
         err, err_end = os.pipe()
-        given = sealed(stdin.encode(errors="replace"))
+        given = make_sealed_file(stdin.encode(errors="replace"))
         self.sources = {out: self.stdout, err: self.stderr}
         self.folder: Path | None = None
         self.before = _reaped_cpu_s()
@@ -139,7 +139,7 @@ class Run:
         }
 
     def _watch(self, wakeup: int) -> str:
-        """Wait; return the name of the limit that the program exceeded, "" when it ended by itself.
+        """Wait until the program ends or exceeds a limit; return the limit's name, "" if it ended.
 
         Reads its output meanwhile. Raises ParentGone when standard input ends.
         """
@@ -152,7 +152,7 @@ class Run:
             if now >= self.deadline:
                 return "wall_time"
             if now >= next_look:
-                if cause := self._look():
+                if cause := self._find_exceeded_limit():
                     return cause
                 next_look = time.monotonic() + max(BETWEEN_LOOKS_S, 4 * (time.monotonic() - now))
             wait = min(self.deadline, next_look) - time.monotonic()
@@ -169,7 +169,7 @@ class Run:
             if self.started.main in self.reaped:
                 return ""
 
-    def _look(self) -> str:
+    def _find_exceeded_limit(self) -> str:
         """Return the name of a limit that all processes together exceed now, "" for none."""
         pids = self.descendants.find()
         use, limits = measure(pids), self.limits
@@ -182,9 +182,9 @@ class Run:
         return "files" if self.started.helpers and self._too_many_files(pids) else ""
 
     def _too_many_files(self, pids: set[int]) -> bool:
-        """Whether the program's SCRATCH folder is full, as seen through one of its processes.
+        """Whether the program's SCRATCH folder has too many files or no free space.
 
-        False where no process has such a folder.
+        Looks through one of the program's processes; False where none has such a folder.
         """
         limits = self.limits
         for pid in sorted(pids, reverse=True):
@@ -246,7 +246,10 @@ class Run:
 
 
 def _kill_all_of(uid: int) -> None:
-    """Kill every process of a user at once, by a forked process that becomes that user."""
+    """Kill every process of a user at once, by a forked process that becomes that user.
+
+    Does not wait for them, nor for the forked process.
+    """
     if not os.fork():
         try:
             os.setresuid(uid, uid, uid)
@@ -265,13 +268,13 @@ def _reaped_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _answer(line: dict[str, Any]) -> None:
+def _write_answer(line: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def _open_launcher(settings: dict[str, Any]) -> Launcher:
-    view = look_at(settings["python"], settings["packages"])
+    view = inspect_python(settings["python"], settings["packages"])
     return LAUNCHERS[settings["level"]](view, Limits(**settings["limits"]))
 
 
@@ -289,15 +292,15 @@ def main() -> int:
     try:
         launcher = _open_launcher(json.loads(requests.readline()))
     except (OSError, ValueError) as error:
-        _answer({"failed": str(error)})
+        _write_answer({"failed": str(error)})
         return 1
-    _answer({"ready": True})
+    _write_answer({"ready": True})
     try:
         while line := requests.readline():
             try:
-                _answer(Run(launcher, **json.loads(line)).finish(wakeup))
+                _write_answer(Run(launcher, **json.loads(line)).finish(wakeup))
             except (OSError, ValueError) as error:
-                _answer({"failed": str(error)})
+                _write_answer({"failed": str(error)})
     except ParentGone:
         pass
     finally:

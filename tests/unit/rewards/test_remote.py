@@ -147,7 +147,8 @@ def test_threads_end_with_the_rewards(server: Server) -> None:
     before = set(threading.enumerate())
     rewards = RemoteRewards(server.url, 4, 20.0)
     rewards.submit(Sample("", "", "", "")).result(60)
-    started = [t for t in set(threading.enumerate()) - before if t._target is remote._serve]  # type: ignore[attr-defined]
+    new = set(threading.enumerate()) - before
+    started = [t for t in new if t._target is remote._post_tasks]  # type: ignore[attr-defined]
     del rewards
     deadline = time.monotonic() + 20
     while any(thread.is_alive() for thread in started) and time.monotonic() < deadline:

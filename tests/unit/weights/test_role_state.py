@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.weights.boxes import Box, HeldBox, flat_boxes, view, whole
+from mindspeed_rlxf.weights.boxes import Box, HeldBox, flat_boxes, view_box, whole
 from mindspeed_rlxf.weights.folders import open_weights
 from mindspeed_rlxf.weights.role_state import RunState, file_of, open_state, write_boxes
 from tests.unit.weights.folders_of import architecture_of
@@ -47,7 +47,7 @@ def test_a_flat_range_is_at_most_three_boxes_that_hold_just_its_numbers(
             assert len(boxes) <= 3
             for found in (
                 [numbers.view(shape)[box.slices] for box in boxes],
-                [view(numbers[start:stop], start, box, shape) for box in boxes],
+                [view_box(numbers[start:stop], start, box, shape) for box in boxes],
             ):
                 flat = [int(number) for part in found for number in part.flatten()]
                 assert flat == list(range(start, stop))

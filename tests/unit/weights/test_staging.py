@@ -75,7 +75,7 @@ def staged(target: Path, replace: bool, rewritten: list[str] | None = None) -> S
     """All parts written, those that are not there already; their names go to `rewritten`."""
     folder = StagedFolder(target, PLAN, replace)
     for part in PARTS:
-        if not folder.finished(part):
+        if not folder.is_finished(part):
             folder.write(part, partial(fill, files={part: NEW[part]}))
             if rewritten is not None:
                 rewritten.append(part)
