@@ -104,7 +104,7 @@ class Dialect(Protocol):
         nested:   the tree has `actor_rollout_ref`
         """
 
-    def tokenizer_vocabulary(
+    def add_vocab_size(
         self, draft: Draft, sections: Tree, model: str, architecture: Tree
     ) -> None:
-        """Set an absent `vocab_size` of `architecture` (`model.<model>`) in place."""
+        """Set an absent `vocab_size` of `architecture` (`model.<model>`), or reject its key."""
