@@ -94,7 +94,7 @@ def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replic
 def _build_receiving_replica(config: RunConfig) -> Replica:
     """Build a replica on ranks that only generate: it receives its weights."""
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
-    megatron_versions.mend()
+    megatron_versions.apply_patches()
     device.set_deterministic(config.training.deterministic)
     actor, tp = config.actor_rollout, config.rollout_layout.tp
     dtype = torch.bfloat16 if actor.bf16 else torch.float32
