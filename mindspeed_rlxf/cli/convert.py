@@ -90,7 +90,8 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert the weights; print notes, progress and the target; return the exit code.
 
-    Errors are printed, not raised. An interrupted conversion goes on when it is run again.
+    Errors are printed, not raised: 2 for mistakes; 75 when interrupted or the disk is full, where
+    the same command goes on with the finished files.
     """
     protect_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used

@@ -47,7 +47,8 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this host, or with --cluster every host; print the findings; return the exit code.
 
-    With --bundle, write the findings into an archive instead; with --calibrate, measure a device.
+    With --bundle, pack the findings and a run's logs into an archive instead; with --calibrate,
+    measure a device instead. Mistakes of the user are printed, not raised.
     """
     protect_output()
     try:

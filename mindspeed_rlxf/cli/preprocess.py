@@ -147,7 +147,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
-    """Check and convert the flags; note those without effect. Raises UserError for wrong ones."""
+    """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
     problems = [
         *refused_flags(arguments, PREPROCESS_FLAGS),
         *_handler_problems(arguments.handler_name),
@@ -264,7 +264,7 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 
 
 def _report(counts: Counts, prefix: str) -> None:
-    """Print the counts of rows and the path of the data set; note skipped files and bad tokens."""
+    """Print the counts of rows and the path of the data set; on stderr notes of odd input."""
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
     if counts.not_slow:

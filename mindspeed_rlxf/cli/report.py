@@ -24,7 +24,7 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report, print its path and size; return the exit code."""
+    """Write the report, print its path and size; return the exit code, 2 for printed mistakes."""
     protect_output()
     try:
         arguments = _parse(argv)

@@ -26,7 +26,7 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the address and serve the report until Ctrl-C; return the exit code."""
+    """Print the address and serve the report until Ctrl-C; return 0, or 2 for printed mistakes."""
     protect_output()
     try:
         arguments = _parse(argv)
@@ -54,7 +54,7 @@ def _listen(run: LiveRun, port: int) -> LiveServer:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with usage where it is wrong."""
+    """Parse the command line. Raises UserError where it is wrong."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf watch",

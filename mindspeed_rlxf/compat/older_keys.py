@@ -27,7 +27,7 @@ class NoOp:
     remedy: str | None = None
 
     def allows(self, value: Any) -> bool:
-        """Return whether a value is accepted: true is not 1, 0 is 0.0; ANY allows scalars."""
+        """Return whether a value is accepted: true is not 1; 0 is 0.0; ANY = scalars and null."""
         if isinstance(self.allowed, str):
             return value is None or isinstance(value, (bool, int, float, str))
         return any(

@@ -52,8 +52,8 @@ MOVED = {
 def translate(draft: Draft, sections: Tree, nested: bool) -> None:
     """Replace the older toolkit's keys in `sections` in place; add problems and notes to `draft`.
 
-    nested: the YAML has actor and reference under one key, as only the older toolkit's has; then
-            keys that mean something else there are noted too
+    nested: the YAML has actor and reference under one key, as only the older toolkit's has
+    If nested, or any key was noted, keys that mean something else there are noted too.
     """
     for name, values in sections["model"].items():
         if "padded_vocab_size" in values:  # the rows of the checkpoint's embedding
@@ -79,7 +79,7 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
 def add_vocab_size(draft: Draft, sections: Tree, model: str, architecture: Tree) -> None:
     """Set a missing `vocab_size` of `architecture` from the config.json in the tokenizer's folder.
 
-    Notes the file, or rejects the key if the file lacks it. Without a tokenizer, does nothing.
+    Notes the file, or rejects the key if the file has none. Without a tokenizer, does nothing.
     """
     folder = sections["training"].get("tokenizer_name_or_path")
     if "vocab_size" in architecture or not isinstance(folder, str):
@@ -103,6 +103,7 @@ def _translate_query_groups(draft: Draft, path: str, values: Tree) -> None:
 
     true:  the number stays; if there is none, it becomes 1
     false: every query head has a key head, so a number other than that of the heads is rejected
+    Rejects other values of the flag.
     """
     if "group_query_attention" not in values:
         return
@@ -196,7 +197,7 @@ def _merge_seeds(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_data(draft: Draft, sections: Tree) -> None:
-    """Translate the keys of data sets: prefixes, shuffling, labels and additional columns."""
+    """Translate data_path (and set older defaults), no_shuffle, and the keys of label columns."""
     data = sections["data"]
     if found := _take_value(draft, sections, "data_path"):
         _move(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
@@ -232,7 +233,7 @@ def _translate_value_clip(draft: Draft, sections: Tree) -> None:
 
 
 def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
-    """Return prefixes `a,b` or `weight,a` as a list, no text as it is; reject several weights."""
+    """Return the prefixes of `a,b` or `weight,a`, or a list as it is; reject several weights."""
     if not isinstance(value, str):
         return value
     parts = [part for part in value.split(",") if part]
@@ -253,7 +254,7 @@ def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
 
 
 def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
-    """Set defaults where keys are absent: data source `prompts`, and long prompts are dropped."""
+    """Set absent keys: data source `prompts`; long prompts are dropped, with a note."""
     set_default(data, "default_data_source", "prompts")
     if data.get("overlong_prompts") is None:
         data["overlong_prompts"] = OverlongPrompts.DROP.value
@@ -293,7 +294,10 @@ def _translate_category(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_algorithm(draft: Draft, sections: Tree) -> None:
-    """Translate EOS penalty, whitening, `group_norm`; remove the older default entropy of DPO."""
+    """Translate EOS penalty, whitening and `group_norm`.
+
+    For online DPO, remove an entropy_coeff that is the older toolkit's default, with a note.
+    """
     algorithm, stage = sections["algorithm"], sections["training"].get("stage")
     if found := _take_value(draft, sections, "missing_eos_penalty"):
         _move(draft, sections, *found, "algorithm.missing_eos_penalty")

@@ -64,7 +64,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Tensor.type` so that it returns names such as `torch.cuda.FloatTensor`.
+    """Wrap `Tensor.type()` so that it returns names such as `torch.cuda.FloatTensor`.
 
     Megatron's distributed optimizer compares these names.
     """

@@ -189,7 +189,7 @@ def set_deterministic(wanted: bool | None) -> None:
 
     wanted: False = change nothing; None = True on CPU, False on other devices
 
-    Sets environment variables that are not set yet, and torch's deterministic mode. Call it before
+    Sets environment variables that are absent, and torch's deterministic mode. Call it before
     anything is computed, as the libraries read their variables when they start. Sources: torch's
     notes on reproducibility, NCCL's and HCCL's documentation of their variables, MindSpeed's mode.
     """
@@ -210,7 +210,7 @@ def set_deterministic(wanted: bool | None) -> None:
 
 
 def active_library() -> Any:
-    """Return torch's module of the device in use, as `torch.npu`; None on CPU or before `setup`."""
+    """Return torch's module of the device in use (`torch.npu`); None on CPU or before `setup`."""
     if _active in (None, DeviceKind.CPU):
         return None
     return getattr(torch, FACTS[_active].torch_type)

@@ -71,9 +71,10 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reduce_scatter that sums all inputs on every rank if their shapes differ.
+    """Return a reduce_scatter that takes inputs of different shapes.
 
-    Equal shapes go to `scatter`, unless this version of gloo has no reduce_scatter.
+    It sums all of them on every rank, which keeps its own. Equal shapes go to `scatter`, unless
+    this version of gloo has no reduce_scatter.
     """
 
     @functools.wraps(scatter)

@@ -59,8 +59,9 @@ def find(operator: Operator, *shape: int) -> Any:
     """Return the first source's operator that works on this device; None = use plain torch.
 
     shape: sizes of the model for the probe, as an operator may refuse some; () = the probe's own
-    Each source is tried once in a process, with a line in the log. Returns None on CPU and NPU too,
-    and in deterministic mode, as backward passes of fused attention add in any order.
+    The first call tries them, with a line in the log for each; later calls return its result.
+    Returns None on CPU and NPU too, and in deterministic mode, as backward passes of fused
+    attention add in any order.
     """
     if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
         return None

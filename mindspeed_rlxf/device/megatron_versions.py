@@ -80,7 +80,7 @@ def apply_patches() -> None:
 
 
 def list_patches() -> tuple[Patch, ...]:
-    """Return the wrappers of functions that the imported version needs; () from 0.13 on."""
+    """Return the functions that the imported version needs wrapped; () from 0.13 on."""
     if not is_before_0_13():
         return ()
     return (

@@ -177,7 +177,7 @@ def _seconds(environment: Mapping[str, str], name: str) -> float | None:
 def _event_timeout(execute: float | None) -> int:
     """Return the HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, in seconds; 0 = no limit.
 
-    It is EVENT_MARGIN_S greater, and at least its default, which None stands for.
+    It is EVENT_MARGIN_S longer, but not less than the default EVENT_S. None gives the default.
     """
     if execute == 0:
         return 0

@@ -215,7 +215,10 @@ def _first(pattern: str, text: str) -> str:
 
 
 def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:
-    """Check that all cards show as many devices; on A3 a card has two, and each is a rank."""
+    """Check that all cards have as many devices; the value says how many to give `ray start`.
+
+    On A3 a card has two devices, and each is a rank.
+    """
     cards = {each.card for each in devices}
     dies = len(devices) // max(len(cards), 1)
     value = f"{len(cards)} cards, {dies} device{'s' if dies > 1 else ''} on each"

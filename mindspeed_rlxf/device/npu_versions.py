@@ -73,7 +73,8 @@ class Problem:
 def check() -> list[str]:
     """Return warnings about versions that were not tried together.
 
-    Raises ValueError, with all fatal problems, if the installation cannot work.
+    Raises ValueError, with all fatal problems, if the installation cannot work. Versions are
+    compared only if `source_problems` finds none.
     """
     problems = list(source_problems()) or list(pair_problems(read_versions()))
     fatal = [str(problem) for problem in problems if problem.fatal]

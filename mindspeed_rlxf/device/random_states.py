@@ -114,7 +114,7 @@ def check_host_state(state: Tensor) -> None:
 
 
 def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
-    """Check the JSON of numpy's state and convert it for `np.random.set_state`."""
+    """Convert numpy's state from JSON for `np.random.set_state`. Raises ValueError if it is bad."""
     keys, position, has_gauss, gauss = _parts(state, 4, "numpy")
     _check_words(keys, WORDS, "numpy")
     _check_position(position, "numpy")
@@ -124,7 +124,7 @@ def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
-    """Check the JSON of Python's state and convert it for `random.setstate`."""
+    """Convert Python's state from JSON for `random.setstate`. Raises ValueError if it is bad."""
     version, words, normal = _parts(state, 3, "python")
     if type(version) is not int or version != random.getstate()[0]:
         raise ValueError(f"the version of Python's stream must be {random.getstate()[0]}")

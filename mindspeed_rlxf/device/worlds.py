@@ -90,7 +90,7 @@ def join(
 def _group_across(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Return a group of all ranks of a split pool; `src` and `dst` in it are ranks of the pool."""
+    """Make a group of all ranks of a split pool; `src` and `dst` in it are ranks of the pool."""
     make: Any = distributed_c10d._new_process_group_helper
     # Without a list of ranks HCCL treats the group as the default one. torch looks up the rank of
     # this process within its part in the list, which has it: the list has all numbers below the
@@ -109,7 +109,7 @@ def timeout_minutes() -> int:
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Set the timeout of gloo and NCCL groups to `timeout_minutes`.
+    """Set the timeout of gloo and NCCL groups to that which `timeout_minutes` returns.
 
     Megatron gives the groups for gradients of experts no timeout, and torch's default is half an
     hour. HCCL groups stay: HCCL uses its variables (`npu.set_timeouts`). For a gloo group the
