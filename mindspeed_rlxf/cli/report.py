@@ -15,9 +15,7 @@ from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
 from mindspeed_rlxf.run.report import report_mode, write_report
 
 OPTIONS = (
-    option(
-        "runs", nargs="+", metavar="RUN", help="run directory; several share charts"
-    ),
+    option("runs", nargs="+", metavar="RUN", help="run directory; several share charts"),
     option("--output", "-o", metavar="FILE", help="RUN/report.html, with several RUNs report.html"),
     option("--samples", type=int, default=MAX_SAMPLES, help=f"most samples shown ({MAX_SAMPLES})"),
 )
@@ -53,12 +51,17 @@ def _report_path(output: str | None, runs: Sequence[Path]) -> Path:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the command line. Raises UserError where it is wrong."""
+    """Parse the command line. Raises UserError where it is wrong."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf report",
         description="Writes one HTML file with curves, schedule and samples; it needs no network.",
     )
+    return parse_with_samples(parser, argv)
+
+
+def parse_with_samples(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line with --samples. Raises UserError where it is wrong, or that below 0."""
     arguments = parser.parse_args(argv)
     if arguments.samples < 0:
         parser.error(f"--samples={arguments.samples} must be 0 or more; use {MAX_SAMPLES}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
+from mindspeed_rlxf.cli.report import parse_with_samples
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.reporting.report.content import RunFolder
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
@@ -60,4 +61,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="mindspeed-rlxf watch",
         description="Serves the report of a run on the loopback address while the run goes on.",
     )
-    return parser.parse_args(argv)
+    return parse_with_samples(parser, argv)

@@ -92,7 +92,7 @@ def _check_device_files(host: Host) -> Checked:
 
 
 def _check_firmware(host: Host) -> Checked:
-    """Check that npu-smi reports card 0's firmware as compatible; no report is only a warning."""
+    """Check that npu-smi does not call card 0's firmware incompatible; no answer is a warning."""
     name, remedy = "npu.firmware", "install the firmware that the driver's release names"
     try:
         text = host.run((*BOARD, "0"))
