@@ -148,27 +148,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
     """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
-    problems = [
-        *refused_flags(arguments, PREPROCESS_FLAGS),
-        *_handler_problems(arguments.handler_name),
-        *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
-        *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
-        *_one_of("--overlong", arguments.overlong or "drop", OVERLONG),
-    ]
-    for flag in ("workers", "log_interval", "seq_length", "max_samples"):
-        value = getattr(arguments, flag)
-        if value is not None and value < 1:
-            name = f"--{flag.replace('_', '-')}"
-            problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
-    if arguments.overlong and arguments.seq_length is None:
-        problems.append(
-            Problem(
-                "--overlong",
-                "needs --seq-length",
-                arguments.overlong,
-                "give the longest prompt in tokens",
-            )
-        )
+    problems = _flag_problems(arguments)
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
     keys = default_keys(handler)
     try:
@@ -210,6 +190,26 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         allow_special_tokens=arguments.allow_special_tokens,
         slow_tokenizer=arguments.tokenizer_not_use_fast,
     )
+
+
+def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Return a problem for each flag that is refused, has an unknown word, or is out of range."""
+    problems = [
+        *refused_flags(arguments, PREPROCESS_FLAGS),
+        *_handler_problems(arguments.handler_name),
+        *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
+        *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
+        *_one_of("--overlong", arguments.overlong or "drop", OVERLONG),
+    ]
+    for flag in ("workers", "log_interval", "seq_length", "max_samples"):
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            name = f"--{flag.replace('_', '-')}"
+            problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
+    if arguments.overlong and arguments.seq_length is None:
+        remedy = "give the longest prompt in tokens"
+        problems.append(Problem("--overlong", "needs --seq-length", arguments.overlong, remedy))
+    return problems
 
 
 def _handler_problems(name: str) -> list[Problem]:

@@ -61,7 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_with_samples(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line with --samples. Raises UserError where it is wrong, or that below 0."""
+    """Parse a command line that has --samples, at least 0. Raises UserError where it is wrong."""
     arguments = parser.parse_args(argv)
     if arguments.samples < 0:
         parser.error(f"--samples={arguments.samples} must be 0 or more; use {MAX_SAMPLES}")
