@@ -189,7 +189,7 @@ def test_the_number_of_a_device_on_the_host_becomes_that_in_the_process(
 @pytest.mark.parametrize(
     ("shown", "assigned", "message"),
     [
-        ("4,5", "1", r"ASCEND_RT_VISIBLE_DEVICES=4,5 must hold the device 1 that Ray"),
+        ("4,5", "1", r"ASCEND_RT_VISIBLE_DEVICES=4,5 must name the device 1 that Ray"),
         ("", "9", r"device 9 must be one of the 8 .*no more devices"),
     ],
 )
