@@ -197,7 +197,10 @@ def _merge_seeds(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_data(draft: Draft, sections: Tree) -> None:
-    """Translate data_path (and set older defaults), no_shuffle, and the keys of label columns."""
+    """Translate data_path (then set older defaults), no_shuffle, and the keys of label columns.
+
+    Notes the keys of columns, and rejects values of a wrong type.
+    """
     data = sections["data"]
     if found := _take_value(draft, sections, "data_path"):
         _move(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
@@ -224,7 +227,7 @@ def _translate_data(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_value_clip(draft: Draft, sections: Tree) -> None:
-    """Set critic.cliprange_value to null where it is 0 or less: no clip in the older toolkit."""
+    """Set a critic.cliprange_value of 0 or less to null (no clip, as it meant), with a note."""
     critic = sections.get(Role.CRITIC.value) or {}
     value = critic.get("cliprange_value")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:

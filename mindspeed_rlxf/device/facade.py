@@ -297,12 +297,12 @@ def environment_problems(
 
 
 def process_bytes(kind: DeviceKind) -> int:
-    """Return an estimate of the device memory that a process takes before any tensor."""
+    """Return an estimate of the device memory that a process takes before any tensor; 0 on CPU."""
     return FACTS[resolve_kind(kind)].process_mib * MIB
 
 
 def communicator_bytes(kind: DeviceKind) -> int:
-    """Return an estimate of the device memory for the buffers of one process group."""
+    """Return an estimate of the device memory for the buffers of one process group; 0 on CPU."""
     if resolve_kind(kind) is DeviceKind.NPU:
         return npu.communicator_mib(os.environ) * MIB
     return FACTS[resolve_kind(kind)].communicator_mib * MIB

@@ -156,7 +156,7 @@ def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
 
 
 def _check_triton(ascend: str | None, stock: str | None) -> Checked:
-    """Check that triton-ascend is installed, and not beside stock triton before npu_sets.TRITON.
+    """Check that triton-ascend is installed, and is npu_sets.TRITON or newer if triton is too.
 
     MindSpeed for megatron-core 0.16 imports it when it starts.
     """
