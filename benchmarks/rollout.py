@@ -135,7 +135,7 @@ class Pair:
         from mindspeed_rlxf.rollout.native import NativeRollout
         from mindspeed_rlxf.rollout.weights import OwnWeights
 
-        megatron_versions.mend()
+        megatron_versions.apply_patches()
         a, self.with_peer, self.threads = architecture, with_peer, dict[str, int]()
         torch.manual_seed(0)
         self.peer: Any = LlamaForCausalLM._from_config(

@@ -1,33 +1,35 @@
-"""Entry point of `mindspeed-rlxf <command> ...`. Commands parse, compose and call."""
+"""Entry point of `mindspeed-rlxf <command> ...`; each command has a module here."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from mindspeed_rlxf.cli.command_line import speak_utf8
+from mindspeed_rlxf.cli.command_line import protect_output
 from mindspeed_rlxf.ops.supervisor import supervise
 
 COMMANDS = ("train", "preprocess", "convert", "doctor", "report", "watch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the named command with the rest of the line; return its exit code, 2 for an unknown one.
+    """Run the command that the first argument names; return its exit code.
 
-    `train` runs in a child process that is started again after a failure (`ops.supervisor`).
+    argv: None = the arguments of this process; only then `train` may run in a child process, which
+          is started again after a failure (`ops.supervisor`)
+    With --help or without arguments, print the usage and return 0. For an unknown command, print an
+    `error:` line and return 2.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
-        code = supervise() if name == "train" and argv is None else None
-        if code is not None:
+        if name == "train" and argv is None and (code := supervise()) is not None:
             return code
         # Imported here, as the process that supervises a run needs none of the commands.
         from mindspeed_rlxf.cli import convert, doctor, preprocess, report, train, watch
 
         commands = (train, preprocess, convert, doctor, report, watch)
         return dict(zip(COMMANDS, commands, strict=True))[name].main(arguments[1:])
-    speak_utf8()
+    protect_output()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
         print(usage)

@@ -1,4 +1,4 @@
-"""Parts that the commands share: `error:` lines, exit codes, UTF-8 text and progress."""
+"""What the commands share: option parsing, `error:` lines, UTF-8 output and progress."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """Describe an option by the arguments of `ArgumentParser.add_argument`."""
+    """Return the arguments of `ArgumentParser.add_argument` for one option."""
     return names, settings
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad command line like any other mistake of the user."""
+    """Argument parser that raises UserError for a bad command line; argparse would exit."""
 
     def __init__(self, options: Iterable[Option], **settings: Any) -> None:
         super().__init__(**settings)
@@ -32,11 +32,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(Problem("", message, remedy="see --help"))
 
 
-def unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Problem]:
-    """List a problem for each word that is no option of the parser, with the nearest option."""
+def unknown_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
+    """Return a problem for each word in `unknown`; for a flag it names the parser's nearest option.
+
+    unknown: the words that `parse_known_args` could not parse
+    """
     options = [option for action in parser._actions for option in action.option_strings]
     problems = []
-    for word in words:
+    for word in unknown:
         flag = word.split("=")[0]
         guess = closest(flag, options) if flag.startswith("-") else None
         problems.append(
@@ -51,16 +54,16 @@ def unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> li
 
 
 def fail(problems: Sequence[Problem], code: int = 2) -> int:
-    """Print an `error:` line for each problem and return the exit code."""
+    """Print an `error:` line for each problem to stderr; return `code`, the exit code."""
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return code
 
 
-def speak_utf8() -> None:
-    """Make this process print UTF-8 in every locale, and no text that controls a terminal.
+def protect_output() -> None:
+    """Make sys.stdout and sys.stderr write UTF-8 in every locale, with control characters escaped.
 
-    Holds for everything that the process prints, output of libraries and tracebacks included.
+    This includes output of libraries and tracebacks. A StringIO in their place stays as it is.
     """
     for stream in (sys.stdout, sys.stderr):
         protect(stream)
@@ -68,11 +71,15 @@ def speak_utf8() -> None:
 
 @contextmanager
 def progress_bar(print_line: Callable[..., None], **options: Any) -> Iterator[Callable[..., None]]:
-    """Yield a function of (done, total) that moves a bar on a terminal; elsewhere `print_line`."""
+    """Yield a function to call with (done, total), the progress so far.
+
+    If stderr is a terminal, it moves a tqdm bar there (made with `options`); else it is
+    `print_line`.
+    """
     if not sys.stderr.isatty():
         yield print_line
         return
-    from tqdm import tqdm  # the process that supervises a run imports this module too
+    from tqdm import tqdm  # here, as the process that supervises a run imports this module too
 
     with tqdm(unit_scale=True, file=RawStream(sys.stderr), **options) as bar:
 

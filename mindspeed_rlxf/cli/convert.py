@@ -20,7 +20,7 @@ from mindspeed_rlxf.cli.command_line import (
     fail,
     option,
     progress_bar,
-    speak_utf8,
+    protect_output,
     unknown_options,
 )
 from mindspeed_rlxf.compat.older_flags import (
@@ -32,7 +32,7 @@ from mindspeed_rlxf.compat.older_flags import (
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.ops.conversion import FAMILIES, GB, plan_conversion
 
-LINES = 20  # of progress where the error stream is no terminal
+LINES = 20  # lines of progress in all, where stderr is no terminal
 
 OPTIONS = (
     option("source", nargs="?", help="folder to read; or --load-dir"),
@@ -41,7 +41,7 @@ OPTIONS = (
     option(
         "--save-dir", help="as TARGET; to hf without --hf-config: the ORIGINAL Hugging Face folder"
     ),
-    option("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if not given"),
+    option("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if absent"),
     option("--to", "--save-model-type", dest="to", choices=["hf", "mg", "megatron"], required=True),
     option("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist", "zarr"]),
     option("--hf-config", "--load-hf-config", help="folder of config.json and tokenizer"),
@@ -79,17 +79,21 @@ OPTIONS = (
     ),
     option("--true-vocab-size", type=int, help="must be that of config.json"),
     option("--orm", action="store_true", help="a reward model: score head instead of output layer"),
-    option("--params-dtype", choices=["fp32", "fp16", "bf16"], help="of all tensors (as they are)"),
+    option("--params-dtype", choices=["fp32", "fp16", "bf16"], help="of all tensors (as stored)"),
     option("--model-type-hf", help=f"must agree with config.json: {', '.join(FAMILIES)}"),
     option("--add-qkv-bias", action="store_true", help="must agree with config.json"),
-    option("--shard-size-gb", type=float, default=4.0, help="of a Hugging Face file, at most (4)"),
+    option("--shard-size-gb", type=float, default=4.0, help="largest Hugging Face file (4)"),
     option("--force", action="store_true", help="replace the target"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, print where the result is, and return the exit code."""
-    speak_utf8()
+    """Convert the weights; print notes, progress and the target; return the exit code.
+
+    Errors are printed, not raised: 2 for mistakes; 75 when interrupted or the disk is full, where
+    the same command goes on with the finished files.
+    """
+    protect_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
     try:
         arguments = _parse(argv)
@@ -125,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for unknown options and refused older flags."""
+    """Parse the command line. Raises UserError for bad options and refused older flags."""
     parser = Parser(
         OPTIONS,
         prog="convert",
@@ -141,13 +145,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _note_ignored(arguments: argparse.Namespace) -> None:
-    """Print the given flags of the older toolkit that have no effect, each with the cause."""
+    """Print the given flags that have no effect, and why, in one line to stderr."""
     if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
         print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
 
 
 def _progress() -> AbstractContextManager[Callable[..., None]]:
-    """Show bytes written: a bar on a terminal, elsewhere a line for each twentieth."""
+    """Return a context whose value is a function that shows (bytes done, bytes in all) on stderr.
+
+    It moves a bar on a terminal; elsewhere it prints a line for each 1/LINES of the bytes.
+    """
     started, shown = time.monotonic(), 0
 
     def print_line(done: int, total: int) -> None:

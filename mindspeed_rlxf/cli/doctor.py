@@ -1,7 +1,7 @@
 """`doctor`: find what keeps a run from working, on this host or on every host of a cluster.
 
 Exit codes: 0 = no error (there may be warnings); 1 = an error was found; 2 = a mistake on the
-command line, one `error:` line per problem. With --bundle and --calibrate: 0 = written.
+command line, one `error:` line per problem. With --bundle or --calibrate: 0 = written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -30,26 +30,30 @@ from mindspeed_rlxf.ops.doctor.subject import choose_subject
 KINDS = [kind.value for kind in DeviceKind]
 DEADLINE_S = 300.0
 OPTIONS = (
-    option("--cluster", action="store_true", help="every host of the Ray cluster, and collectives"),
-    option("--address", help="Ray cluster (runtime.address, RAY_ADDRESS)"),
-    option("--bundle", metavar="RUN", help="pack logs, versions and this report of a run folder"),
+    option("--cluster", action="store_true", help="check all Ray hosts, and collectives"),
+    option("--address", help="of the Ray cluster (runtime.address, RAY_ADDRESS)"),
+    option("--bundle", metavar="RUN", help="pack logs, versions and this report of a run"),
     option("--calibrate", action="store_true", help="measure this device for predicted times"),
     option("--to", metavar="FILE", help="--calibrate: file to write, for plan.calibration"),
-    option("--json", action="store_true", help="for programs"),
-    option("--device", choices=KINDS, default="auto", help="what to look for (device.kind)"),
+    option("--json", action="store_true", help="print JSON"),
+    option("--device", choices=KINDS, default="auto", help="kind to check (device.kind)"),
     option("--deadline", type=float, default=DEADLINE_S, help="--cluster: seconds in all (300)"),
-    option("--config-name", "-cn", help="also the files, room and devices that this run needs"),
+    option("--config-name", "-cn", help="check also files, space and devices for this run"),
     option("--config-dir", "-cd", help="folder to look in before the built-in one"),
     option("overrides", nargs="*", metavar="key=value", help="changes to the YAML"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Inspect the hosts; print the findings, or pack a bundle; return the exit code."""
-    speak_utf8()
+    """Check this host, or with --cluster every host; print the findings; return the exit code.
+
+    With --bundle, pack the findings and a run's logs into an archive instead; with --calibrate,
+    measure a device instead. Mistakes of the user are printed, not raised.
+    """
+    protect_output()
     try:
         arguments = _parse(argv)
-        config, found = _config(arguments)
+        config, found = _load_config(arguments)
         if arguments.calibrate:
             return _calibrate(arguments, config, found)
         subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
@@ -78,11 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _calibrate(
     arguments: argparse.Namespace, config: RunConfig | None, found: list[Finding]
 ) -> int:
-    """Measure this host's first device, write the file, say where; return the exit code.
+    """Measure this host's first device, write the calibration file, print its path; return 0.
 
-    config: its kind of device and threads are measured
-    found:  printed where a configuration was named and could not be read; the exit code is then 1
-    Errors: UserError where a measurement fails.
+    config: gives the kind of device and the CPU threads; None = --device, and one thread
+    found:  findings of `_load_config`; if --config-name is given and config is None, only print
+            them and return 1
+    Raises UserError when a measurement fails.
     """
     from mindspeed_rlxf.ops.planning.calibrate import calibrate
     from mindspeed_rlxf.ops.planning.calibration import default_file, write_calibration
@@ -99,8 +104,12 @@ def _calibrate(
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:
-    """Return (configuration, findings): None with errors for a wrong one, None without a name."""
+def _load_config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:
+    """Load the configuration of --config-name; return it with one finding, `ok`.
+
+    Returns (None, []) without --config-name, and (None, errors) where keys or values are wrong.
+    Raises ConfigError where the YAML cannot be composed.
+    """
     name = arguments.config_name
     if name is None:
         return None, []
@@ -113,7 +122,7 @@ def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Findi
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with usage where it is wrong."""
+    """Parse and check the command line. Raises UserError where it is wrong."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf doctor",

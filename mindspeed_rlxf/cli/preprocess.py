@@ -20,7 +20,7 @@ from mindspeed_rlxf.cli.command_line import (
     fail,
     option,
     progress_bar,
-    speak_utf8,
+    protect_output,
     unknown_options,
 )
 from mindspeed_rlxf.compat.older_flags import (
@@ -42,12 +42,12 @@ from mindspeed_rlxf.data.templates import TEMPLATES
 TOKENIZER_TYPE = "PretrainedFromHF"
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}
 CUTS = ("keep-head", "keep-tail", "keep-ends")
-LINE_S = 5.0  # at least, between lines of progress
-MAX_UNKNOWN = 0.02  # share of unknown tokens above which the tokenizer is doubted
+LINE_S = 5.0  # shortest time between lines of progress
+MAX_UNKNOWN = 0.02  # share of unknown tokens above which a note is printed
 EPILOG = (
     "Text that spells a special token is ordinary text, unless --allow-special-tokens is given. "
-    "Other flags of the older toolkit "
-    "are refused, or accepted with a note that says why they have no effect."
+    "Other flags of the older toolkit are refused, or accepted with a note that says why they have "
+    "no effect."
 )
 
 DEFAULT_KEYS = ", ".join(
@@ -66,9 +66,9 @@ OPTIONS = (
     option("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)"),
     option("--prompt-type", default="empty", help=f"template: {', '.join(TEMPLATES)} (empty)"),
     option("--map-keys", default="{}", help=f"JSON, {DEFAULT_KEYS}; an empty name = unused"),
-    option("--dataset-additional-keys", nargs="*", help="columns that are kept besides (all)"),
+    option("--dataset-additional-keys", nargs="*", help="further columns to keep (all)"),
     option("--seq-length", type=int, help="longest prompt or conversation, tokens (any)"),
-    option("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)"),
+    option("--overlong", help=f"what to do with longer ones: {', '.join(OVERLONG)} (drop)"),
     option("--max-samples", type=int, help="rows that are read (all)"),
     option("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any"),
     option(
@@ -76,7 +76,7 @@ OPTIONS = (
         action="store_true",
         help="special tokens that the text of a row spells are tokens",
     ),
-    option("--append-eod", action="store_true", help="EOS behind each conversation with responses"),
+    option("--append-eod", action="store_true", help="EOS after each conversation with responses"),
     option("--strict", action="store_true", help="a dropped row is an error"),
     option("--overwrite", action="store_true", help="replace a data set of this prefix"),
     option(
@@ -86,8 +86,12 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data set, print how many rows were written or dropped, return the exit code."""
-    speak_utf8()
+    """Write the data set, print how many rows were written or dropped; return the exit code.
+
+    With --merge-group-keys, merge existing data sets instead. Sets environment variables of the
+    process. Errors are printed, not raised.
+    """
+    protect_output()
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     try:
@@ -121,10 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises UserError for unknown options; exits where flags are missing.
-    """
+    """Parse the command line. Raises UserError for unknown options and missing flags."""
     parser = Parser(
         OPTIONS,
         prog="preprocess",
@@ -146,28 +147,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
-    """Check and convert the flags. Raises UserError with every wrong one."""
-    problems = [
-        *refused_flags(arguments, PREPROCESS_FLAGS),
-        *_handler_problems(arguments.handler_name),
-        *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
-        *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
-        *_one_of("--overlong", arguments.overlong or "drop", OVERLONG),
-    ]
-    for flag in ("workers", "log_interval", "seq_length", "max_samples"):
-        value = getattr(arguments, flag)
-        if value is not None and value < 1:
-            name = f"--{flag.replace('_', '-')}"
-            problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
-    if arguments.overlong and arguments.seq_length is None:
-        problems.append(
-            Problem(
-                "--overlong",
-                "needs --seq-length",
-                arguments.overlong,
-                "give the longest prompt in tokens",
-            )
-        )
+    """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
+    problems = _flag_problems(arguments)
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
     keys = default_keys(handler)
     try:
@@ -211,6 +192,26 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
     )
 
 
+def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Return a problem for each flag that is refused, has an unknown word, or is out of range."""
+    problems = [
+        *refused_flags(arguments, PREPROCESS_FLAGS),
+        *_handler_problems(arguments.handler_name),
+        *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
+        *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
+        *_one_of("--overlong", arguments.overlong or "drop", OVERLONG),
+    ]
+    for flag in ("workers", "log_interval", "seq_length", "max_samples"):
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            name = f"--{flag.replace('_', '-')}"
+            problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
+    if arguments.overlong and arguments.seq_length is None:
+        remedy = "give the longest prompt in tokens"
+        problems.append(Problem("--overlong", "needs --seq-length", arguments.overlong, remedy))
+    return problems
+
+
 def _handler_problems(name: str) -> list[Problem]:
     if name in REFUSED_HANDLERS:
         return [Problem("--handler-name", f"is not supported: {REFUSED_HANDLERS[name]}", name)]
@@ -218,7 +219,10 @@ def _handler_problems(name: str) -> list[Problem]:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    """Merge the data sets of a folder, and print what was written."""
+    """Merge the data sets of the --input folder; print the files that were written.
+
+    Raises UserError unless there is one folder and at least one key.
+    """
     if len(arguments.input) != 1 or not arguments.merge_group_keys:
         raise UserError(
             Problem(
@@ -234,7 +238,7 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
-    """Return a problem unless the flag's value is one of `known`."""
+    """Return one problem, with the nearest known value; [] if `value` is in `known`."""
     if value in known:
         return []
     guess = closest(value, known) or next(iter(known))
@@ -242,9 +246,10 @@ def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
 
 
 def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
-    """Show rows read: a bar on a terminal; elsewhere lines, `log_interval` rows and LINE_S apart.
+    """Return a context whose value is a function that shows the number of rows read on stderr.
 
-    log_interval: rows between two lines, at least
+    It moves a bar on a terminal; elsewhere it prints lines, at least `log_interval` rows and LINE_S
+    seconds apart.
     """
     started = last_s = time.monotonic()
     last_rows = 0
@@ -259,7 +264,7 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 
 
 def _report(counts: Counts, prefix: str) -> None:
-    """Print the counts of rows, and notes on files and tokens that look wrong."""
+    """Print the counts of rows and the path of the data set; on stderr notes of odd input."""
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
     if counts.not_slow:

@@ -9,23 +9,21 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
 from mindspeed_rlxf.run.report import report_mode, write_report
 
 OPTIONS = (
-    option(
-        "runs", nargs="+", metavar="RUN", help="run directory; several are laid over each other"
-    ),
+    option("runs", nargs="+", metavar="RUN", help="run directory; several share charts"),
     option("--output", "-o", metavar="FILE", help="RUN/report.html, with several RUNs report.html"),
-    option("--samples", type=int, default=MAX_SAMPLES, help=f"at most this many ({MAX_SAMPLES})"),
+    option("--samples", type=int, default=MAX_SAMPLES, help=f"most samples shown ({MAX_SAMPLES})"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report; return the exit code."""
-    speak_utf8()
+    """Write the report, print its path and size; return the exit code, 2 for printed mistakes."""
+    protect_output()
     try:
         arguments = _parse(argv)
         runs = [Path(run) for run in arguments.runs]
@@ -43,19 +41,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_path(output: str | None, runs: Sequence[Path]) -> Path:
-    """Return the file to write: by default in the folder of a single run, else in this one."""
+    """Return the report to write: `output`, or report.html by default.
+
+    The default is in the run's folder, or in the current directory for several runs.
+    """
     if output is not None:
         return Path(output)
     return runs[0] / "report.html" if len(runs) == 1 else Path("report.html")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with usage where it is wrong."""
+    """Parse the command line. Raises UserError where it is wrong."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf report",
         description="Writes one HTML file with curves, schedule and samples; it needs no network.",
     )
+    return parse_with_samples(parser, argv)
+
+
+def parse_with_samples(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line that has --samples, at least 0. Raises UserError where it is wrong."""
     arguments = parser.parse_args(argv)
     if arguments.samples < 0:
         parser.error(f"--samples={arguments.samples} must be 0 or more; use {MAX_SAMPLES}")

@@ -1,6 +1,6 @@
-"""`train`: compose the configuration, check it, print it or run it.
+"""`train`: compose the configuration, check it, then print it or run it.
 
-Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; others from the run.
+Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; else `Run.exit_code`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
@@ -36,8 +36,11 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, or print what would be trained, and return the exit code."""
-    speak_utf8()
+    """Train, or only print the configuration (--cfg) or the plan (dry_run); return the exit code.
+
+    Mistakes of the user are printed, not raised.
+    """
+    protect_output()
     try:
         arguments = _parse(argv)
         tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
@@ -63,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(config: RunConfig) -> Run:
-    """Check all files, set up the device of a local run, and return the run. Errors: UserError."""
+    """Check all files and return the run, not started. Raises UserError.
+
+    For runtime=local, also claim the device and set its variables in this process.
+    """
     with phase("loading libraries"):
         from mindspeed_rlxf.trainer.preflight import prepare
     with phase("reading tokenizer, prompts and headers of weights"):
@@ -83,7 +89,8 @@ def _prepare(config: RunConfig) -> Run:
 
 
 def _dry_run(config: RunConfig, nested: bool) -> int:
-    """Print the plan and what would keep the run from working; return the exit code.
+    """Print the plan, notes and all problems that would stop the run; return 2 if there are
+    problems, else 0.
 
     nested: the YAML has actor and reference under one key
     """
@@ -103,7 +110,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with usage where it is wrong."""
+    """Parse the command line. Raises UserError where it is wrong, or names no configuration."""
     parser = Parser(
         OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
     )

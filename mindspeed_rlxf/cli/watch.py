@@ -1,4 +1,4 @@
-"""`watch`: serve the report of a run to browsers of this host, anew while the run writes.
+"""`watch`: serve the report of a run to browsers on this host, updated while the run writes.
 
 Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:` line per problem.
 """
@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
+from mindspeed_rlxf.cli.report import parse_with_samples
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.reporting.report.content import RunFolder
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
@@ -20,14 +21,14 @@ from mindspeed_rlxf.run.report import find_state, open_runs
 PORT = 8760
 OPTIONS = (
     option("run", metavar="RUN", help="run directory"),
-    option("--port", type=int, default=PORT, help=f"of 127.0.0.1; 0 = any free one ({PORT})"),
-    option("--samples", type=int, default=MAX_SAMPLES, help=f"at most this many ({MAX_SAMPLES})"),
+    option("--port", type=int, default=PORT, help=f"of 127.0.0.1; 0 = any free port ({PORT})"),
+    option("--samples", type=int, default=MAX_SAMPLES, help=f"most samples shown ({MAX_SAMPLES})"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until Ctrl-C; return the exit code."""
-    speak_utf8()
+    """Print the address and serve the report until Ctrl-C; return 0, or 2 for printed mistakes."""
+    protect_output()
     try:
         arguments = _parse(argv)
         (first,) = open_runs([Path(arguments.run)])
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listen(run: LiveRun, port: int) -> LiveServer:
-    """Open the port. Raises UserError where it is taken."""
+    """Return a server bound to this port of 127.0.0.1. Raises UserError if the port is taken."""
     try:
         return LiveServer(run, port)
     except (OSError, OverflowError) as error:
@@ -54,10 +55,10 @@ def _listen(run: LiveRun, port: int) -> LiveServer:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with usage where it is wrong."""
+    """Parse the command line. Raises UserError where it is wrong."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf watch",
         description="Serves the report of a run on the loopback address while the run goes on.",
     )
-    return parser.parse_args(argv)
+    return parse_with_samples(parser, argv)

@@ -79,9 +79,9 @@ def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
 
     (None, ()) where the driver's tool is missing or fails.
     """
-    from mindspeed_rlxf.device.driver import driver_view  # brings in torch
+    from mindspeed_rlxf.device.driver import query_driver  # brings in torch
 
-    view = driver_view(kind)
+    view = query_driver(kind)
     if view is None or view.problem:
         return None, ()
     sick = [f"device {d.index}: {d.health}" for d in view.devices if d.health not in HEALTHY]

@@ -1,1 +1,1 @@
-"""The older toolkit: its YAML keys and flags, translated or refused. Only commands use it."""
+"""YAML keys and flags of MindSpeed-LLM, the older toolkit: translated, ignored or refused."""

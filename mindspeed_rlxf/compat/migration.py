@@ -37,10 +37,13 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """Replace the part of the document behind `MARK` with the tables."""
+    """Return the document with the text after its line `MARK` replaced by the tables.
+
+    Raises ValueError where it has no such line.
+    """
     head, mark, _ = text.partition(MARK)
     if not mark:
-        raise ValueError(f"the document must hold the line {MARK!r}; add it where the tables go")
+        raise ValueError(f"the document must have the line {MARK!r}; add it where the tables go")
     return f"{head}{MARK}\n\n{tables()}"
 
 
@@ -50,7 +53,7 @@ def _no_op(entry: NoOp) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the tables into the document, or print them without one."""
+    """Replace the tables in the document that the one argument names; without one, print them."""
     if len(arguments) != 1:
         print(tables(), end="")
         return 0

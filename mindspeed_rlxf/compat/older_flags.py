@@ -12,10 +12,11 @@ from mindspeed_rlxf.config.errors import Problem
 
 @dataclass(frozen=True)
 class OlderFlag:
-    """
-    meaning: why it has no effect, or what to do about a refused value
+    """A flag of the older toolkit that has no effect here, or is refused.
+
+    meaning: why it has no effect, or the remedy where it is refused
     nargs:   as in argparse; 0 = the flag has no value
-    allowed: values that are accepted; None = all of them
+    allowed: values that are accepted without effect; None = all, () = the flag is refused
     """
 
     meaning: str
@@ -66,7 +67,7 @@ CONVERT_FLAGS: Mapping[str, OlderFlag] = {
     "--lora-alpha": _ADAPTER,
     "--target-data-parallel-size": OlderFlag("optimizer states are not converted", "*"),
 }
-"""Of MindSpeed-LLM's convert_ckpt.py."""
+"""Flags of MindSpeed-LLM's convert_ckpt.py."""
 
 _MIX = "give the sets to data.data_path, which takes several prefixes; training shuffles them"
 _REGISTRY = "name the files with --input, and their columns with --map-keys"
@@ -107,11 +108,11 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
     "--merge-file": _FOLDER,
     "--tokenizer-model": _FOLDER,
 }
-"""Of MindSpeed-LLM's preprocess_data.py."""
+"""Flags of MindSpeed-LLM's preprocess_data.py."""
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -> None:
-    """Add the flags to a parser, hidden from its help."""
+    """Add the flags to a parser, hidden from its help; the value of an absent flag is None."""
     for name, flag in flags.items():
         kind: dict[str, Any] = {"nargs": flag.nargs}
         if flag.nargs == 0:
@@ -122,8 +123,8 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -
 def ignored_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (flag, why it has no effect) for each given flag that is accepted."""
-    for name, flag, value in _given(arguments, flags):
+    """Yield (flag, why it has no effect) for each flag that is given with an allowed value."""
+    for name, flag, value in _given_flags(arguments, flags):
         if flag.allowed is None or value in flag.allowed:
             yield name, flag.meaning
 
@@ -131,17 +132,17 @@ def ignored_flags(
 def refused_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[Problem]:
-    """Yield a problem for each refused flag of the older toolkit that is given."""
-    for name, flag, value in _given(arguments, flags):
+    """Yield a problem for each flag that is given with a value that is not allowed."""
+    for name, flag, value in _given_flags(arguments, flags):
         if flag.allowed is not None and value not in flag.allowed:
             shown = value if isinstance(value, str) else None
             yield Problem(name, f"is not supported: {flag.meaning}", shown)
 
 
-def _given(
+def _given_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[tuple[str, OlderFlag, Any]]:
-    """Yield name, entry and value of each flag of the older toolkit that is given."""
+    """Yield name, entry and value of each of `flags` that the command line has."""
     for name, flag in flags.items():
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is not None:

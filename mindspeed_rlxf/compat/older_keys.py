@@ -1,7 +1,7 @@
 """Keys of MindSpeed-LLM's Ray PPO that do not exist here, with the treatment of each.
 
-A key of that toolkit is exactly one of: a key of the schema, or moved to one (`older_toolkit`);
-in NO_OPS; in REFUSED. All others are unknown.
+A key of that toolkit is in exactly one of: the schema, `older_toolkit.MOVED`, NO_OPS, REFUSED. All
+other keys are unknown.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ ANY = "any value"
 
 @dataclass(frozen=True)
 class NoOp:
-    """Keys without effect: their values ask for behaviour that cannot be changed here.
+    """Keys that are accepted without effect, for the values that agree with what is done here.
 
-    allowed: the values that do, ANY where no value changes a number
-    meaning: one line for the user, after `key=value: `
-    remedy:  for other values; None = the first one that is allowed
+    allowed: values that are accepted; ANY = every number, text, true, false and null
+    meaning: what is done here, printed as a note with `key=value`
+    remedy:  what to use in place of a value that is not allowed; None = the first two of `allowed`
     """
 
     keys: tuple[str, ...]
@@ -27,7 +27,7 @@ class NoOp:
     remedy: str | None = None
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is accepted. True and 1 differ, 0 and 0.0 are equal."""
+        """Return whether a value is accepted: true is not 1; 0 is 0.0; ANY = scalars and null."""
         if isinstance(self.allowed, str):
             return value is None or isinstance(value, (bool, int, float, str))
         return any(
@@ -40,7 +40,7 @@ class NoOp:
 class Refusal:
     """Keys that ask for features that do not exist here.
 
-    neutral: values that ask for nothing, besides false and null
+    neutral: values, besides false and null, that do not ask for the feature and are ignored
     """
 
     keys: tuple[str, ...]
@@ -121,14 +121,14 @@ NO_OP_LIST = (
         "false, and data.shuffle or shuffle_minibatch",
     ),
     NoOp(("use_kv_cache",), BOTH, "generation always keeps keys and values"),
-    NoOp(("initial_loss_scale",), ANY, "losses are scaled for fp16 only, which is not there"),
+    NoOp(("initial_loss_scale",), ANY, "losses are scaled for fp16 only, which is not supported"),
     NoOp(
         ("pad_to_multiple_of",), ANY, "nothing is padded"
     ),
     NoOp(
         ("max_tokens_to_oom",),
         ANY,
-        "no such limit: dry_run=true says before the start whether the batch fits",
+        "there is no such limit; dry_run=true says before the start whether the batch fits",
     ),
     NoOp(
         ("md5_validate",),
@@ -151,7 +151,7 @@ NO_OP_LIST = (
         ("extract_content_for_reward",),
         NO,
         "the reward model sees the whole response",
-        "false; scores of only what stands between <answer> tags are not there",
+        "false; the text between <answer> tags cannot be scored alone",
     ),
     NoOp(("log_interval",), ANY, "every iteration is logged"),
     NoOp(
@@ -164,7 +164,7 @@ NO_OP_LIST = (
     ),
     NoOp(("num_workers",), ANY, "prompts are held in memory, no process loads them"),
 )  # fmt: skip
-"""In any of `model.<name>`, `training` and the roles."""
+"""Keys of `model.<name>`, `training` and the roles' sections."""
 
 NO_OPS: dict[str, NoOp] = {key: entry for entry in NO_OP_LIST for key in entry.keys}
 
@@ -279,6 +279,6 @@ REFUSED_LIST = (
             "trackers have keys of their own",
             "set logging.trackers, as [tensorboard] or [wandb], and logging.tracker_project"),
 )  # fmt: skip
-"""In any of `model.<name>`, `training` and the roles."""
+"""Keys of `model.<name>`, `training` and the roles' sections."""
 
 REFUSED: dict[str, Refusal] = {key: entry for entry in REFUSED_LIST for key in entry.keys}

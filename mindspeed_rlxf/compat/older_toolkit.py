@@ -1,7 +1,7 @@
 """Translate the YAML of MindSpeed-LLM's Ray PPO to the keys and words of the schema.
 
-Works on the sections before they are typed. Keys without effect are removed and noted once; keys
-that ask for something that does not exist here are problems. `older_keys` has the lists.
+Changes the sections in place, before they are typed. Keys without effect are removed, with a note;
+keys of features that do not exist here become problems. `older_keys` lists these keys.
 """
 
 from __future__ import annotations
@@ -46,24 +46,28 @@ MOVED = {
     "use_deter_comp": "training.deterministic",
     "recompute_granularity": "training.recompute",
 }
-"""Keys of `model.<name>`, `training` or the actor that live on as another key, or agree with it."""
+"""Key of `model.<name>`, `training` or the actor -> the key here that replaces or must match it."""
 
 
 def translate(draft: Draft, sections: Tree, nested: bool) -> None:
-    """Translate an older configuration, as `Dialect.translate` says."""
+    """Replace the older toolkit's keys in `sections` in place; add problems and notes to `draft`.
+
+    nested: the YAML has actor and reference under one key, as only the older toolkit's has
+    If nested, or any key was noted, keys that mean something else there are noted too.
+    """
     for name, values in sections["model"].items():
         if "padded_vocab_size" in values:  # the rows of the checkpoint's embedding
             values["vocab_size"] = values.pop("padded_vocab_size")
             draft.spelled[f"model.{name}.vocab_size"] = f"model.{name}.padded_vocab_size"
-        _query_groups(draft, f"model.{name}.group_query_attention", values)
-    _recompute(draft, sections)
-    _seeds(draft, sections)
-    _data(draft, sections)
-    _category(draft, sections)
-    _algorithm(draft, sections)
-    _value_clip(draft, sections)
+        _translate_query_groups(draft, f"model.{name}.group_query_attention", values)
+    _rename_recompute(draft, sections)
+    _merge_seeds(draft, sections)
+    _translate_data(draft, sections)
+    _translate_category(draft, sections)
+    _translate_algorithm(draft, sections)
+    _translate_value_clip(draft, sections)
     for key in ("inference_tensor_model_parallel_size", "use_deter_comp"):
-        found = _strongest(draft, sections, key)
+        found = _take_value(draft, sections, key)
         # `use_deter_comp: false` leaves the choice to the device, as an absent key does.
         if found and (key != "use_deter_comp" or found[1] not in (None, False)):
             _move(draft, sections, *found, MOVED[key])
@@ -72,31 +76,34 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
         _note_differences(draft, sections)
 
 
-def tokenizer_vocabulary(draft: Draft, sections: Tree, model: str, architecture: Tree) -> None:
-    """Take a missing `vocab_size` of a model from the config.json beside the tokenizer."""
+def add_vocab_size(draft: Draft, sections: Tree, model: str, architecture: Tree) -> None:
+    """Set a missing `vocab_size` of `architecture` from the config.json in the tokenizer's folder.
+
+    Notes the file, or rejects the key if the file has none. Without a tokenizer, does nothing.
+    """
     folder = sections["training"].get("tokenizer_name_or_path")
     if "vocab_size" in architecture or not isinstance(folder, str):
         return
-    key, place = f"model.{model}.vocab_size", Path(folder).expanduser()
+    key, tokenizer = f"model.{model}.vocab_size", Path(folder).expanduser()
     try:
-        found = read_hf_config(place).get("vocab_size")
+        found = read_hf_config(tokenizer).get("vocab_size")
         if type(found) is not int:
             raise ValueError(f"its config.json has vocab_size={format_value(found)}; correct it")
     except ValueError as error:
-        tokenizer = f"{ref('training.tokenizer_name_or_path')}={folder}"
-        draft.reject(
-            Problem(key, f"is required, and {tokenizer} does not give it: {error}, or add the key")
-        )
+        given = f"{ref('training.tokenizer_name_or_path')}={folder}"
+        rule = f"is required, and {given} does not give it: {error}, or add the key"
+        draft.reject(Problem(key, rule))
         return
     architecture["vocab_size"] = found
-    draft.note(f"taken from {place / 'config.json'}", f"{key}={found}")
+    draft.note(f"taken from {tokenizer / 'config.json'}", f"{key}={found}")
 
 
-def _query_groups(draft: Draft, path: str, values: Tree) -> None:
-    """Translate `group_query_attention`.
+def _translate_query_groups(draft: Draft, path: str, values: Tree) -> None:
+    """Remove `group_query_attention`; set or check `num_query_groups` as Megatron reads the flag.
 
-    In Megatron, without the flag every query head has a key head, whatever the number says; with
-    the flag and without a number there is one key head.
+    true:  the number stays; if there is none, it becomes 1
+    false: every query head has a key head, so a number other than that of the heads is rejected
+    Rejects other values of the flag.
     """
     if "group_query_attention" not in values:
         return
@@ -106,26 +113,20 @@ def _query_groups(draft: Draft, path: str, values: Tree) -> None:
     elif flag:
         values["num_query_groups"] = 1 if groups is None else groups
     elif groups not in (None, values.get("num_attention_heads")):
-        draft.reject(
-            Problem(
-                path,
-                f"contradicts num_query_groups={format_value(groups)}",
-                False,
-                "remove one of them",
-            )
-        )
+        rule = f"contradicts num_query_groups={format_value(groups)}"
+        draft.reject(Problem(path, rule, False, "remove one of them"))
 
 
-def _layers(sections: Tree) -> Tree:
-    """Every section that keys of a role may stand in, by its path."""
-    layers = {f"model.{name}": values for name, values in sections["model"].items()}
+def _role_sections(sections: Tree) -> Tree:
+    """Return path -> section for all that may have keys of a role: models, training, roles."""
+    models = {f"model.{name}": values for name, values in sections["model"].items()}
     roles = (role.value for role in CONFIGURED)
-    return layers | {name: sections[name] for name in ("training", *roles)}
+    return models | {name: sections[name] for name in ("training", *roles)}
 
 
-def _recompute(draft: Draft, sections: Tree) -> None:
-    """Rename `recompute_granularity` in every layer, and drop recompute keys that are null."""
-    for name, values in _layers(sections).items():
+def _rename_recompute(draft: Draft, sections: Tree) -> None:
+    """Rename `recompute_granularity` to `recompute`; remove recompute keys that are null."""
+    for name, values in _role_sections(sections).items():
         for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
             if values.get(key, "") is None:
                 del values[key]
@@ -138,25 +139,28 @@ def _reject_non_flag(draft: Draft, path: str, value: Any) -> None:
     draft.reject(Problem(path, "must be true or false", format_value(value), "use true"))
 
 
-def _strongest(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None:
-    """Remove a key from the actor's layers; return its path and value in the strongest layer."""
+def _take_value(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None:
+    """Remove a key from the sections that apply to the actor; return its path and value, or None.
+
+    Of several values that of the actor's section counts, then training's, then its model's.
+    """
     training, actor = sections["training"], sections[ACTOR]
     model = str(actor.get("model", training.get("model")))
-    layers = {f"model.{model}": sections["model"].get(model, {}), "training": training}
+    of_model = sections["model"].get(model, {})
     found = None
-    for name, values in {**layers, ACTOR: actor}.items():
+    for name, values in ((f"model.{model}", of_model), ("training", training), (ACTOR, actor)):
         if key in values:
             path = f"{name}.{key}"
             found = draft.spelled.get(path, path), values.pop(key)
     return found
 
 
-def _strongest_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None:
-    """Take a key as `_strongest` does.
+def _take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None:
+    """Remove a key and return its path and value, as `_take_value` does.
 
-    Reject a value that is not true or false, and return None.
+    Returns None for a value that is not true or false, too, and rejects it.
     """
-    found = _strongest(draft, sections, key)
+    found = _take_value(draft, sections, key)
     if found and not isinstance(found[1], bool):
         _reject_non_flag(draft, *found)
         return None
@@ -164,31 +168,26 @@ def _strongest_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] 
 
 
 def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
-    """Set `target`, a `section.key`; reject the key where `target` has another value already."""
+    """Set `target`, a `section.key`, to `value`; reject `path` if `target` has another value."""
     section, key = target.split(".")
-    there = sections[section].setdefault(key, value)
-    if there == value:
+    present = sections[section].setdefault(key, value)
+    if present == value:
         draft.origins.setdefault((section, key), path)
         return
-    draft.reject(
-        Problem(
-            path,
-            f"and {ref(target)}={format_value(there)} say the same thing differently",
-            remedy="keep one",
-        )
-    )
+    rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
+    draft.reject(Problem(path, rule, remedy="keep one"))
 
 
-def _seeds(draft: Draft, sections: Tree) -> None:
-    """Use one seed for the run: the actor's, by the layers of the older toolkit.
+def _merge_seeds(draft: Draft, sections: Tree) -> None:
+    """Set training.seed to the actor's seed, if it has one; remove seeds and lengths of models.
 
-    The seeds and sequence lengths of models are removed.
+    Notes each seed of a model that differs.
     """
     training = sections["training"]
-    if found := _strongest(draft, sections, "seed"):
+    if found := _take_value(draft, sections, "seed"):
         draft.origins["training", "seed"], training["seed"] = found
     for name, values in sections["model"].items():
-        values.pop("seq_length", None)  # `training` is over it, and must have one
+        values.pop("seq_length", None)  # training.seq_length is required, and counts before it
         other = values.pop("seed", None)
         if other not in (None, training.get("seed")):
             draft.note(
@@ -197,19 +196,21 @@ def _seeds(draft: Draft, sections: Tree) -> None:
             )
 
 
-def _data(draft: Draft, sections: Tree) -> None:
-    """Translate the keys of data sets: prefixes, shuffling, labels and additional columns."""
+def _translate_data(draft: Draft, sections: Tree) -> None:
+    """Translate data_path (then set older defaults), no_shuffle, and the keys of label columns.
+
+    Notes the keys of columns, and rejects values of a wrong type.
+    """
     data = sections["data"]
-    if found := _strongest(draft, sections, "data_path"):
-        path, value = found
-        _move(draft, sections, path, _prefixes(draft, path, value), "data.data_path")
+    if found := _take_value(draft, sections, "data_path"):
+        _move(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
         _set_older_data_defaults(draft, data)
-    if found := _strongest_flag(draft, sections, "no_shuffle"):
+    if found := _take_flag(draft, sections, "no_shuffle"):
         _move(draft, sections, found[0], not found[1], "data.shuffle")
-    if (found := _strongest_flag(draft, sections, "dataset_with_labels")) and found[1]:
+    if (found := _take_flag(draft, sections, "dataset_with_labels")) and found[1]:
         set_default(data, "ground_truth_key", "labels")
         draft.note("data.ground_truth_key=labels", f"{found[0]}=true")
-    if found := _strongest(draft, sections, "dataset_additional_keys"):
+    if found := _take_value(draft, sections, "dataset_additional_keys"):
         path, value = found
         names = value.replace(",", " ").split() if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -225,8 +226,8 @@ def _data(draft: Draft, sections: Tree) -> None:
         )
 
 
-def _value_clip(draft: Draft, sections: Tree) -> None:
-    """Turn a clip of 0 or less, which means no clip in the older toolkit, into null."""
+def _translate_value_clip(draft: Draft, sections: Tree) -> None:
+    """Set a critic.cliprange_value of 0 or less to null (no clip, as it meant), with a note."""
     critic = sections.get(Role.CRITIC.value) or {}
     value = critic.get("cliprange_value")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
@@ -234,8 +235,8 @@ def _value_clip(draft: Draft, sections: Tree) -> None:
         draft.note("values are not clipped (null)", f"critic.cliprange_value={format_value(value)}")
 
 
-def _prefixes(draft: Draft, path: str, value: Any) -> Any:
-    """Parse `a`, `a,b` or `1,a` for data.data_path; several data sets with weights are rejected."""
+def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
+    """Return the prefixes of `a,b` or `weight,a`, or a list as it is; reject several weights."""
     if not isinstance(value, str):
         return value
     parts = [part for part in value.split(",") if part]
@@ -256,7 +257,7 @@ def _prefixes(draft: Draft, path: str, value: Any) -> Any:
 
 
 def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
-    """Set the older toolkit's defaults: one data source, and long prompts do not stop a run."""
+    """Set absent keys: data source `prompts`; long prompts are dropped, with a note."""
     set_default(data, "default_data_source", "prompts")
     if data.get("overlong_prompts") is None:
         data["overlong_prompts"] = OverlongPrompts.DROP.value
@@ -267,14 +268,15 @@ def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
         )
 
 
-def _category(draft: Draft, sections: Tree) -> None:
-    """Check that the marks of the data sets name the reward that scores here; set its kind.
+def _translate_category(draft: Draft, sections: Tree) -> None:
+    """Remove `dataset_category`; reject it unless all data sets have the reward that scores here.
 
-    1 = scored by the verifier, 0 = by a reward model; `reward.verifier` implies kind=rule.
+    1 = scored by the verifier, 0 = by a reward model. Sets a missing reward.kind to rule if
+    reward.verifier is true.
     """
     reward = sections["reward"]
     wanted = "1" if reward.get("verifier") else "0"
-    if found := _strongest(draft, sections, "dataset_category"):
+    if found := _take_value(draft, sections, "dataset_category"):
         path, value = found
         if set(str(value).replace(" ", "").split(",")) == {wanted}:
             by = "the verifier" if wanted == "1" else "the reward model"
@@ -294,17 +296,20 @@ def _category(draft: Draft, sections: Tree) -> None:
         set_default(reward, "kind", RewardKind.RULE.value)
 
 
-def _algorithm(draft: Draft, sections: Tree) -> None:
-    """Translate the keys of the algorithm: EOS penalty, whitening, `group_norm`, entropy of DPO."""
+def _translate_algorithm(draft: Draft, sections: Tree) -> None:
+    """Translate EOS penalty, whitening and `group_norm`.
+
+    For online DPO, remove an entropy_coeff that is the older toolkit's default, with a note.
+    """
     algorithm, stage = sections["algorithm"], sections["training"].get("stage")
-    if found := _strongest(draft, sections, "missing_eos_penalty"):
+    if found := _take_value(draft, sections, "missing_eos_penalty"):
         _move(draft, sections, *found, "algorithm.missing_eos_penalty")
     whiten = algorithm.get("advantage_whiten")
     if isinstance(whiten, bool):
         word = AdvantageWhiten.BATCH if whiten else AdvantageWhiten.NONE
         algorithm["advantage_whiten"] = word.value
     if algorithm.get("adv_estimator") == GROUP_NORM:
-        _group_norm(draft, algorithm)
+        _translate_group_norm(draft, algorithm)
     if stage == Stage.RAY_ONLINE_DPO.value:
         for section in (ACTOR, "training"):
             if sections[section].get("entropy_coeff") == OLD_ENTROPY_COEFF:
@@ -314,12 +319,12 @@ def _algorithm(draft: Draft, sections: Tree) -> None:
                 )
 
 
-def _group_norm(draft: Draft, algorithm: Tree) -> None:
-    """Translate `group_norm` to grpo, whitened by default. Rejects a `gamma` other than 1.
+def _translate_group_norm(draft: Draft, algorithm: Tree) -> None:
+    """Replace `group_norm` by grpo, whitened by default. Rejects a `gamma` other than 1.
 
-    A `kl_penalty` of kl becomes low_var_kl where `kl_in` is unset or loss, as it computed that.
-    The older toolkit puts the z-score of a group at the last token and sums from there; without a
-    discount that is the z-score on every token.
+    A `kl_penalty` of kl becomes low_var_kl where `kl_in` is unset or loss, as the older toolkit
+    computes low_var_kl there. It puts the z-score of a group at the last token and sums from there;
+    with gamma=1 that is the z-score on every token.
     """
     algorithm["adv_estimator"] = AdvEstimator.GRPO.value
     set_default(algorithm, "advantage_whiten", AdvantageWhiten.BATCH.value)
@@ -345,15 +350,15 @@ def _group_norm(draft: Draft, algorithm: Tree) -> None:
 
 
 def _remove_older_keys(draft: Draft, sections: Tree) -> None:
-    """Remove the keys without effect and the refused keys from every layer."""
-    for section, values in _layers(sections).items():
+    """Remove keys without effect (with a note) and refused keys (with a problem) everywhere."""
+    for section, values in _role_sections(sections).items():
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             path = draft.spelled.get(f"{section}.{key}", f"{section}.{key}")
             _note_or_reject(draft, path, key, values.pop(key))
 
 
 def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
-    """Note a key without effect; reject a refused one, and a value that has no meaning here."""
+    """Note a key without effect, ignore a neutral value of a refused key, reject all others."""
     refusal, entry = REFUSED.get(key), NO_OPS.get(key)
     if refusal and not refusal.is_neutral(value):
         draft.reject(
@@ -374,7 +379,7 @@ def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
 
 
 def _note_differences(draft: Draft, sections: Tree) -> None:
-    """Note keys of the YAML that mean something else in the older toolkit."""
+    """Note keys that the YAML uses and that mean something else in the older toolkit."""
     actor, training = sections[ACTOR], sections["training"]
     coefficient = actor.get("entropy_coeff", training.get("entropy_coeff"))
     if coefficient:

@@ -104,7 +104,5 @@ class Dialect(Protocol):
         nested:   the tree has `actor_rollout_ref`
         """
 
-    def tokenizer_vocabulary(
-        self, draft: Draft, sections: Tree, model: str, architecture: Tree
-    ) -> None:
-        """Set an absent `vocab_size` of `architecture` (`model.<model>`) in place."""
+    def add_vocab_size(self, draft: Draft, sections: Tree, model: str, architecture: Tree) -> None:
+        """Set an absent `vocab_size` of `architecture` (`model.<model>`), or reject its key."""

@@ -204,7 +204,7 @@ def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
         else:
             architecture = models.get(str(chosen))
             if dialect and architecture is not None and "vocab_size" not in own:
-                dialect.tokenizer_vocabulary(draft, sections, str(chosen), architecture)
+                dialect.add_vocab_size(draft, sections, str(chosen), architecture)
         layers = {f"model.{chosen}": architecture or {}, "training": training}
         merged = _merge(draft, role, {**layers, role.value: own})
         if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):

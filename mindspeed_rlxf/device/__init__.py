@@ -1,7 +1,7 @@
-"""A facade over npu, cuda and cpu; the only package that names them.
+"""One interface to npu, cuda and cpu; no other package names them.
 
 `setup` runs once per worker process, before anything imports Megatron; it selects the device and
-applies its adaptor (MindSpeed on NPU, nothing on CUDA, our own on CPU).
+applies its adaptor (MindSpeed's on NPU, none on CUDA, our own on CPU).
 """
 
 from mindspeed_rlxf.device.facade import (
@@ -16,7 +16,6 @@ from mindspeed_rlxf.device.facade import (
     host_memory,
     load_library,
     memory_total,
-    memory_unclaimed,
     network_environment,
     peak_memory,
     process_bytes,
@@ -24,10 +23,11 @@ from mindspeed_rlxf.device.facade import (
     reset_peak_memory,
     resolve_kind,
     seed_all,
-    select_bare,
+    select_first_device,
     set_deterministic,
     setup,
     shared_memory_environment,
+    smallest_device_memory,
     synchronize,
     visible_devices_variable,
 )
@@ -44,7 +44,6 @@ __all__ = [
     "host_memory",
     "load_library",
     "memory_total",
-    "memory_unclaimed",
     "network_environment",
     "peak_memory",
     "process_bytes",
@@ -52,10 +51,11 @@ __all__ = [
     "reset_peak_memory",
     "resolve_kind",
     "seed_all",
-    "select_bare",
+    "select_first_device",
     "set_deterministic",
     "setup",
     "shared_memory_environment",
+    "smallest_device_memory",
     "synchronize",
     "visible_devices_variable",
 ]

@@ -1,6 +1,6 @@
-"""Copy between host and device memory in a stream of its own, beside the current stream.
+"""Copy between host and device memory in a separate stream, while the current stream computes.
 
-On a CPU both are the same memory, and a copy is made at once.
+On a CPU host and device memory are the same, and copies are made at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from mindspeed_rlxf.device import facade
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Allocate pinned host memory, which the device copies from and to directly.
+    """Allocate host memory; pinned if the process has a device, then rounded up to 2**n by torch.
 
-    torch rounds such memory up to a power of two. Returns [num_bytes] uint8, not initialised.
+    Returns [num_bytes] uint8, not initialised.
     """
     pinned = facade.active_library() is not None
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 class CopyStream:
-    """A stream that makes copies in the order of their launch."""
+    """A device stream for copies, which run in the order of their launch. No stream on a CPU."""
 
     def __init__(self) -> None:
         self._library = facade.active_library()
@@ -33,7 +33,10 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Launch the copies of the block after all work launched so far, without waiting."""
+        """Launch the copies of the block in this stream; the host does not wait for them.
+
+        They start after all work that the current stream has when the block is entered.
+        """
         if self._library is None:
             yield
             return
@@ -42,15 +45,18 @@ class CopyStream:
             yield
 
     def mark(self) -> Any:
-        """Return an event after the copies launched so far; None on a CPU."""
+        """Return an event that occurs when the copies launched so far have ended; None on a CPU."""
         return None if self._library is None else self._stream.record_event()
 
     def join(self, event: Any) -> None:
-        """Let work launched from now on in the current stream wait for the event."""
+        """Make later work of the current stream wait for an event of `mark`, without blocking.
+
+        event: None = nothing to wait for
+        """
         if event is not None:
             self._library.current_stream().wait_event(event)
 
     def finish(self) -> None:
-        """Wait on the host until all copies have ended."""
+        """Block the host until all copies have ended."""
         if self._library is not None:
             self._stream.synchronize()

@@ -1,7 +1,7 @@
 """Let unmodified megatron-core run on a CPU under gloo.
 
-Megatron names `torch.cuda` and `device="cuda"` throughout. On NPU torch_npu rewrites these names;
-here they are redirected to the CPU. `apply` runs once per worker process, before Megatron is
+Megatron uses `torch.cuda` and `device="cuda"` throughout. On NPU torch_npu redirects them to the
+NPU; here they are redirected to the CPU. `apply` runs once per worker process, before Megatron is
 imported, and never in the driver.
 """
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Redirect Megatron's names of CUDA to the CPU, and extend gloo's collectives."""
+    """Patch torch in this process: CUDA devices and calls become the CPU's; extend gloo."""
     _device_constructors()  # make torch cache the originals, on which `with torch.device(...)` acts
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -64,7 +64,10 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Tensor.type` to name types as on CUDA; the distributed optimizer compares the names."""
+    """Wrap `Tensor.type()` so that it returns names such as `torch.cuda.FloatTensor`.
+
+    Megatron's distributed optimizer compares these names.
+    """
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -75,7 +78,7 @@ def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream that records events, as the token dispatcher of experts waits for one."""
+    """A CPU stream with `record_event`, which Megatron's token dispatcher of experts calls."""
 
     def record_event(self, event: Any = None) -> Any:
         return torch.cpu.Event()
@@ -85,7 +88,7 @@ class _Stream(torch.cpu.Stream):
 
 
 def _patch_runtime() -> None:
-    """Replace the calls of `torch.cuda` that Megatron makes by ones that work on the CPU."""
+    """Replace the functions of `torch.cuda` that Megatron calls; most of them do nothing here."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda device: None
@@ -99,7 +102,7 @@ def _patch_runtime() -> None:
 
 
 def _patch_random_state() -> None:
-    """Make Megatron's random tracker use the CPU's generator in place of the device's."""
+    """Replace the random functions of `torch.cuda` by those of the CPU's generator."""
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

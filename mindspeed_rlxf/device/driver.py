@@ -27,8 +27,10 @@ PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 class DriverDevice:
     """One device; for an NPU, a chip.
 
-    health: as the tool reports it; OK if the tool has no such column
-    card:   number of its card; an A3 card has two chips
+    index:      number on the host
+    health:     as the tool reports it; OK if the tool has no such column
+    memory_mib: total memory; 0 = unknown
+    card:       number of its card; an A3 card has two chips
     """
 
     index: int
@@ -44,7 +46,7 @@ Parsed: TypeAlias = tuple[str, list[DriverDevice]]
 
 @dataclass(frozen=True)
 class DriverView:
-    """The answer of the driver's tool. problem: why there is no answer, else empty"""
+    """What the driver's tool reports. problem: why it gave no answer; "" if it did"""
 
     tool: str
     version: str
@@ -52,8 +54,11 @@ class DriverView:
     problem: str = ""
 
 
-def driver_view(kind: DeviceKind) -> DriverView | None:
-    """Ask the driver's tool for version and devices; None where there is no driver (CPU)."""
+def query_driver(kind: DeviceKind) -> DriverView | None:
+    """Run the driver's tool; return the driver's version and devices, or why they are unknown.
+
+    Returns None for a kind without a driver: CPU, and AUTO, which must be resolved first.
+    """
     if kind not in TOOLS:
         return None
     command, parse = TOOLS[kind]
@@ -64,13 +69,13 @@ def driver_view(kind: DeviceKind) -> DriverView | None:
     return DriverView(command[0], version, tuple(devices))
 
 
-def device_files(folder: Path = Path("/dev")) -> list[str]:
-    """List the accelerators' files in /dev; a container may have them without their library."""
+def list_device_files(folder: Path = Path("/dev")) -> list[str]:
+    """Return the sorted names of accelerators' device files in `folder`, such as davinci0."""
     return sorted(file.name for file in folder.iterdir() if DEVICE_FILE.fullmatch(file.name))
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """Run a tool and return its output. Raises ValueError when it is missing, fails or hangs."""
+    """Run a tool and return its stdout. Raises ValueError if it is missing, fails or hangs."""
     tool = command[0]
     if shutil.which(tool) is None:
         raise ValueError(f"{tool} is not on PATH")
@@ -89,7 +94,10 @@ def run_tool(command: Sequence[str]) -> str:
 
 
 def parse_nvidia(text: str) -> Parsed:
-    """Parse lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`: driver version and devices."""
+    """Return driver version and devices from lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`.
+
+    Other lines are ignored.
+    """
     version, devices = "", []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -101,12 +109,10 @@ def parse_nvidia(text: str) -> Parsed:
 
 
 def parse_ascend(text: str) -> Parsed:
-    """Parse the table of `npu-smi info`: driver version and chips.
+    """Return driver version ("" = not in the text) and chips from the table of `npu-smi info`.
 
-    A chip has two rows; the processes below them are not read.
-
-    Chips are numbered across cards. The number is the second one in the chip's second row
-    (`Phy-ID`); if there is none, the number of the card.
+    A chip has two rows; the table of processes below is not read. A chip's index is the second
+    number in its second row (`Phy-ID`), which counts across cards; without one, the card's number.
     """
     found = re.search(r"Version:\s*(\S+)", text)
     table, devices = text.partition("Process id")[0], []

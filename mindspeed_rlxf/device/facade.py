@@ -1,4 +1,4 @@
-"""Select the device, and answer the questions whose answers differ between npu, cuda and cpu."""
+"""Select the device of a process; functions and facts that differ between npu, cuda and cpu."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from mindspeed_rlxf.device import driver, megatron_imports, npu, npu_count, visi
 
 @dataclass(frozen=True)
 class DeviceFacts:
+    """Constants of a kind of device."""
+
     torch_type: str  # torch.device type
     backend: str  # torch.distributed backend
     ray_resource: str  # resource that stands for one device
@@ -44,7 +46,10 @@ _active: DeviceKind | None = None
 
 
 def resolve_kind(kind: DeviceKind) -> DeviceKind:
-    """Resolve `auto`: NPU if torch_npu is installed, else CUDA if a GPU answers, else CPU."""
+    """Return the kind for `auto`: NPU if torch_npu is installed, else CUDA if available, else CPU.
+
+    Other kinds are returned as they are.
+    """
     if kind is not DeviceKind.AUTO:
         return kind
     if importlib.util.find_spec("torch_npu") is not None:
@@ -53,18 +58,18 @@ def resolve_kind(kind: DeviceKind) -> DeviceKind:
 
 
 def device_count(kind: DeviceKind) -> int | None:
-    """Count the devices of this host that a process may use; None = no limit (CPU).
+    """Return the number of devices of this host that a process may use; None = no limit (CPU).
 
-    Imports no device library. Raises ValueError when NPUs cannot be counted.
+    Does not import torch_npu in this process. Raises ValueError when NPUs cannot be counted.
     """
     kind = resolve_kind(kind)
     return npu_count.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
 
 
 def count_by_torch(kind: DeviceKind) -> int | None:
-    """Count this host's devices with torch; on NPU in a separate process, which takes seconds.
+    """Return the number of devices that torch sees; None = no limit (CPU).
 
-    None = as many as asked for (CPU)
+    On NPU a separate process counts, which takes seconds; ValueError if it fails.
     """
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
@@ -85,10 +90,10 @@ def visible_devices_variable(kind: DeviceKind) -> str | None:
 
 
 def shared_memory_environment(kind: DeviceKind) -> dict[str, str]:
-    """Return variables of torch's allocator that let freed memory serve blocks of other sizes.
+    """Return the variable that makes torch's allocator use expandable segments; {} on CPU.
 
-    They make it map physical pages one after the other into segments that grow. Sources: torch's
-    notes on CUDA, torch_npu's on `PYTORCH_NPU_ALLOC_CONF`. No variables on a CPU.
+    Freed memory can then serve blocks of other sizes. Sources: torch's notes on CUDA, torch_npu's
+    on `PYTORCH_NPU_ALLOC_CONF`.
     """
     name = FACTS[resolve_kind(kind)].allocator
     return {} if name is None else {name: "expandable_segments:True"}
@@ -101,15 +106,16 @@ def setup(
     assigned: str | None = None,
     deadline_s: float | None = None,
 ) -> torch.device:
-    """Select the device of this process and apply its adaptor. Call before importing Megatron.
+    """Select the device of this process, apply its adaptor, and return the device.
 
-    local_rank: index among the devices that this process sees, used if none is assigned
+    threads:    CPU threads of torch
+    local_rank: index among the devices that this process sees; used if `assigned` is None
     assigned:   the device's number on the host, as Ray gave it to this process
     deadline_s: longest time that ranks may wait for each other in a collective
 
-    A second call with the same kind only sets the thread count. Another kind is a programming
-    error, because adaptors cannot be removed. Raises ValueError when a part of the installation is
-    missing.
+    Call it before Megatron is imported. A second call with the same kind only sets the threads; one
+    with another kind fails an assertion, because adaptors cannot be removed. Raises ValueError when
+    the process does not see the device, or a part of the installation is missing.
     """
     global _active
     kind = resolve_kind(kind)
@@ -134,13 +140,13 @@ def setup(
 
 
 def load_library(kind: DeviceKind) -> None:
-    """Import the device's library; claims no device. Raises ValueError when it is missing."""
+    """Import torch_npu if the kind is NPU; claims no device. Raises ValueError if that fails."""
     if resolve_kind(kind) is DeviceKind.NPU:
-        npu.library()  # registers torch.npu
+        npu.import_torch_npu()  # registers torch.npu
 
 
-def select_bare(kind: DeviceKind) -> torch.device:
-    """Select the first visible device for a process that trains nothing; applies no adaptor."""
+def select_first_device(kind: DeviceKind) -> torch.device:
+    """Make the first visible device the current one and return it, without `setup` or adaptor."""
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return torch.device("cpu")
@@ -150,30 +156,29 @@ def select_bare(kind: DeviceKind) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Return the device that tensors of this process live on."""
+    """Return the device that `setup` selected, which must have run in this process."""
     assert _active is not None, "device.setup has not run in this process"
-    if _active is DeviceKind.CPU:
+    library = active_library()
+    if library is None:
         return torch.device("cpu")
-    if _active is DeviceKind.CUDA:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("npu", npu.library().npu.current_device())
+    return torch.device(FACTS[_active].torch_type, library.current_device())
 
 
 def fuses_layers() -> bool:
-    """Whether models must use Megatron's own attention, norm and activation.
+    """Return whether models must use Megatron's own attention, norm and activation: only on NPU.
 
-    So on NPU: there the adaptor replaces these by the device's fused operators.
+    MindSpeed's adaptor replaces these by fused operators there.
     """
     return _active is DeviceKind.NPU
 
 
 def tries_kernels() -> bool:
-    """Whether `kernels.find` should look for fused operators: only on CUDA."""
+    """Return whether `kernels.find` should look for fused operators: only on CUDA."""
     return _active is DeviceKind.CUDA
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch; the engine seeds Megatron's own streams."""
+    """Seed Python, numpy and torch; not Megatron's own random streams, which the engine seeds."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -182,11 +187,11 @@ def seed_all(seed: int) -> None:
 def set_deterministic(wanted: bool | None) -> None:
     """Make kernels and collectives of this process give bitwise equal results for equal inputs.
 
-    wanted: None = on CPU only
+    wanted: False = change nothing; None = True on CPU, False on other devices
 
-    Call it before anything is computed, as the libraries read their variables when they start.
-    Variables that the user has set stay. Sources: torch's notes on reproducibility, NCCL's and
-    HCCL's documentation of their variables, MindSpeed's own mode.
+    Sets environment variables that are absent, and torch's deterministic mode. Call it before
+    anything is computed, as the libraries read their variables when they start. Sources: torch's
+    notes on reproducibility, NCCL's and HCCL's documentation of their variables, MindSpeed's mode.
     """
     if wanted is None:
         wanted = _active in (None, DeviceKind.CPU)
@@ -205,14 +210,14 @@ def set_deterministic(wanted: bool | None) -> None:
 
 
 def active_library() -> Any:
-    """Return torch's module for this process's device, for example `torch.npu`; None on CPU."""
+    """Return torch's module of the device in use (`torch.npu`); None on CPU or before `setup`."""
     if _active in (None, DeviceKind.CPU):
         return None
     return getattr(torch, FACTS[_active].torch_type)
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a time measured afterwards includes the launched work."""
+    """Block until the device has done all launched work, as for measuring time."""
     library = active_library()
     if library is not None:
         library.synchronize()
@@ -232,9 +237,9 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Return the peak bytes of tensors since `reset_peak_memory`.
+    """Return the peak bytes of device memory of tensors since `reset_peak_memory`.
 
-    On CPU it is the present resident memory of the process, libraries included.
+    On CPU: the resident memory of the process now, libraries included.
     """
     library = active_library()
     if library is not None:
@@ -244,26 +249,27 @@ def peak_memory() -> int:
 
 
 def memory_total() -> int:
-    """Return the bytes of memory of this device; on CPU those of the host."""
+    """Return the total bytes of memory of this process's device; on CPU `host_memory`."""
     library = active_library()
     return host_memory() if library is None else int(library.mem_get_info()[1])
 
 
-def memory_unclaimed(kind: DeviceKind) -> int | None:
-    """Return the bytes of this host's smallest device without claiming it; None = unknown, or CPU.
+def smallest_device_memory(kind: DeviceKind) -> int | None:
+    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU.
 
-    The driver's tool reports them.
+    The driver's tool reports it, so no device is claimed.
     """
-    view = driver.driver_view(resolve_kind(kind))
+    view = driver.query_driver(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
     return min(sizes) * MIB if sizes else None
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
-    """Return variables that make collectives use the interface with the address `ip`; may be empty.
+    """Return variables that make gloo and HCCL use the interface with the address `ip`.
 
-    By default gloo uses the address of the host's name, often a loopback address that other hosts
-    cannot reach. HCCL uses the first interface. NCCL finds other hosts by itself.
+    {} if no interface of this host has the address. By default gloo uses the address of the host's
+    name, often a loopback address that other hosts cannot reach, and HCCL the first interface. NCCL
+    finds other hosts by itself. A HCCL_SOCKET_IFNAME of the user stays in force.
     """
     import psutil
 
@@ -283,10 +289,7 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 def environment_problems(
     kind: DeviceKind, environment: Mapping[str, str]
 ) -> list[npu.Contradiction]:
-    """Find variables of the device's libraries that contradict each other; only NPU has a rule.
-
-    environment: the workers' variables
-    """
+    """Return contradictions between the workers' variables `environment`; [] if not on NPU."""
     if resolve_kind(kind) is not DeviceKind.NPU:
         return []
     problem = npu.timeout_problem(environment)
@@ -294,19 +297,19 @@ def environment_problems(
 
 
 def process_bytes(kind: DeviceKind) -> int:
-    """Return the device memory that a process takes before any tensor."""
+    """Return an estimate of the device memory that a process takes before any tensor; 0 on CPU."""
     return FACTS[resolve_kind(kind)].process_mib * MIB
 
 
 def communicator_bytes(kind: DeviceKind) -> int:
-    """Return the device memory that the buffers of one process group take."""
+    """Return an estimate of the device memory for the buffers of one process group; 0 on CPU."""
     if resolve_kind(kind) is DeviceKind.NPU:
         return npu.communicator_mib(os.environ) * MIB
     return FACTS[resolve_kind(kind)].communicator_mib * MIB
 
 
 def host_memory() -> int:
-    """Return the bytes of memory of this host, or the limit of the container if that is lower."""
+    """Return the total bytes of this host's memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:

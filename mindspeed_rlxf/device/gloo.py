@@ -1,7 +1,7 @@
-"""Adapt gloo to Megatron: parts of different sizes, and one device for all groups of a process.
+"""Adapt gloo to Megatron: tensors of different sizes, and one device for all groups of a process.
 
-The token dispatcher of experts gathers and scatters parts of different sizes. NCCL and HCCL can do
-that; gloo needs equal sizes. Calls that gloo supports go to gloo unchanged.
+The token dispatcher of experts gathers and scatters tensors of different sizes. NCCL and HCCL can
+do that; gloo needs equal sizes. Calls that gloo supports go to gloo unchanged.
 
 torch gives each group its own gloo device, with a thread that polls its sockets a hundred times a
 second. Megatron makes a hundred groups for a role, so that even waiting ranks keep a host busy.
@@ -21,10 +21,10 @@ from torch import Tensor
 
 
 def wrap_collectives() -> None:
-    """Wrap three collectives in `torch.distributed`, where Megatron looks them up.
+    """Replace three functions of `torch.distributed`, where Megatron looks them up.
 
-    all_to_all_single then takes sizes as tensors too, all_gather and reduce_scatter take parts of
-    different sizes.
+    all_to_all_single then takes split sizes as tensors too; all_gather and reduce_scatter take
+    tensors of different sizes from each rank.
     """
     dist.all_to_all_single = _with_listed_sizes(dist.all_to_all_single)
     dist.all_gather = _uneven_all_gather(dist.all_gather)
@@ -32,9 +32,9 @@ def wrap_collectives() -> None:
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective so that it also takes split sizes as tensors.
+    """Return `exchange` wrapped to take split sizes as tensors too, which become lists.
 
-    The dispatcher converts sizes on the device to lists, but leaves sizes on the CPU as tensors.
+    Megatron's token dispatcher converts only sizes that are on a device.
     """
 
     @functools.wraps(exchange)
@@ -47,52 +47,59 @@ def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _uneven(parts: list[Tensor]) -> bool:
-    return len({part.shape for part in parts}) > 1
+def _differ_in_shape(tensors: list[Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) > 1
 
 
 def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_gather so that parts of different sizes are broadcast rank by rank."""
+    """Return an all_gather that broadcasts tensors of different shapes, one rank after the other.
+
+    Equal shapes go to `gather`.
+    """
 
     @functools.wraps(gather)
-    def wrapper(parts: list[Tensor], mine: Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if not _uneven(parts):
-            return gather(parts, mine, group=group, **kwargs)
-        assert not kwargs.get("async_op"), "parts of several sizes are gathered at once"
-        parts[dist.get_rank(group)].copy_(mine)
-        for rank, part in enumerate(parts):
-            dist.broadcast(part, group=group, group_src=rank)
+    def wrapper(outputs: list[Tensor], own: Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if not _differ_in_shape(outputs):
+            return gather(outputs, own, group=group, **kwargs)
+        assert not kwargs.get("async_op"), "tensors of several shapes are gathered synchronously"
+        outputs[dist.get_rank(group)].copy_(own)
+        for rank, output in enumerate(outputs):
+            dist.broadcast(output, group=group, group_src=rank)
         return None
 
     return wrapper
 
 
 def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap reduce_scatter so that parts of different sizes are summed whole, then cut.
+    """Return a reduce_scatter that takes inputs of different shapes.
 
-    Also used where gloo has no reduce_scatter.
+    It sums all of them on every rank, which keeps its own. Equal shapes go to `scatter`, unless
+    this version of gloo has no reduce_scatter.
     """
 
     @functools.wraps(scatter)
-    def wrapper(mine: Tensor, parts: list[Tensor], group: Any = None, **kwargs: Any) -> Any:
-        if not _uneven(parts):
+    def wrapper(output: Tensor, inputs: list[Tensor], group: Any = None, **kwargs: Any) -> Any:
+        if not _differ_in_shape(inputs):
             try:
-                return scatter(mine, parts, group=group, **kwargs)
+                return scatter(output, inputs, group=group, **kwargs)
             except RuntimeError as error:  # gloo of torch 2.7 has none
                 if "does not support reduce_scatter" not in str(error):
                     raise
-        assert not kwargs.get("async_op"), "parts are summed and scattered at once"
-        assert kwargs.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM, "they are summed up"
-        whole = torch.cat(parts)
+        assert not kwargs.get("async_op"), "inputs are summed and scattered synchronously"
+        assert kwargs.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM, "only sums are supported"
+        whole = torch.cat(inputs)
         dist.all_reduce(whole, group=group)
-        mine.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])
+        output.copy_(whole.split([len(each) for each in inputs])[dist.get_rank(group)])
         return None
 
     return wrapper
 
 
 def share_device() -> None:
-    """Replace gloo's constructor, so that groups made later share the process's gloo devices."""
+    """Patch `ProcessGroupGloo` so that groups made from now on share this process's gloo devices.
+
+    A second call changes nothing.
+    """
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
     if getattr(make, "shares_devices", False):
@@ -110,7 +117,7 @@ def share_device() -> None:
 
 @functools.cache
 def _devices() -> list[Any]:
-    """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default one."""
+    """Make once the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     made = [gloo.create_device(interface=name) for name in names]

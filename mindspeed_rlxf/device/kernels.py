@@ -42,10 +42,10 @@ class Operator(str, Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """A source of an operator.
+    """A package that has an operator.
 
-    load:  returns the operator in the form that its users call; raises if it is not installed
-    probe: runs it on the device; raises if it does not work, or computes something else
+    load:  returns the operator as our models call it; raises if it is not installed
+    probe: runs it on the device; raises if it fails, or its results differ from plain torch
     """
 
     operator: Operator
@@ -56,11 +56,12 @@ class Source:
 
 @functools.cache
 def find(operator: Operator, *shape: int) -> Any:
-    """Return the first operator of TABLE that works on this process's device; None = plain torch.
+    """Return the first source's operator that works on this device; None = use plain torch.
 
-    shape: sizes of the model that an operator may refuse, as arguments of its probe; without them
-           the probe uses its own
-    In deterministic mode it returns None, as backward passes of fused attention add in any order.
+    shape: sizes of the model for the probe, as an operator may refuse some; () = the probe's own
+    The first call tries them, with a line in the log for each; later calls return its result.
+    Returns None on CPU and NPU too, and in deterministic mode, as backward passes of fused
+    attention add in any order.
     """
     if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
         return None
@@ -111,7 +112,7 @@ def _engine_norm() -> Any:
 
 
 def _engine_rotary() -> Any:
-    """Return Transformer Engine's operator, under the name that Megatron imports it by."""
+    """Return Transformer Engine's rotary operator, from the module of Megatron that imports it."""
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
     return module.fused_apply_rotary_pos_emb
 
@@ -130,19 +131,20 @@ def _noise(device: torch.device, *shape: int) -> Tensor:
 
 
 def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise AssertionError unless both results and their gradients agree within TOLERANCE."""
-    mine, theirs = (torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected))
-    for one, other in zip((found, *mine), (expected, *theirs), strict=True):
+    """Raise AssertionError unless `found`, and its gradients by `inputs`, are near `expected`'s."""
+    ours, theirs = (
+        (out, *torch.autograd.grad(out.float().sum(), inputs)) for out in (found, expected)
+    )
+    for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _probe_attention(
     attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
 ) -> None:
-    """Compare causal attention over two packed sequences, and its gradients, with torch's.
+    """Raise AssertionError unless causal attention over two packed sequences agrees with torch's.
 
     heads, groups, width: attention heads, key-value groups and head size on one rank of the model
-    Raises AssertionError where they differ.
     """
     query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
     found = attend(query, key, value, (5, 19))
@@ -166,8 +168,9 @@ def _probe_norm(norm: Any, device: torch.device) -> None:
 
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
-    """Compare rotary embeddings with torch's: of padded rows, and of packed tokens, which have
-    an angle each.
+    """Raise AssertionError unless rotary embeddings agree with torch's.
+
+    Tries padded rows, and packed tokens with an angle each.
     """
     angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
     for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):

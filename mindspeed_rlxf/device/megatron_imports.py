@@ -1,7 +1,7 @@
-"""Keep Megatron from importing wandb and TensorBoard, which it does in every process.
+"""Keep Megatron from importing wandb and TensorBoard in every process.
 
-`megatron.core.timers` imports both where they are installed: 0.7 s and 24 MB of each rank. Our
-trackers run in the driver, so nothing of a rank needs them. Every other module still finds them.
+`megatron.core.timers` imports them if they are installed: 0.7 s and 24 MB in each rank. Our
+trackers run in the driver, so no rank needs them. Every other module can still import them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ IMPORTLIB = "<frozen importlib"
 
 
 class TrackersHiddenFromMegatron(MetaPathFinder):
-    """Raises ModuleNotFoundError where a module of Megatron imports a tracker."""
+    """Import hook that raises ModuleNotFoundError where a module of Megatron imports a tracker."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname in HIDDEN and _importer(sys._getframe(1)).startswith(MEGATRON):
@@ -24,13 +24,13 @@ class TrackersHiddenFromMegatron(MetaPathFinder):
 
 
 def _importer(frame: FrameType | None) -> str:
-    """Return the name of the module whose import statement runs; empty where there is none."""
+    """Return the name of the module whose import statement led to `frame`; "" if there is none."""
     while frame is not None and frame.f_code.co_filename.startswith(IMPORTLIB):
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def hide_trackers() -> None:
-    """Hide the trackers from what Megatron imports from now on; once in a process."""
+    """Make imports of trackers by Megatron fail from now on. A second call changes nothing."""
     if not any(isinstance(finder, TrackersHiddenFromMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, TrackersHiddenFromMegatron())

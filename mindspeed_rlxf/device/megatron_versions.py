@@ -21,30 +21,34 @@ from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
 Function = Callable[..., Any]
-Mend = tuple[Any, str, Callable[[Function], Function]]  # (module, its function, what wraps it)
+Patch = tuple[Any, str, Callable[[Function], Function]]  # (module, name of its function, wrapper)
 
 
 def is_before_0_13() -> bool:
-    """Whether the imported megatron-core is older than 0.13."""
+    """Return whether the imported megatron-core is older than 0.13."""
     return Version(megatron.core.__version__) < Version("0.13")
 
 
 def chunk_argument(chunk: int | None) -> dict[str, int | None]:
-    """Return the keyword with which Megatron builds a chunk of a virtual pipeline; none in 0.12."""
+    """Return {"vp_stage": chunk}, for Megatron's functions that build a chunk; {} in 0.12."""
     return {} if is_before_0_13() else {"vp_stage": chunk}
 
 
 def gathers_ahead_argument(value: bool) -> dict[str, bool]:
-    """Return the keyword that tells Megatron's optimizer that forward passes gather the weights.
+    """Return {"overlap_param_gather": value}, an argument of the optimizer's config; {} in 0.12.
 
-    No keyword in 0.12, whose optimizer reads the configuration of the data-parallel wrapper.
+    It says whether forward passes gather the weights. The optimizer of 0.12 reads that from the
+    data-parallel wrapper.
     """
     return {} if is_before_0_13() else {"overlap_param_gather": value}
 
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """Set Megatron's current chunk inside the block: a global in 0.12, an argument later."""
+    """Set the global index of the current chunk of a virtual pipeline inside the block, in 0.12.
+
+    Does nothing from 0.13 on, where the index is an argument, nor for None.
+    """
     if chunk is None or not is_before_0_13():
         yield
         return
@@ -57,9 +61,13 @@ def current_chunk(chunk: int | None) -> Iterator[None]:
 
 
 @functools.cache
-def mend() -> None:
-    """Fix the defects of the imported version, once per process and before a model is built."""
-    for module, name, wrap in mends():
+def apply_patches() -> None:
+    """Patch the imported Megatron for this process; call it before a model is built.
+
+    Fixes defects of its version, and makes it write checkpoint files without other processes. Later
+    calls do nothing.
+    """
+    for module, name, wrap in list_patches():
         setattr(module, name, wrap(getattr(module, name)))
     if Version(megatron.core.__version__) >= Version("0.15"):
         # Writers run in this process and put their results here. Megatron's own queue is one
@@ -71,8 +79,8 @@ def mend() -> None:
         moe_utils.te_general_gemm = None
 
 
-def mends() -> tuple[Mend, ...]:
-    """List the fixes that the imported version needs."""
+def list_patches() -> tuple[Patch, ...]:
+    """Return the functions that the imported version needs wrapped; () from 0.13 on."""
     if not is_before_0_13():
         return ()
     return (
@@ -85,8 +93,8 @@ class InProcess:
     """Replaces `multiprocessing` in Megatron's writer of checkpoint files.
 
     Megatron forks a writer process for each file. Our process has a device, collectives and Ray's
-    threads, which a fork can break. It would wait for ever for a killed fork, and a fork outlives a
-    killed rank.
+    threads, which a fork can break. It would also wait for ever for a killed writer, and a writer
+    would outlive a killed rank.
     """
 
     Queue = JoinableQueue = SimpleQueue = queue.Queue
@@ -95,7 +103,7 @@ class InProcess:
         return self
 
     class Process:
-        """Runs its target in `start`. The target reports its own failures in the results."""
+        """Runs its target in `start`, in this process. The target reports its own failures."""
 
         def __init__(
             self, target: Function, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -113,7 +121,7 @@ class InProcess:
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """Wrap Megatron's cast to fp8 so that it is called only if there are fp8 parameters.
+    """Return `quantize`, Megatron's cast to fp8, wrapped to do nothing without parameters.
 
     Without Transformer Engine it raises even when there are none.
     """
@@ -126,7 +134,7 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """Wrap torch's writer of checkpoint items to pass the file format, which newer torch needs."""
+    """Return torch's writer of checkpoint items, with the file format bound if it takes one."""
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

@@ -1,14 +1,14 @@
-"""Set up the Ascend NPU of one worker process, from CANN's environment to a patched Megatron.
+"""Set up the Ascend NPU of a worker process, from CANN's environment to a patched Megatron.
 
 `start` takes these steps, whose order matters:
 
     environment of CANN -> torch_npu -> this process's device -> MindSpeed's adaptor (once)
     -> repatch (once) -> Megatron, which the roles import later
 
-All roles of a process use one set of patches, as removing patches would replace functions of models
+All roles of a process use the same patches, because removing them would change functions of models
 that exist already. MindSpeed keeps its arguments in one namespace, whose values become the defaults
 of every `TransformerConfig` that is built afterwards. So `ARGUMENTS` has only values that all roles
-share; each role sets the others (layouts, sizes) in its own config.
+share; each role sets its layout and sizes in its own config.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     """Set up the NPU of this process, before any module of Megatron is imported.
 
-    index:      index among the devices that the process sees, used if none is assigned (torchrun)
+    index:      index among the devices that the process sees; used if `assigned` is None (torchrun)
     assigned:   the device's number on the host, as Ray assigned it
-    deadline_s: longest time that ranks may wait for each other
-    Raises ValueError with a remedy when a part of the installation is missing.
+    deadline_s: longest time that ranks may wait for each other; HCCL's timeouts in os.environ are
+                set from it, None = they stay
+    Raises ValueError with a remedy when a part of the installation is missing or does not fit.
     """
     # Looking up a version imports the namespace `megatron`, which holds nothing.
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
@@ -73,7 +74,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
         logger.warning("%s", warning)
     if deadline_s is not None:
         set_timeouts(os.environ, deadline_s)
-    npu = library().npu
+    npu = import_torch_npu().npu
     seen = int(npu.device_count())
     if assigned is not None:
         index = visible.index_within(assigned, VISIBLE, seen)
@@ -83,7 +84,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 
 
 def check_cann(environment: Mapping[str, str]) -> None:
-    """Raise ValueError unless CANN's set_env.sh has been sourced."""
+    """Raise ValueError unless CANN's set_env.sh has been sourced and its libraries are there."""
     homes = [environment[name] for name in HOME if environment.get(name)]
     if not homes:
         raise ValueError(f"CANN needs {' or '.join(HOME)}, neither is set; {SOURCE_IT}")
@@ -98,8 +99,8 @@ def check_cann(environment: Mapping[str, str]) -> None:
         )
 
 
-def library() -> Any:
-    """Import and return torch_npu. Raises ValueError when that fails."""
+def import_torch_npu() -> Any:
+    """Import and return torch_npu. Raises ValueError if CANN or torch_npu cannot be used."""
     check_cann(os.environ)
     try:
         return importlib.import_module("torch_npu")
@@ -108,11 +109,11 @@ def library() -> Any:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Set HCCL's timeouts longer than the run's, because the run's error names the missing ranks.
+    """Set HCCL's timeouts in `environment` to at least `deadline_s`, where HCCL allows it.
 
-    HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. A variable that the
-    user has set stays, with a warning if it is too short for the run. The user's HCCL_EVENT_TIMEOUT
-    also limits the HCCL_EXEC_TIMEOUT that is chosen here.
+    The run's own timeout should come first, because its error names the missing ranks. A variable
+    that is set already stays, with a warning in the log if it is too short. HCCL_EVENT_TIMEOUT must
+    be greater than HCCL_EXEC_TIMEOUT: if only the first is set, it limits the second.
     """
     deadline = math.ceil(deadline_s)
     wanted = {
@@ -126,7 +127,7 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
     environment.setdefault(
         EXECUTE, str(max(math.ceil(min(deadline, event - 1)), 1) if event else deadline)
     )
-    environment.setdefault(EVENT, str(_event_after(_seconds(environment, EXECUTE))))
+    environment.setdefault(EVENT, str(_event_timeout(_seconds(environment, EXECUTE))))
     for name, value in given.items():
         seconds = _seconds(environment, name)
         if seconds and seconds < wanted[name]:
@@ -139,7 +140,7 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
 
 
 class Contradiction(NamedTuple):
-    """Two variables that contradict each other, with the fields of a `config.errors.Problem`."""
+    """Two variables that contradict each other; the fields are those of `config.errors.Problem`."""
 
     key: str
     rule: str
@@ -148,23 +149,24 @@ class Contradiction(NamedTuple):
 
 
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
-    """Find a contradiction between HCCL's two timeouts; None = there is none.
+    """Return a problem unless HCCL_EVENT_TIMEOUT is greater than HCCL_EXEC_TIMEOUT, else None.
 
-    There is none if one is absent: `set_timeouts` chooses it to match the other.
+    None also if one is absent, as `set_timeouts` chooses it to match the other.
     """
     execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
         return None
+    fitting = _event_timeout(execute)
     return Contradiction(
         EVENT,
         f"must be greater than {EXECUTE}={environment[EXECUTE]} (0 = no limit)",
         environment[EVENT],
-        f"set {EVENT}={_event_after(execute)}, or unset both, which then follow runtime.timeout_s",
+        f"set {EVENT}={fitting}, or unset both, which then follow runtime.timeout_s",
     )
 
 
 def _seconds(environment: Mapping[str, str], name: str) -> float | None:
-    """Parse a variable as seconds; None if it is absent or bad. HCCL itself reports a bad one."""
+    """Return a variable as seconds; None if absent, negative or no number, which HCCL reports."""
     try:
         found = float(environment.get(name, ""))
     except ValueError:
@@ -172,37 +174,40 @@ def _seconds(environment: Mapping[str, str], name: str) -> float | None:
     return found if math.isfinite(found) and found >= 0 else None
 
 
-def _event_after(execute: float | None) -> int:
-    """Return HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, at least its default; 0 = no limit."""
+def _event_timeout(execute: float | None) -> int:
+    """Return the HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, in seconds; 0 = no limit.
+
+    It is EVENT_MARGIN_S longer, but not less than the default EVENT_S. None gives the default.
+    """
     if execute == 0:
         return 0
     return max(EVENT_S, math.ceil(execute or 0) + EVENT_MARGIN_S)
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make sums repeatable, with LCCL's if HCCL uses the vector cores."""
+    """Return variables that make sums repeatable, LCCL's too if HCCL runs on the vector cores."""
     on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
     return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:
-    """Return the device memory (MiB) of one communicator, from HCCL_BUFFSIZE."""
+    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE or its default."""
     given = environment.get("HCCL_BUFFSIZE", "")
     return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
 
 
 def _patch_megatron() -> None:
-    """Import MindSpeed's adaptor, apply it with our arguments, and fix its all-reduce of fp64."""
+    """Apply MindSpeed's patches to Megatron with ARGUMENTS, and fix its all-reduce of fp64."""
     all_reduce = dist.all_reduce
-    with _without_arguments(), _own_logging():
+    with _hide_arguments(), _keep_logging():
         adaptor = importlib.import_module("mindspeed.megatron_adaptor")
         adaptor.repatch(dict(ARGUMENTS))
-    dist.all_reduce = _all_sums_in_place(dist.all_reduce, all_reduce)
+    dist.all_reduce = _reduce_fp64_in_place(dist.all_reduce, all_reduce)
 
 
 @contextmanager
-def _without_arguments() -> Iterator[None]:
-    """Hide sys.argv inside the block: the adaptor parses it on import, but a worker's is Ray's."""
+def _hide_arguments() -> Iterator[None]:
+    """Cut sys.argv to the program name in the block: MindSpeed would parse Ray's arguments."""
     before = sys.argv
     sys.argv = [before[0] if before else "mindspeed_rlxf"]
     try:
@@ -212,8 +217,8 @@ def _without_arguments() -> Iterator[None]:
 
 
 @contextmanager
-def _own_logging() -> Iterator[None]:
-    """Restore the root logger's handlers and level, which the adaptor changes, after the block."""
+def _keep_logging() -> Iterator[None]:
+    """Restore the root logger's handlers and level after the block, as MindSpeed changes them."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -223,12 +228,12 @@ def _own_logging() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _all_sums_in_place(patched: Callable[..., Any], plain: Callable[..., Any]) -> Any:
-    """Wrap an all-reduce so that fp64 tensors are reduced in place.
+def _reduce_fp64_in_place(patched: Callable[..., Any], plain: Callable[..., Any]) -> Any:
+    """Return an all-reduce that reduces fp64 tensors in place, and calls `patched` for others.
 
-    MindSpeed reduces a copy of an fp64 tensor, because HCCL has no fp64, and loses the result. Here
-    gloo reduces fp64 on the host, as our sums need; on the device an fp32 copy is reduced and
-    copied back.
+    patched: MindSpeed's, which reduces a copy of an fp64 tensor and loses the result
+    plain:   torch's, which reduces fp64 in gloo on the host; HCCL has no fp64, so on the device it
+             reduces an fp32 copy, which is copied back
     """
 
     @wraps(plain)

@@ -1,7 +1,7 @@
 """Count the NPUs that a process of this host may use, without importing torch_npu in this process.
 
-Only workers import torch_npu (`device/npu.py`): the import registers a device with torch for good,
-takes seconds, and may claim device memory, which the driver would hold until the end of the run.
+Only workers import torch_npu (`device/npu.py`). The import takes seconds, cannot be undone, and may
+claim device memory, which the driver would keep until the end of the run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_cou
 
 
 def count_npus() -> int:
-    """Count the NPUs that the driver's tool lists and ASCEND_RT_VISIBLE_DEVICES does not hide.
+    """Return the number of NPUs that npu-smi lists and ASCEND_RT_VISIBLE_DEVICES does not hide.
 
-    If the tool is missing, fails or lists none, torch_npu counts them in a separate process.
-    Raises ValueError when CANN or torch_npu is missing, or neither the tool nor torch_npu answers.
+    If npu-smi is missing, fails or lists none, torch_npu counts them in a separate process. Raises
+    ValueError when CANN or torch_npu is missing, or neither npu-smi nor torch_npu answers.
     """
     check_installed()
-    view = driver.driver_view(DeviceKind.NPU)
+    view = driver.query_driver(DeviceKind.NPU)
     assert view is not None, "an NPU has a driver"
     if view.problem or not view.devices:
         problem = view.problem or f"{view.tool} lists no device"
@@ -47,10 +47,10 @@ def check_installed() -> None:
 
 
 def count_by_torch(reason: str = "") -> int:
-    """Count NPUs with torch_npu, in a separate process that ends with its answer.
+    """Return the number of NPUs that torch_npu sees, counted in a separate process.
 
-    reason: why the driver's tool did not answer, for the message
-    Raises ValueError with the last line that the process wrote.
+    reason: why npu-smi did not answer, for the message of the error
+    Raises ValueError when CANN or torch_npu is missing, or the process fails or hangs.
     """
     check_installed()
     try:
@@ -69,7 +69,7 @@ def count_by_torch(reason: str = "") -> int:
 
 
 def _describe_failure(reason: str, result: str) -> str:
-    """Return the text of the error for NPUs that could not be counted, with both reasons."""
+    """Return an error text: why npu-smi (`reason`) and torch_npu (`result`) did not count."""
     tool = f"{reason}, and " if reason else ""
     return (
         f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "

@@ -1,4 +1,4 @@
-"""Check the software of an NPU host below Python: driver, firmware, device files, CANN, ATB, links.
+"""Check the parts of an NPU host that are not Python: driver, firmware, /dev, CANN, ATB, links.
 
 docs/npu.md has the paths, packages and commands with their sources. No library of CANN is loaded.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_rlxf.device import driver, npu
+from mindspeed_rlxf.device.npu_versions import read_text
 
 DRIVER = "/usr/local/Ascend/driver"
 DRIVER_VERSION = f"{DRIVER}/version.info"
@@ -31,7 +32,7 @@ IN_CONTAINER = f"in a container: --device /dev/davinci0 (one for each) {MOUNTS}"
 
 
 class Checked(NamedTuple):
-    """The result of one check. fatal: a failure is an error, not a warning"""
+    """The result of one check: `fine` or not. fatal: a failure is an error, not a warning"""
 
     name: str
     fine: bool
@@ -41,7 +42,7 @@ class Checked(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The host to inspect. root: where absolute paths start; run: returns a command's output"""
+    """The host to inspect. root: the folder that stands for `/`; run: returns a command's output"""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = os.environ
@@ -52,9 +53,9 @@ class Host(NamedTuple):
 
 
 def check_driver(host: Host) -> Iterator[Checked]:
-    """Check the driver, its libraries, the matching firmware, and the device files."""
+    """Yield the results for the driver, its libraries, the device files and the firmware."""
     version = host.path(DRIVER_VERSION)
-    found = re.search(r"^Version=(\S+)", _read(version), re.M)
+    found = re.search(r"^Version=(\S+)", read_text(version), re.M)
     yield Checked(
         "npu.driver",
         found is not None,
@@ -63,21 +64,21 @@ def check_driver(host: Host) -> Iterator[Checked]:
         fatal=True,
     )
     folders = _folders(host, "LD_LIBRARY_PATH")
-    there = any(DRIVER_LIBRARIES in folder for folder in folders)
+    listed = any(DRIVER_LIBRARIES in folder for folder in folders)
     yield Checked(
         "npu.driver_libraries",
-        there or ctypes.util.find_library("ascend_hal") is not None,
-        f"{DRIVER_LIBRARIES} {'is' if there else 'is not'} on LD_LIBRARY_PATH",
+        listed or ctypes.util.find_library("ascend_hal") is not None,
+        f"{DRIVER_LIBRARIES} {'is' if listed else 'is not'} on LD_LIBRARY_PATH",
         f"export LD_LIBRARY_PATH={DRIVER_LIBRARIES}:{DRIVER_LIBRARIES}/common:"
         f"{DRIVER_LIBRARIES}/driver:$LD_LIBRARY_PATH, before `ray start`",
     )
-    yield _device_files(host)
-    yield _firmware(host)
+    yield _check_device_files(host)
+    yield _check_firmware(host)
 
 
-def _device_files(host: Host) -> Checked:
+def _check_device_files(host: Host) -> Checked:
     folder = host.path("/dev")
-    devices = driver.device_files(folder) if folder.is_dir() else []
+    devices = driver.list_device_files(folder) if folder.is_dir() else []
     missing = [name for name in DEVICE_FILES if not host.path(name).exists()]
     numbered = [name for name in devices if name.startswith("davinci")]
     lacking = ", ".join([*missing, *(() if numbered else ["/dev/davinci<N>"])])
@@ -90,8 +91,8 @@ def _device_files(host: Host) -> Checked:
     )
 
 
-def _firmware(host: Host) -> Checked:
-    """Check that the driver of the first card reports a compatible firmware."""
+def _check_firmware(host: Host) -> Checked:
+    """Check that npu-smi does not call card 0's firmware incompatible; no answer is a warning."""
     name, remedy = "npu.firmware", "install the firmware that the driver's release names"
     try:
         text = host.run((*BOARD, "0"))
@@ -104,7 +105,10 @@ def _firmware(host: Host) -> Checked:
 
 
 def check_cann(host: Host) -> Iterator[Checked]:
-    """Check CANN's environment, its operators for this chip, and the library ATB."""
+    """Yield the results for CANN's environment, its Python folder, operators, and the library ATB.
+
+    Yields only the first if the environment names no CANN.
+    """
     homes = {name: host.environment[name] for name in npu.HOME if host.environment.get(name)}
     script = _find_script(host)
     real = {Path(home).resolve() for home in homes.values()}
@@ -120,7 +124,8 @@ def check_cann(host: Host) -> Iterator[Checked]:
         return
     home = Path(next(iter(homes.values())))
     python = home / "python" / "site-packages"
-    kept = any(_same(folder, python) for folder in _folders(host, "PYTHONPATH"))
+    entries = {Path(folder).resolve() for folder in _folders(host, "PYTHONPATH")}
+    kept = python.resolve() in entries
     yield Checked(
         "npu.cann_python",
         kept or not python.is_dir(),
@@ -128,18 +133,18 @@ def check_cann(host: Host) -> Iterator[Checked]:
         f"`source {script}` again, and keep $PYTHONPATH at the end of your own",
         fatal=True,
     )
-    yield _operators(host, home)
-    yield _atb(host)
+    yield _check_operators(host, home)
+    yield _check_atb(host)
 
 
 def _find_script(host: Host) -> str:
-    """Return the set_env.sh of root or of this user; if there is none, where CANN would put it."""
+    """Return the path of CANN's set_env.sh: the system's, else the user's, else the usual path."""
     home = f"{host.environment.get('HOME', '~')}/Ascend"
     own = [name.replace("/usr/local/Ascend", home) for name in SET_ENV]
     return next((name for name in (*SET_ENV, *own) if host.path(name).is_file()), SET_ENV[0])
 
 
-def _operators(host: Host, home: Path) -> Checked:
+def _check_operators(host: Host, home: Path) -> Checked:
     kernels = Path(host.environment.get("ASCEND_OPP_PATH") or home / "opp", KERNELS)
     chips = sorted(each.name for each in kernels.iterdir()) if kernels.is_dir() else []
     chips = [name for name in chips if name != "config"]
@@ -153,7 +158,7 @@ def _operators(host: Host, home: Path) -> Checked:
     )
 
 
-def _atb(host: Host) -> Checked:
+def _check_atb(host: Host) -> Checked:
     home = host.environment.get("ATB_HOME_PATH", "")
     installed = host.path(SET_ENV_ATB).is_file()
     return Checked(
@@ -166,9 +171,10 @@ def _atb(host: Host) -> Checked:
 
 
 def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iterator[Checked]:
-    """Check the network port of each device; several hosts need them, a single one does not.
+    """Yield the results for the devices' network ports: link up, and the same TLS switch on all.
 
-    devices: the numbers that the driver's tool lists
+    devices:       numbers of the devices, as npu-smi lists them
+    several_hosts: a link that is down, or an absent hccn_tool, is a fault; else it is not
     """
     tool = shutil.which("hccn_tool") or HCCN_TOOL
     if host.root == Path("/") and not Path(tool).is_file():
@@ -209,7 +215,10 @@ def _first(pattern: str, text: str) -> str:
 
 
 def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:
-    """Report the cards and their dies. On A3 a card has two devices, and each is a rank."""
+    """Check that all cards have as many devices; the value says how many to give `ray start`.
+
+    On A3 a card has two devices, and each is a rank.
+    """
     cards = {each.card for each in devices}
     dies = len(devices) // max(len(cards), 1)
     value = f"{len(cards)} cards, {dies} device{'s' if dies > 1 else ''} on each"
@@ -224,11 +233,3 @@ def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:
 
 def _folders(host: Host, variable: str) -> list[str]:
     return [name for name in host.environment.get(variable, "").split(os.pathsep) if name]
-
-
-def _same(one: str, other: Path) -> bool:
-    return Path(one).resolve() == other.resolve()
-
-
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""

@@ -1,4 +1,4 @@
-"""Check the Python packages of an NPU host, beyond the pairs of versions in `npu_versions`.
+"""Check the Python packages of an NPU host, besides the versions that `npu_versions` compares.
 
 torch_npu, MindSpeed and Megatron are not imported.
 """
@@ -25,8 +25,11 @@ EDITABLE = ("megatron-core", "mindspeed")
 
 
 def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
-    """Check Python itself, the packages around torch_npu, and the commands on PATH."""
-    chosen = npu_versions.set_for(versions.megatron_core) if versions.megatron_core else None
+    """Yield the results for Python, the packages around torch_npu, and the commands on PATH.
+
+    versions: as installed; Megatron's decides which of npu_sets.SETS the others are compared with
+    """
+    chosen = npu_versions.find_set(versions.megatron_core) if versions.megatron_core else None
     chosen = chosen or npu_sets.DEFAULT
     here = "{}.{}".format(*sys.version_info[:2])
     yield Checked(
@@ -38,7 +41,7 @@ def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
     yield _check_torch_build(versions.torch, platform.machine())
     yield from _check_cann_packages(versions.cann)
     yield _check_tested()
-    yield _check_copies(list(checkouts(sys.path)))
+    yield _check_copies(list(find_copies(sys.path)))
     if chosen is npu_sets.SETS[1]:
         yield _check_triton(packages.version("triton-ascend"), packages.version("triton"))
     if (engine := packages.folder_of("transformer_engine")) is not None:
@@ -48,21 +51,25 @@ def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
 
 
 def _check_torch_build(torch: str | None, machine: str) -> Checked:
-    """Check that torch is the CPU build on x86, as torch_npu needs; only torch's index has it."""
+    """Check that torch is not built for CUDA; on x86_64 it must be the build `+cpu`."""
     local = (torch or "").partition("+")[2]
-    fine = torch is not None and local == ("cpu" if machine == "x86_64" else local)
     number = Version(torch).base_version if torch else npu_sets.DEFAULT.torch[0]
     build = f"{number}+cpu" if machine == "x86_64" else number
+    fits = local == "cpu" if machine == "x86_64" else not local.startswith("cu")
     return Checked(
         "npu.torch_build",
-        fine and not local.startswith("cu"),
+        torch is not None and fits,
         f"torch {torch} on {machine}",
         f"pip install torch=={build} --index-url {npu_sets.TORCH_INDEX}",
     )
 
 
 def _check_cann_packages(cann: str | None) -> Iterator[Checked]:
-    """Check the packages that CANN itself imports; without them the first operator fails."""
+    """Yield two results for the packages that CANN imports: all installed, and in CANN's ranges.
+
+    cann: its version; None = that of the default set
+    Without these packages the first operator fails.
+    """
     short = ".".join((cann or npu_sets.DEFAULT.cann).split(".")[:2])
     asked = (*npu_sets.CANN_PYTHON, *npu_sets.CANN_PYTHON_OF.get(short, ()))
     wanted = [Requirement(text) for text in asked]
@@ -104,8 +111,12 @@ def _check_tested() -> Checked:
     )
 
 
-def checkouts(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
-    """List Megatron and MindSpeed on the path or installed editable: module, folder, version."""
+def find_copies(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
+    """Yield (module, folder, version) of each copy of Megatron and MindSpeed on the path.
+
+    path: as sys.path; the folders of editable installs are searched too
+    Modules are "megatron/core" and "mindspeed"; the version may be "unknown".
+    """
     roots = [Path(entry or ".") for entry in path]
     for name in EDITABLE:
         try:
@@ -126,7 +137,7 @@ def checkouts(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
 
 
 def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
-    """Report copies of Megatron or MindSpeed with different versions: the import order decides.
+    """Check that all copies of a module have one version; the first on the path is imported.
 
     A wheel beside a checkout of the same version is fine.
     """
@@ -145,14 +156,17 @@ def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
 
 
 def _check_triton(ascend: str | None, stock: str | None) -> Checked:
-    """Check triton-ascend, which MindSpeed for megatron-core 0.16 imports when it starts."""
+    """Check that triton-ascend is installed, and is npu_sets.TRITON or newer if triton is too.
+
+    MindSpeed for megatron-core 0.16 imports it when it starts.
+    """
     install = (
         f"pip install triton-ascend=={npu_sets.TRITON} --extra-index-url={npu_sets.TRITON_INDEX}"
     )
-    alone = bool(ascend) and (stock is None or Version(str(ascend)) >= Version(npu_sets.TRITON))
+    fits = bool(ascend) and (stock is None or Version(str(ascend)) >= Version(npu_sets.TRITON))
     return Checked(
         "npu.triton",
-        alone,
+        fits,
         f"triton-ascend {ascend or 'not installed'}, triton {stock or 'not installed'}",
         f"pip uninstall -y triton triton-ascend; {install}" if ascend else install,
         fatal=True,

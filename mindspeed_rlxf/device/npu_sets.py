@@ -23,10 +23,10 @@ INDEX = Source("pypi.org/project/torch-npu", "2026-10-15")
 
 @dataclass(frozen=True)
 class VersionSet:
-    """One set of `constraints/`.
+    """Versions that fit each other: one set of `constraints/`.
 
-    torch:     releases of torch that all parts are published for
-    torch_npu: the package that the source names for this CANN
+    torch:     releases of torch that all other packages are published for
+    torch_npu: the release that `source` names for this CANN
     """
 
     name: str
@@ -61,7 +61,7 @@ DEFAULT = SETS[0]
 
 
 class Release(NamedTuple):
-    """A release of TorchNPU. cann: its first two numbers; packages: one for each torch"""
+    """A release of TorchNPU. cann: major.minor; packages: versions of torch_npu, one per torch"""
 
     name: str
     cann: str

@@ -1,4 +1,4 @@
-"""Check that the versions of Megatron-LM, MindSpeed, torch and CANN go together on NPU.
+"""Check that the versions of Megatron-LM, MindSpeed, torch and CANN fit each other on NPU.
 
 Megatron and MindSpeed are not imported here, because the order of their imports matters
 (`device/npu.py`). Their versions are read from files.
@@ -32,9 +32,10 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Installed:
-    """Versions that this process would import; None = not found, or without a version.
+    """Versions that this process would import; None = not installed, or version unknown.
 
-    missing: modules of Megatron and MindSpeed that are not on the path; their pairs are not checked
+    missing: which of the modules CORE and MINDSPEED are not on the path; their versions are not
+             compared
     """
 
     torch: str | None
@@ -46,7 +47,7 @@ class Installed:
 
 
 def read_versions() -> Installed:
-    """Read the versions installed for this process, and which packages are missing."""
+    """Return the versions that this process would import, from files; imports none of them."""
     return Installed(
         torch=packages.version("torch"),
         torch_npu=packages.version("torch_npu"),
@@ -59,7 +60,7 @@ def read_versions() -> Installed:
 
 @dataclass(frozen=True)
 class Problem:
-    """A version that does not fit. fatal: it cannot work; otherwise it was never tried"""
+    """A fault of the installation. fatal: it cannot work; otherwise nobody has tried it"""
 
     rule: str
     remedy: str
@@ -70,7 +71,11 @@ class Problem:
 
 
 def check() -> list[str]:
-    """Return warnings about this process's installation. Raises ValueError if it cannot work."""
+    """Return warnings about versions that were not tried together.
+
+    Raises ValueError, with all fatal problems, if the installation cannot work. Versions are
+    compared only if `source_problems` finds none.
+    """
     problems = list(source_problems()) or list(pair_problems(read_versions()))
     fatal = [str(problem) for problem in problems if problem.fatal]
     if fatal:
@@ -79,8 +84,9 @@ def check() -> list[str]:
 
 
 def source_problems() -> Iterator[Problem]:
-    """Report a MindSpeed that is missing or cannot work, and a Megatron-LM that is incomplete or
-    comes from two checkouts."""
+    """Yield a problem for a MindSpeed that is missing or cannot work, and for a Megatron-LM that is
+    incomplete or comes from two checkouts. All are fatal.
+    """
     core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
     if training is None:
         yield Problem(
@@ -106,33 +112,33 @@ def source_problems() -> Iterator[Problem]:
 
 
 def _adaptor_problems(mindspeed: Path) -> Iterator[Problem]:
-    """Report a MindSpeed without `repatch`, and one that needs the package MegatronAdaptor.
+    """Yield a problem if MindSpeed has no `repatch`, or needs the package MegatronAdaptor.
 
     Files are read instead of the version: from core_r0.17.0 on MindSpeed is one of three packages,
     and its setup.py still says 0.12.1.
     """
     remedy = f"check out its branch {BRANCHES}"
-    if "import megatron_adaptor" in _read(mindspeed / "__init__.py"):
+    if "import megatron_adaptor" in read_text(mindspeed / "__init__.py"):
         rule = f"MindSpeed ({mindspeed}) needs MegatronAdaptor and TransformerEngineNPU beside it"
         yield Problem(f"{rule}, as from core_r0.17.0 on, which was not tried", remedy)
-    elif "def repatch(" not in _read(mindspeed / "megatron_adaptor.py"):
+    elif "def repatch(" not in read_text(mindspeed / "megatron_adaptor.py"):
         rule = f"MindSpeed ({mindspeed}) must have mindspeed.megatron_adaptor.repatch"
         yield Problem(f"{rule}, which 2.1.0 and older lack", remedy)
 
 
-def _read(file: Path) -> str:
-    """Return the text of a file; empty if there is none."""
+def read_text(file: Path) -> str:
+    """Return the text of a file; "" if there is none."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def set_for(megatron_core: str) -> VersionSet | None:
-    """Return the known set of versions for this minor version of megatron-core, or None."""
+def find_set(megatron_core: str) -> VersionSet | None:
+    """Return the set for this minor version of megatron-core; None if SETS has none."""
     wanted = Version(megatron_core).release[:2]
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 
 
 def pair_problems(versions: Installed) -> Iterator[Problem]:
-    """Report versions that do not go together, or are not known to go together."""
+    """Yield a problem for each pair of versions that do not fit, or were not tried together."""
     yield from _torch_problems(versions)
     if CORE not in versions.missing:  # a missing one is reported by itself
         yield from _megatron_problems(versions)
@@ -140,7 +146,7 @@ def pair_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _torch_problems(versions: Installed) -> Iterator[Problem]:
-    """Report a torch_npu whose release number is not torch's."""
+    """Yield a problem if the release number of torch_npu is not that of torch."""
     if versions.torch and versions.torch_npu:
         torch, npu = Version(versions.torch), Version(versions.torch_npu)
         if torch.release != npu.release:
@@ -151,9 +157,12 @@ def _torch_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _megatron_problems(versions: Installed) -> Iterator[Problem]:
-    """Report a Megatron-LM or torch of no known set, and a MindSpeed of another minor version."""
+    """Yield a problem for a Megatron-LM of no known set, or with a torch of another set.
+
+    Also for a MindSpeed without a version, or of another minor version than Megatron-LM.
+    """
     core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
-    chosen = set_for(core) if core else None
+    chosen = find_set(core) if core else None
     use_tag = f"use Megatron-LM {TAGS}"
     if chosen is None:
         yield Problem(f"Megatron-LM {core} is in no set of constraints/", use_tag, fatal=False)
@@ -171,7 +180,7 @@ def _megatron_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _cann_problems(versions: Installed) -> Iterator[Problem]:
-    """Report a torch_npu that torch_npu's own table does not pair with this CANN."""
+    """Yield a problem if torch_npu's own table does not pair this torch_npu with this CANN."""
     torch_npu, cann = versions.torch_npu, versions.cann
     if torch_npu and cann:
         wanted = TORCH_NPU_OF_CANN.get(".".join(cann.split(".")[:2]), ())
@@ -185,15 +194,14 @@ def _cann_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def cann_version() -> str | None:
-    """Read the version of CANN whose set_env.sh was sourced, else of the one in a usual folder.
+    """Return the version of the CANN whose set_env.sh was sourced, else of one in CANN_ROOTS.
 
-    None when no file has it.
+    It is read from CANN's files; None when no file has it.
     """
     named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     for root in (*filter(None, named), *CANN_ROOTS):
         for pattern in CANN_FILES:
             for file in sorted(Path(root).glob(pattern)):
-                text = file.read_text(encoding="utf-8", errors="replace")
-                if found := CANN_VERSION.search(text):
+                if found := CANN_VERSION.search(read_text(file)):
                     return found[1]
     return None

@@ -1,7 +1,7 @@
 """Save and load the random streams of a process as text, so that nothing has to be unpickled.
 
-Generators do not check a state that they are given. If its position lies outside, numpy and torch
-read beyond its end. So everything is checked before a generator gets it.
+Generators do not check the states that are set. If the position in a state is too large, numpy and
+torch read memory behind it. So every state is checked before it is set.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LEFT_AT, NEXT_AT = 8, 16  # places in the bytes of torch's host generator: int32
 
 
 def to_text(state: Tensor) -> str:
-    """Write a generator's state, [bytes] uint8, as hexadecimal digits."""
+    """Return a generator's state, [bytes] uint8, as hexadecimal digits."""
     return bytes(state.cpu().numpy().tobytes()).hex()
 
 
 def from_text(text: str) -> Tensor:
-    """Read a state that `to_text` wrote. Raises ValueError for any other text."""
+    """Return the state, [bytes] uint8, that `to_text` wrote. Raises ValueError if it is no hex."""
     if type(text) is not str or not text:
         raise ValueError("the state of a stream must be text")
     try:
@@ -38,7 +38,7 @@ def from_text(text: str) -> Tensor:
 
 
 def process_state() -> dict[str, Any]:
-    """Return the random streams of torch (host, device), numpy and Python, as values for JSON."""
+    """Return the random states of torch (host, device), numpy and Python, as values for JSON."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, normal = random.getstate()
     library = facade.active_library()
@@ -52,7 +52,7 @@ def process_state() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProcessStreams:
-    """A checked result of `process_state`. device: None if the process had no device stream"""
+    """Checked random states of a process. device: None if the process computed on a CPU"""
 
     torch: Tensor
     device: Tensor | None
@@ -61,7 +61,7 @@ class ProcessStreams:
 
     @classmethod
     def from_json(cls, state: Any) -> ProcessStreams:
-        """Check and convert what `process_state` returned. Raises ValueError for anything else."""
+        """Check and convert a result of `process_state`. Raises ValueError if it is not one."""
         if type(state) is not dict or state.keys() != {"torch", "device", "numpy", "python"}:
             raise ValueError("the streams of a process must be torch, device, numpy and python")
         host = from_text(state["torch"])
@@ -71,14 +71,17 @@ class ProcessStreams:
 
     @property
     def is_of_this_device(self) -> bool:
-        """Whether a device of the same kind wrote the state, judged by its size."""
+        """Return whether `device` is of this process's kind of device, judged by its size."""
         library = facade.active_library()
         if library is None or self.device is None:
             return library is self.device
         return bool(library.get_rng_state().numel() == self.device.numel())
 
     def load(self) -> None:
-        """Set the streams of this process. Raises ValueError where the device refuses its state."""
+        """Set the random states of this process's torch (host, device), numpy and Python.
+
+        Raises ValueError if the device refuses its state; then no state is changed.
+        """
         library = facade.active_library()
         if self.device is not None:
             try:
@@ -91,10 +94,10 @@ class ProcessStreams:
 
 
 def check_host_state(state: Tensor) -> None:
-    """Raise ValueError unless the bytes are a state of torch's generator on the host.
+    """Raise ValueError unless `state` ([bytes] uint8) is one of torch's generator on the host.
 
-    torch itself checks only the size. It does not check that the position of the next word agrees
-    with the number of words left.
+    torch itself checks only the size. Here the position of the next word is checked too: its sum
+    with the number of words left must not exceed WORDS + 1.
     """
     try:
         torch.Generator().set_state(state)
@@ -111,7 +114,7 @@ def check_host_state(state: Tensor) -> None:
 
 
 def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
-    """Check the JSON of numpy's state and convert it for `np.random.set_state`."""
+    """Convert numpy's state from JSON for `np.random.set_state`. Raises ValueError if it is bad."""
     keys, position, has_gauss, gauss = _parts(state, 4, "numpy")
     _check_words(keys, WORDS, "numpy")
     _check_position(position, "numpy")
@@ -121,7 +124,7 @@ def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
-    """Check the JSON of Python's state and convert it for `random.setstate`."""
+    """Convert Python's state from JSON for `random.setstate`. Raises ValueError if it is bad."""
     version, words, normal = _parts(state, 3, "python")
     if type(version) is not int or version != random.getstate()[0]:
         raise ValueError(f"the version of Python's stream must be {random.getstate()[0]}")

@@ -6,30 +6,31 @@ import os
 
 
 def list_visible(variable: str | None) -> list[str]:
-    """List the devices that a visibility variable names; empty = all are visible."""
+    """Return the devices that an environment variable names, as text; [] = all are visible."""
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]
 
 
 def index_within(assigned: str, variable: str | None, seen: int) -> int:
-    """Return the number within this process of the device that Ray assigned.
+    """Return the index, among the devices that this process sees, of the device that Ray assigned.
 
     assigned: the device's number on the host (on CUDA it may be a UUID)
     variable: name of the variable that hides devices. Ray sets it to the one device that it
               assigned; with RAY_EXPERIMENTAL_NOSET_... Ray leaves it as the node has it
     seen:     number of devices that the process sees
+    Raises ValueError if the process does not see the device.
     """
     numbers = list_visible(variable)
     if numbers and assigned not in numbers:
         raise ValueError(
-            f"{variable}={','.join(numbers)} must hold the device {assigned} that Ray assigned to "
+            f"{variable}={','.join(numbers)} must name the device {assigned} that Ray assigned to "
             "this process; set it before `ray start` and not afterwards, or unset it"
         )
     return check_index(numbers.index(assigned) if numbers else int(assigned), variable, seen)
 
 
 def check_index(index: int, variable: str | None, seen: int) -> int:
-    """Return the index as it is. Raises ValueError when this process sees no such device."""
+    """Return `index`. Raises ValueError unless it is below `seen`, the number of devices."""
     if index < seen:
         return index
     value = os.environ.get(variable, "not set") if variable else "not set"

@@ -1,8 +1,8 @@
-"""The torch.distributed world of a process, and in a split pool a group over all its worlds.
+"""The torch.distributed world of a process, and the group over all worlds of a split pool.
 
-The processes of a split pool form one world for each part. Its ranks count from 0, and Megatron
-sees only these. One more group spans all parts, for transfers between them. torch makes groups only
-inside a world, so this group is made by the function that `init_process_group` itself calls.
+The processes of each part of a split pool form a world. Its ranks count from 0, and Megatron sees
+only these. One more group has the ranks of all parts, for transfers between parts. torch makes
+groups only inside a world, so this group is made by the function that `init_process_group` calls.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _timeout = timedelta(minutes=30)  # torch's default, until a world is joined
 def open_store(
     ip: str, world_size: int | None = None, timeout: timedelta = timedelta(minutes=5)
 ) -> tuple[dist.TCPStore, int]:
-    """Open a rendezvous store on a free port of `ip`; returns it and the port, without waiting.
+    """Start a rendezvous store on a free port of `ip`; return it and the port without waiting.
 
-    The port is bound before the store is made, so that no other process can get it in between.
+    world_size: None = not fixed
+    timeout:    longest wait for a key of the store
+    The port is bound before the store is made, so that no other process can take it in between.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     listener.bind((ip, 0))
@@ -55,7 +57,7 @@ def open_store(
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
-    """Return (part, rank in that part) of a rank of the pool. parts: number of ranks of each"""
+    """Return (index of the part, rank in it) of a rank of the pool. parts: numbers of ranks"""
     for part, end in enumerate(accumulate(parts)):
         if rank < end:
             return part, rank - (end - parts[part])
@@ -67,8 +69,9 @@ def join(
 ) -> None:
     """Join the world of this rank's part of the pool, and in a split pool the group over all parts.
 
-    parts: sizes of the parts; a single one = the pool is one world
-    Returns when every rank of the pool has called it.
+    rank:  in the pool
+    parts: numbers of ranks of the parts; one number = the pool is not split
+    Blocks until every rank of the pool has called it.
     """
     global _whole_pool, _timeout
     _timeout = timeout
@@ -87,7 +90,7 @@ def join(
 def _group_across(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a group over several worlds. `src` and `dst` of its collectives are its own ranks."""
+    """Make a group of all ranks of a split pool; `src` and `dst` in it are ranks of the pool."""
     make: Any = distributed_c10d._new_process_group_helper
     # Without a list of ranks HCCL treats the group as the default one. torch looks up the rank of
     # this process within its part in the list, which has it: the list has all numbers below the
@@ -101,17 +104,17 @@ def _group_across(
 
 
 def timeout_minutes() -> int:
-    """Return the timeout of this world's collectives, rounded up, for groups made inside it."""
+    """Return the timeout that `join` got, in minutes, rounded up; 30 before `join`."""
     return math.ceil(_timeout.total_seconds() / 60)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Set the timeout of this process's world, in whole minutes, for groups made without one.
+    """Set the timeout of gloo and NCCL groups to that which `timeout_minutes` returns.
 
-    Megatron passes no timeout for the gradients of experts, and torch's default is half an hour.
-    HCCL's groups use its variables instead (`npu.set_timeouts`). For a gloo group the timeout is
-    set on its CPU backend: torch's own function would also look up the CUDA backend, for which
-    torch_npu substitutes NPU, and gloo has none.
+    Megatron gives the groups for gradients of experts no timeout, and torch's default is half an
+    hour. HCCL groups stay: HCCL uses its variables (`npu.set_timeouts`). For a gloo group the
+    timeout is set on its CPU backend: torch's own function would also look up the CUDA backend, for
+    which torch_npu substitutes NPU, and gloo has none.
     """
     timeout = timedelta(minutes=timeout_minutes())
     for group in groups:
@@ -123,13 +126,13 @@ def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def whole_pool() -> dist.ProcessGroup:
-    """Return the group of all ranks of a split pool."""
+    """Return the group of all ranks of a split pool; AssertionError if the pool is not split."""
     assert _whole_pool is not None, "the pool of this process is not split"
     return _whole_pool
 
 
 def leave() -> None:
-    """End all groups of this process."""
+    """Destroy all process groups of this process; does nothing without any."""
     global _whole_pool
     _whole_pool = None
     if dist.is_initialized():

@@ -81,7 +81,7 @@ class MegatronEngine:
         tokenizer:     its folder, for side files that `load` lacks; None = nothing is exported
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
-        megatron_versions.mend()
+        megatron_versions.apply_patches()
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())  # else Python and numpy draw seeds from the system
         self.role, self.head = role, head

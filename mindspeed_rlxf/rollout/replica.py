@@ -99,7 +99,7 @@ def _build_receiving_replica(config: RunConfig) -> Replica:
     Also patches Megatron and sets torch's determinism in this process, in which no actor does.
     """
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
-    megatron_versions.mend()
+    megatron_versions.apply_patches()
     device.set_deterministic(config.training.deterministic)
     actor, tp = config.actor_rollout, config.rollout_layout.tp
     dtype = torch.bfloat16 if actor.bf16 else torch.float32

@@ -43,7 +43,7 @@ class StockModel:
     """megatron-core's own GPTModel on tensor-parallel ranks, filled by its own means."""
 
     def __init__(self, architecture: ArchitectureConfig, tp: int = 1) -> None:
-        megatron_versions.mend()
+        megatron_versions.apply_patches()
         self.architecture, self.tp = architecture, tp
         self.groups = ParallelGroups(tp, 1, seed=1)
 

@@ -80,7 +80,7 @@ def _check_sum(task: Task, store: dist.Store, timeout: timedelta) -> None:
 
     Raises ValueError for a wrong sum. The process group stays open.
     """
-    place = device.select_bare(task.kind)
+    place = device.select_first_device(task.kind)
     dist.init_process_group(
         device.backend(task.kind),
         store=dist.PrefixStore("group", store),

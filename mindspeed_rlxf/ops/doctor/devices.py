@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device.driver import DriverView, device_files, driver_view
+from mindspeed_rlxf.device.driver import DriverView, list_device_files, query_driver
 from mindspeed_rlxf.ops.doctor.findings import Finding, Status, describe, error, judge, ok, warning
 
 GOOD = ("OK", "")
@@ -29,7 +29,7 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
             )
         ]
     if kind is DeviceKind.CPU:
-        unused = device_files()
+        unused = list_device_files()
         value = f"cpu, though there are {', '.join(unused)}" if unused else "cpu, no accelerator"
         return [
             judge(
@@ -40,7 +40,7 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
             )
         ]
     assert counted is not None, "only CPU counts none"
-    view = driver_view(kind)
+    view = query_driver(kind)
     assert view is not None, "an accelerator has a driver"
     visible = device.visible_devices_variable(kind)
     hidden = os.environ.get(visible) if visible else None

@@ -32,7 +32,7 @@ def _install(host: Host) -> Iterator[Checked]:
 
 
 def _cards(host: Host, several_hosts: bool) -> Iterator[Checked]:
-    view = driver.driver_view(DeviceKind.NPU)
+    view = driver.query_driver(DeviceKind.NPU)
     if view is not None and view.devices:
         yield npu_install.describe_cards(view.devices)
         numbers = [each.index for each in view.devices]

@@ -29,7 +29,7 @@ def device_memory(config: RunConfig) -> int | None:
     """
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)
-    return None if is_joined(config) else device.memory_unclaimed(config.device.kind)
+    return None if is_joined(config) else device.smallest_device_memory(config.device.kind)
 
 
 def rollout_memory(config: RunConfig) -> int | None:

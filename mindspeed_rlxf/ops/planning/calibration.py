@@ -78,7 +78,7 @@ def device_name(kind: DeviceKind) -> str | None:
 
     None if the driver's tool lists no device, or fails.
     """
-    view = driver.driver_view(device.resolve_kind(kind))
+    view = driver.query_driver(device.resolve_kind(kind))
     if view is not None:
         return view.devices[0].name if view.devices else None
     text = CPU_MODEL.read_text(encoding="utf-8") if CPU_MODEL.exists() else ""

@@ -76,11 +76,11 @@ def test_without_leave_they_are_refused() -> None:
 
 def test_health_is_asked_of_the_drivers_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = tuple(driver.DriverDevice(i, "x", "OK" if i else "Alarm", 1, 0) for i in range(2))
-    monkeypatch.setattr(driver, "driver_view", lambda kind: driver.DriverView("t", "1", devices))
+    monkeypatch.setattr(driver, "query_driver", lambda kind: driver.DriverView("t", "1", devices))
     seen = report_node([], None, DeviceKind.NPU)
     assert (seen.devices, seen.sick) == (2, ("device 0: Alarm",))
     view = driver.DriverView("t", "", (), "no tool")
-    monkeypatch.setattr(driver, "driver_view", lambda kind: view)
+    monkeypatch.setattr(driver, "query_driver", lambda kind: view)
     assert report_node([], None, DeviceKind.NPU).devices is None
 
 

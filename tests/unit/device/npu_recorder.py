@@ -78,7 +78,7 @@ class TorchNpu(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._recorder.torch_npu_imported()
-        module.npu = Npu(self._recorder)  # type: ignore[attr-defined]
+        module.npu = torch.npu = Npu(self._recorder)  # type: ignore[attr-defined]
 
 
 class Recorder(ModuleType):
@@ -173,6 +173,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     monkeypatch.setattr(packages, "_installed", VERSIONS.get)
     monkeypatch.setattr(npu_versions, "cann_version", lambda: "9.1.0")
     monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)
+    monkeypatch.setattr(torch, "npu", None, raising=False)  # set when torch_npu is imported
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     return recorder
 

@@ -28,11 +28,9 @@ def used() -> tuple[set[str], set[str]]:
             if not isinstance(node, ast.Attribute):
                 continue
             owner = ast.unparse(node.value)
-            if (
-                owner.endswith("library().npu")
-                or (file.stem == "npu" and owner == "npu")
-                or owner in ("library", "getattr(torch, FACTS[kind].torch_type)")
-            ):
+            if (file.stem == "npu" and owner == "npu") or owner in (
+                "library", "getattr(torch, FACTS[kind].torch_type)"
+            ):  # fmt: skip
                 npu.add(node.attr)
             elif owner == "adaptor":
                 adaptor.add(node.attr)

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import filesystem
 
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.device.megatron_versions import (
+    apply_patches,
     chunk_argument,
     current_chunk,
-    mend,
     quantize_if_any,
     write_in_torch_format,
 )
@@ -46,7 +46,7 @@ def test_0_12_is_mended_in_two_places_and_later_versions_in_none(
     monkeypatch.setattr(filesystem_async, "_write_item", plain)
     formats = SimpleNamespace(TORCH_SAVE="torch_save")  # torch 2.7 has none, and asks for none
     monkeypatch.setattr(filesystem, "SerializationFormat", formats, raising=False)
-    mend.__wrapped__()
+    apply_patches.__wrapped__()
     assert (distrib_optimizer.quantize_param_shard is not plain) is mended
     assert (filesystem_async._write_item is not plain) is mended
 
@@ -59,20 +59,20 @@ def test_0_12_is_mended_in_two_places_and_later_versions_in_none(
 def test_results_of_writing_stay_in_the_process_where_nothing_forks(
     monkeypatch: pytest.MonkeyPatch, version: str, own: bool
 ) -> None:
-    monkeypatch.setattr(megatron_versions, "mends", lambda: ())
+    monkeypatch.setattr(megatron_versions, "list_patches", lambda: ())
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
-    mend.__wrapped__()
+    apply_patches.__wrapped__()
     assert (filesystem_async._results_queue is not None) is own
 
 
 def test_a_process_is_mended_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(megatron_versions, "mends", lambda: asked.append("mends") or ())
-    mend.cache_clear()
-    mend()
-    mend()
-    mend.cache_clear()
-    assert asked == ["mends"]
+    monkeypatch.setattr(megatron_versions, "list_patches", lambda: asked.append("asked") or ())
+    apply_patches.cache_clear()
+    apply_patches()
+    apply_patches()
+    apply_patches.cache_clear()
+    assert asked == ["asked"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_only_a_writer_that_takes_a_format_gets_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_files_of_a_checkpoint_are_written_in_the_process_itself() -> None:
-    mend.__wrapped__()
+    apply_patches.__wrapped__()
     context = filesystem_async.mp.get_context("fork")
     results = context.Queue()
     worker = context.Process(target=lambda n, more: results.put((n, more)), args=(1,), kwargs={

@@ -105,7 +105,7 @@ def test_the_stand_ins_refuse_every_wrong_order(machine: Recorder) -> None:
     with pytest.raises(OutOfOrder, match="torch_npu before a look at CANN"):
         importlib.import_module("torch_npu")
     npu.check_cann(os.environ)
-    torch_npu = npu.library()
+    torch_npu = npu.import_torch_npu()
     with pytest.raises(OutOfOrder, match="HCCL's times after torch_npu"):
         npu.set_timeouts({}, 30)
     with pytest.raises(OutOfOrder, match="before the device"):
@@ -163,7 +163,7 @@ def test_doubles_on_the_device_come_back_from_the_copy() -> None:
         float=total.float,
         copy_=total.copy_,
     )
-    npu._all_sums_in_place(lost, doubled)(on_device)
+    npu._reduce_fp64_in_place(lost, doubled)(on_device)
     assert total.item() == 8.0
 
 
@@ -189,7 +189,7 @@ def test_the_number_of_a_device_on_the_host_becomes_that_in_the_process(
 @pytest.mark.parametrize(
     ("shown", "assigned", "message"),
     [
-        ("4,5", "1", r"ASCEND_RT_VISIBLE_DEVICES=4,5 must hold the device 1 that Ray"),
+        ("4,5", "1", r"ASCEND_RT_VISIBLE_DEVICES=4,5 must name the device 1 that Ray"),
         ("", "9", r"device 9 must be one of the 8 .*no more devices"),
     ],
 )

@@ -119,8 +119,8 @@ def test_a_mindspeed_that_cannot_work_is_refused_whatever_its_version_says(
 def test_every_set_has_its_constraints_with_its_megatron(each: VersionSet) -> None:
     text = (CONSTRAINTS / f"{each.name}.txt").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith("megatron-core==")]
-    assert npu_versions.set_for(line.removeprefix("megatron-core==")) is each
-    assert npu_versions.set_for(each.megatron_core) is each
+    assert npu_versions.find_set(line.removeprefix("megatron-core==")) is each
+    assert npu_versions.find_set(each.megatron_core) is each
 
 
 @pytest.mark.parametrize(

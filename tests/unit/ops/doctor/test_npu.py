@@ -29,7 +29,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     inspected = make_host(tmp_path)
     monkeypatch.setattr(npu, "Host", lambda: inspected)
     view = DriverView("npu-smi", *driver.parse_ascend(npu_recorder.smi_table(2)))
-    monkeypatch.setattr(driver, "driver_view", lambda kind: view)
+    monkeypatch.setattr(driver, "query_driver", lambda kind: view)
     return tmp_path
 
 

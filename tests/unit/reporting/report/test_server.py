@@ -76,15 +76,17 @@ def test_names_of_this_host_and_no_other_paths_or_methods(server: LiveServer) ->
     assert ask(server, "/", method="POST")[0] == 501
 
 
-def test_a_taken_port_and_a_missing_run_are_one_line(
+def test_a_taken_port_a_missing_run_and_a_bad_number_are_one_line(
     server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "run"), "--port", str(server.server_port)]) == 2
     assert main([str(tmp_path / "run"), "--port", "70000"]) == 2
     assert main([str(tmp_path / "none")]) == 2
+    assert main([str(tmp_path / "run"), "--samples=-1", "--port", "70000"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)
+    assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
     assert f"--port={server.server_port} must be a free port of this host" in lines[0]
+    assert "--samples=-1 must be 0 or more" in lines[3]
 
 
 def test_ctrl_c_ends_the_command_with_status_0(tmp_path: Path) -> None:

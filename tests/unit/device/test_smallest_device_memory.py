@@ -37,4 +37,4 @@ def test_the_smallest_device_counts_where_the_tool_answers(
     done = SimpleNamespace(returncode=0, stdout=output, stderr="")
     monkeypatch.setattr(shutil, "which", lambda tool: tool if output else None)
     monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-    assert device.memory_unclaimed(kind) == size
+    assert device.smallest_device_memory(kind) == size
