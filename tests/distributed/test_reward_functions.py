@@ -15,7 +15,7 @@ from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.validation_only import validate_only
 from tests.chaos.same_run import OF_THE_MACHINE
 from tests.golden.runs import START, golden_config
-from tests.registries import forgotten
+from tests.registries import restored_registries
 from tests.training import train
 
 TEXT = """
@@ -38,7 +38,7 @@ ONLY = {"+validation.only": True}
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 

@@ -23,7 +23,7 @@ from mindspeed_rlxf.cli import COMMANDS, preprocess, train
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve_with_notes
-from tests.registries import forgotten
+from tests.registries import restored_registries
 from tests.unit.documents.commands import ROOT
 
 SCRIPTS = {"ray_gpt.py": "train", "preprocess_data.py": "preprocess", "convert_ckpt.py": "convert"}
@@ -188,7 +188,7 @@ def resolve_configuration(
             (folder / value / "config.json").write_text(text, encoding="utf-8")
     if config_dir is not None:
         (folder / config_dir).mkdir(exist_ok=True)
-    with chdir(folder), forgotten():
+    with chdir(folder), restored_registries():
         tree = compose(name, overrides, config_dir)
         resolve_with_notes(tree, name, older_toolkit)
 

@@ -17,7 +17,7 @@ from mindspeed_rlxf.reporting.trackers import (
     find_problems,
     register_tracker,
 )
-from tests.registries import forgotten
+from tests.registries import restored_registries
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
@@ -44,7 +44,7 @@ class Kept(Tracker):
 
 @pytest.fixture
 def kept() -> Iterator[type[Kept]]:
-    with forgotten():
+    with restored_registries():
         made = type("Made", (Kept,), {"runs": [], "got": []})
         register_tracker("kept")(made)
         yield made

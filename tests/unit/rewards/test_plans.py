@@ -21,14 +21,14 @@ from mindspeed_rlxf.rewards.plans import (
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
 from mindspeed_rlxf.rewards.streaming import StreamingRewards
 from mindspeed_rlxf.rewards.workers import WorkerPool
-from tests.registries import forgotten
+from tests.registries import restored_registries
 
 MATH = "HuggingFaceH4/MATH-500"
 
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 
