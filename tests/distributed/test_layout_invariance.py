@@ -23,7 +23,7 @@ from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.cluster.test_local_runtime import torchrun
 from tests.distributed.conftest import NUM_DEVICES, REPOSITORY
 from tests.distributed.llamas import (
@@ -348,7 +348,7 @@ def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) 
     assert len(one) == len(other) == ITERATIONS
     for line in one + other:  # the weights that generation received are those that learn
         assert line["rollout/log_prob_gap_max"] < 1e-4
-    names = [n for n in one[0] if not n.startswith((*OF_THE_MACHINE, "rollout/"))]
+    names = [n for n in one[0] if not n.startswith((*MACHINE_METRICS, "rollout/"))]
     for name in names:
         ours, theirs = (np.array([line[name] for line in lines]) for lines in (one, other))
         if name.endswith("clipfrac"):

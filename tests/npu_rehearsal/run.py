@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.npu_rehearsal.cases import CASES, REQUIRED, operators_of
 from tests.npu_sim import processes
 from tests.npu_standin import FOLDER as STANDIN
@@ -134,7 +134,7 @@ def result_differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
     lines = [read_lines(out / "metrics.jsonl") for out in (ours, theirs)]
     for one, other in zip(*lines, strict=True):
         for name, value in one["metrics"].items():
-            if not name.startswith(OF_THE_MACHINE):
+            if not name.startswith(MACHINE_METRICS):
                 subject = f"iteration {one['iteration']} {name}"
                 found.append((subject, distance([value], [other["metrics"][name]])))
     for role in ("actor", "critic"):
