@@ -28,13 +28,13 @@ from tests.distributed.llamas import (
     QWEN3_MOE,
     TIED,
     make_llama,
-    read_folder,
     same_tensors,
     shares_groups,
 )
 from tests.distributed.samples import make_rollouts
 from tests.distributed.test_parity_with_transformers import expected_logits
 from tests.distributed.test_virtual_pipeline import Exporter
+from tests.unit.weights.folders_of import read_folder
 
 FAMILIES = {"plain": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3-moe": QWEN3_MOE}
 

@@ -36,12 +36,12 @@ from tests.distributed.llamas import (
     SHARES_GROUPS,
     TIED,
     make_models,
-    read_folder,
     run_config,
 )
 from tests.training import train
 from tests.trl.record import make_tokenizer
 from tests.trl.runs import metrics_of
+from tests.unit.weights.folders_of import read_folder
 
 ITERATIONS, BATCH, EOS = 5, 16, 2
 TP2 = {"tensor_model_parallel_size": 2}

@@ -34,7 +34,8 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
     config, prepared = fixed_run(
         folder, out, getattr(llamas, case.architecture), case.ranks, case.layout, case.sections
     )
-    config = llamas.locally(config).model_copy(update={"device": DeviceConfig(kind=kind)})
+    config = llamas.with_local_runtime(config)
+    config = config.model_copy(update={"device": DeviceConfig(kind=kind)})
     if case.generates:
         prepared = dataclasses.replace(prepared, fixed_responses=None)
     directory = runtime.from_first(lambda: RunDirectory.create(config))

@@ -32,7 +32,7 @@ MODES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
 
 def configured(out: Path, mode: str) -> tuple[RunConfig, Any]:
     """The run of a mode, and its prompts; models are made in `out`."""
-    from tests.distributed.llamas import PLAIN, locally, make_models
+    from tests.distributed.llamas import PLAIN, with_local_runtime, make_models
     from tests.distributed.test_layout_invariance import fixed_run
 
     weights, optimizer, layout = MODES[mode]
@@ -46,7 +46,7 @@ def configured(out: Path, mode: str) -> tuple[RunConfig, Any]:
     folder = make_models(out / "models", shape)
     config, prepared = fixed_run(folder, out / "run", shape, 1, layout, sections)
     device = DeviceConfig(kind=DeviceKind.NPU)
-    return locally(config).model_copy(update={"device": device}), prepared
+    return with_local_runtime(config).model_copy(update={"device": device}), prepared
 
 
 def planned(config: RunConfig) -> int:

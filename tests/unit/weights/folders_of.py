@@ -125,6 +125,7 @@ class CountingFolder(HfFolder):
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files of a folder, by name."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
