@@ -34,7 +34,7 @@ def make_rollouts(seed: int = 0) -> Rollouts:
 
 
 def make_experience(rollouts: Rollouts, seed: int = 1) -> Experience:
-    """Return random advantages, returns and values, and old log-probs near those of a random model."""
+    """Return random advantages, returns and values; old log-probs near those of a random model."""
     generator = torch.Generator().manual_seed(seed)
     count, width = rollouts.response_ids.shape
     mask = rollouts.trained_mask

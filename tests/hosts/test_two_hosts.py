@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.same_run import lines_of
-from tests.hosts.hosts import Host, make_hosts, why_not
+from tests.hosts.hosts import Host, find_obstacle, make_hosts
 from tests.processes import only_line, read_lines, read_metrics, wait_for
 
 START = Path(__file__).resolve().parents[1] / "golden" / "start"
@@ -72,7 +72,7 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     """A head with Ray running, and a worker that has not joined yet."""
-    lacking = why_not()
+    lacking = find_obstacle()
     if lacking:
         pytest.fail(lacking)
     with make_hosts(2) as (hosts, shared):
