@@ -1,8 +1,7 @@
-"""Tells a rehearsal what its processes did, where it cannot look into them: under Ray.
+"""Record what a process does, for a rehearsal under Ray, which cannot look into its workers.
 
-`RLXF_STANDIN_TOLD` names a folder. A process leaves an empty file in it for every operator that it
-calls, when it calls it first, one for its device, and one for each random state that it is given:
-`PID operator`.
+RLXF_STANDIN_RECORDS names a folder. The process makes an empty file there, `PID RECORD`, for its
+device, for every operator that it calls, and for each random state that it restores.
 """
 
 from __future__ import annotations
@@ -13,19 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FOLDER = os.environ.get("RLXF_STANDIN_TOLD")
+FOLDER = os.environ.get("RLXF_STANDIN_RECORDS")
 
 
 @functools.cache
-def tell(what: str) -> None:
+def record(text: str) -> None:
+    """Make the file of a record; do nothing without a folder."""
     if FOLDER:
-        Path(FOLDER, f"{os.getpid()} {what}").touch()
+        Path(FOLDER, f"{os.getpid()} {text}").touch()
 
 
-def telling(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
+def recorded(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator so that its calls are recorded under a name."""
+
     @functools.wraps(operator)
     def call(*args: Any, **kwargs: Any) -> Any:
-        tell(name)
+        record(name)
         return operator(*args, **kwargs)
 
     return call
