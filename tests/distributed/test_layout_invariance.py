@@ -40,7 +40,7 @@ from tests.distributed.llamas import (
 )
 from tests.training import train
 from tests.trl.record import make_tokenizer
-from tests.trl.runs import metrics_of
+from tests.processes import read_metrics
 from tests.unit.weights.folders_of import read_folder
 
 ITERATIONS, BATCH, EOS = 5, 16, 2
@@ -220,7 +220,7 @@ class Outcome:
     """Metrics of every iteration and the final weights of the roles that learn."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        self.metrics = metrics_of(directory)
+        self.metrics = read_metrics(directory.path)
         folders = {role: directory.path / "final" / f"{role}_hf" for role in START}
         self.weights = {r: load_folder(folder) for r, folder in folders.items() if folder.exists()}
 

@@ -28,7 +28,7 @@ def test_a_random_stream_that_no_worker_restored_is_named(tmp_path: Path) -> Non
             file = tmp_path / "checkpoints" / name / "actor" / f"rank_{rank:05d}.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"process": {"device": state.hex()}}))
-    given = [f"random state {zlib.crc32(state):08x}" for state in (b"a", b"b")]
-    assert ray_run.find_unrestored_states(tmp_path, [*given, "npu_swiglu"]) == []
-    lost = ray_run.find_unrestored_states(tmp_path, [given[0], f"random state {zlib.crc32(b'd'):08x}"])
-    assert lost == [f"{given[1]} was saved and not restored"]
+    first, second, other = (f"random state {zlib.crc32(state):08x}" for state in (b"a", b"b", b"d"))
+    assert ray_run.find_unrestored_states(tmp_path, [first, second, "npu_swiglu"]) == []
+    lost = ray_run.find_unrestored_states(tmp_path, [first, other])
+    assert lost == [f"{second} was saved and not restored"]
