@@ -97,11 +97,11 @@ def make_start() -> None:
     torch.set_num_threads(1)
     train_models.new_policy = small_policy
     split = tiny_task.make_split(1)
-    taught = train_models.teach_policy(split, 1, STEPS)
-    taught.model.save_pretrained(START)
+    pretrained = train_models.pretrain_policy(split, 1, STEPS)
+    pretrained.model.save_pretrained(START)
     tiny_task.make_tokenizer().save_pretrained(START)
     tiny_task.write_jsonl(START / "prompts.jsonl", split.train[:NUM_PROMPTS])
-    print(f"start: solves {taught.accuracy:.1%} of the validation problems")
+    print(f"start: solves {pretrained.accuracy:.1%} of the validation problems")
 
 
 if __name__ == "__main__":

@@ -165,5 +165,5 @@ def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> No
             process.wait(timeout=ENDS_S)
     said = (tmp_path / "worker").read_text()
     assert f"waiting for Ray at 127.0.0.1:{PORT}" in said
-    assert "node 0 has ended; its console tells how the run went" in said
+    assert "node 0 has ended; see its console for the result of the run" in said
     assert left_of_ray() == []

@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     assert train_reward_model.main([*command, "--lr=0.02"]) == 2
     assert "error: --lr=0.02 must be 0.01, as in the training that" in capsys.readouterr().err
     assert train_reward_model.main(command) == 0
-    assert "goes on after step 6" in capsys.readouterr().out
+    assert "resuming after step 6" in capsys.readouterr().out
     ours, theirs = (LlamaForSequenceClassification.from_pretrained(f) for f in (whole, cut))
     for name, value in ours.state_dict().items():
         assert value.equal(theirs.state_dict()[name]), name
@@ -154,7 +154,7 @@ def test_wrong_arguments_are_errors_of_one_line(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_reward_model.main(arguments(base, base / "lm")) == 2
-    assert "must not exist: a folder of that name is complete" in capsys.readouterr().err
+    assert "must not exist: an existing folder is taken for a finished" in capsys.readouterr().err
     assert train_reward_model.main(arguments(base, tmp_path / "a", model=tmp_path)) == 2
     assert "error: --model=" in capsys.readouterr().err
     assert train_reward_model.main(arguments(base, tmp_path / "a", train="absent.parquet")) == 2
