@@ -148,7 +148,7 @@ def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab)
     assert found == wanted and len(found) == 3
 
 
-def test_a_worker_of_another_host_dies_and_its_log_is_here(lab: Lab) -> None:
+def test_the_log_of_a_worker_that_died_on_another_host_is_copied(lab: Lab) -> None:
     log, folder = lab.log("killed"), lab.head.data / "killed"
     changes = {
         "training.output_dir": str(folder),

@@ -195,7 +195,7 @@ def test_the_text_goes_to_other_processes_and_is_not_run_there(
         assert sources.find_carried(file, source.sha256) == source
 
 
-def test_a_file_that_runs_long_is_named_meanwhile(
+def test_a_file_that_runs_long_is_named_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sources, "SLOW_S", 0.05)

@@ -56,7 +56,7 @@ def arguments(base: Path, output: Path, **more: object) -> list[str]:
     return [f"--{key}={value}" for key, value in given.items()]
 
 
-def test_it_learns_the_order_and_ppo_can_load_it(
+def test_a_trained_reward_model_orders_pairs_and_loads_in_ppo(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "rm"
@@ -124,7 +124,7 @@ def test_micro_batches_and_padding_leave_the_margins_as_they_are(base: Path) -> 
     torch.testing.assert_close(together, alone)
 
 
-def test_prompts_lose_their_start_and_responses_their_end(base: Path) -> None:
+def test_long_prompts_are_cut_at_the_start_and_responses_at_the_end(base: Path) -> None:
     tokenizer = load_tokenizer(str(base / "lm"))
     pair = Pairs(str(base / "rm" / "test.parquet"), tokenizer, 10, 5)[0]
     assert tokenizer.decode(pair.chosen) == "assistant\nYes, "
@@ -140,7 +140,7 @@ def test_prompts_lose_their_start_and_responses_their_end(base: Path) -> None:
         ({"chosen": "a", "rejected": "a"}, "pair 1 of {} must have two different responses"),
     ],
 )
-def test_a_pair_that_teaches_nothing_is_refused(
+def test_a_pair_without_two_different_responses_is_refused(
     row: dict[str, str], rule: str, base: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "pairs.jsonl"

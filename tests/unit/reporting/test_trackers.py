@@ -145,7 +145,7 @@ def test_unknown_trackers_and_missing_packages_are_problems(kept: type[Kept]) ->
     )
 
 
-def test_a_name_is_taken_once(kept: type[Kept]) -> None:
+def test_a_tracker_name_cannot_be_registered_twice(kept: type[Kept]) -> None:
     for name in ("kept", "wandb", "jsonl"):
         with pytest.raises(ValueError, match=name):
             register_tracker(name)(kept)

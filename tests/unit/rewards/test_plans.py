@@ -46,7 +46,7 @@ def test_functions_and_slow_rules_are_scored_in_processes() -> None:
     assert not needs_processes(reward(verifier=True), [MATH]), "verifiers score all alike"
 
 
-def test_a_rule_decides_where_no_function_does_or_where_it_is_one() -> None:
+def test_a_rule_decides_for_data_sources_without_a_reward_function() -> None:
     some = reward({"function": "gsm8k", "data_sources": ["a"]}, {"url": "http://h/"})
     assert not rule_decides(some, "a") and not rule_decides(some, "b")
     only_a = reward({"function": "gsm8k", "data_sources": ["a"]})
