@@ -1,4 +1,4 @@
-"""Converted folders: stock Megatron loads them, roles start from them, runs leave them."""
+"""Stock Megatron loads converted folders, roles start from them, and runs write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts compute what transformers computes, wherever the experts are."""
+"""Mixtures of experts compute what transformers computes, on whatever ranks the experts are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Five iterations on fixed responses end at the same weights: however the work is laid out,
-wherever the roles are placed, and whatever runs them."""
+"""Five iterations on fixed responses end at the same weights in every layout, placement of the
+roles and runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with offloaded roles are those without, bit by bit, and the memory is gone meanwhile."""
+"""Runs with offloaded roles equal runs without, bit by bit, and free the memory meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step per iteration without a pass for old log-probs has the numbers of the pass."""
+"""With one step per iteration the update computes old log-probs itself, with equal results."""
 
 from __future__ import annotations
 

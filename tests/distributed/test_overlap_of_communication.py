@@ -1,4 +1,4 @@
-"""Communication beside computation changes no number."""
+"""Overlapping communication with computation changes no number."""
 
 from __future__ import annotations
 

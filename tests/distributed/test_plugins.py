@@ -1,4 +1,4 @@
-"""The example file of one's own parts trains: estimator, reward rule and rollout engine."""
+"""A run trains with the estimator, reward rule and rollout engine of examples/plugins/parts.py."""
 
 from __future__ import annotations
 

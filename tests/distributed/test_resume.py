@@ -1,4 +1,4 @@
-"""A run that was interrupted and started again is the run that was not, bit by bit."""
+"""An interrupted and resumed run equals an uninterrupted one, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resumed rank goes on with beside tensors: random streams, a count of wrong steps."""
+"""A resumed rank continues its random streams and its count of skipped steps."""
 
 from __future__ import annotations
 

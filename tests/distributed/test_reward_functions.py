@@ -1,4 +1,4 @@
-"""A function that scores as a built-in rule does trains the same policy, beside generation."""
+"""A reward function that scores like a built-in rule trains the same policy."""
 
 from __future__ import annotations
 

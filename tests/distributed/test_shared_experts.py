@@ -1,4 +1,4 @@
-"""Ranks that share experts generate what one rank with all experts does, each with its share."""
+"""Ranks that share experts generate what one rank with all experts does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that falls ill is saved and ended where `logging.stop_on` asks for it, and can go on."""
+"""A run that meets a rule of `logging.stop_on` is saved and stopped, and can be resumed."""
 
 from __future__ import annotations
 

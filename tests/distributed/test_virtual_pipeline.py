@@ -1,4 +1,4 @@
-"""A rank with several chunks of the model: any number of rows, and the files it leaves."""
+"""A rank with several chunks of the model takes any number of rows, and writes the same files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run directory that somebody prepared: what the driver and the ranks remember in it lies.
+"""Resume from a run directory in which an attacker has changed the state of driver and ranks.
 
-A small run is made once. Each case changes a file of its checkpoint, writes size and hash of what
-is there now into the manifest, and gives the command again: in a forked process, which may crash.
+A small run is made once. Each case changes a file of its checkpoint, writes the new size and hash
+into the manifest, and gives the command again in a forked process, which may crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders that lie: valid ones that were changed, and indexes that lie about their files."""
+"""Valid weight folders with changed bytes, and indexes with impossible entries, are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of the documents that need no download, on the tiny models, as users give them."""
+"""The commands of the documents that need no download run on the tiny models."""
 
 from __future__ import annotations
 

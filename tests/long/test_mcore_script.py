@@ -1,7 +1,7 @@
-"""The scripts of `examples/mcore`, run for real on stand-ins of their models.
+"""The scripts of `examples/mcore` run on tiny models in place of their own.
 
-Those of one node follow their folder's other scripts, in order and with their defaults: only sizes
-and lengths are ours. Those of two nodes start a configuration with one device on each.
+The scripts of a folder for one node run in order and with their defaults, but with smaller sizes
+and lengths. The scripts for two nodes start a configuration with one device on each node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs as users start them give on a simulated NPU what they give on a CPU."""
+"""Commands of users give the same results on a simulated NPU as on a CPU."""
 
 from __future__ import annotations
 

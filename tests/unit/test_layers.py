@@ -1,4 +1,4 @@
-"""Imports point down only, and devices and Ray are each known to one package."""
+"""Imports point downward only; each device library and Ray is imported by one package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of what would be imported: a checkout counts before the wheel that it hides."""
+"""Versions of installed packages: a checkout on the path counts before an installed wheel."""
 
 from __future__ import annotations
 

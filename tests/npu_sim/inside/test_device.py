@@ -1,4 +1,4 @@
-"""The simulated device: memory, copies, streams, and what it refuses."""
+"""The simulated device: memory, copies, streams, and the calls that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's experts copy their sizes to the host beside the computation, and wait for them."""
+"""Megatron's experts copy their sizes to the host asynchronously, and wait for the copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HCCL's rules: dtypes, reductions, tensors of the host, groups, timeouts."""
+"""The simulated HCCL checks dtypes, reductions, devices, groups and timeouts."""
 
 from __future__ import annotations
 

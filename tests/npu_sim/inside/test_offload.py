@@ -1,4 +1,4 @@
-"""Offloaded parts on the device: memory that is gone, and copies that end late."""
+"""Offloading on the simulated device: freed memory, and copies that end late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package on the device: its paths work, and break where a mend is taken back."""
+"""The package works on the simulated device, and fails there when a needed line is removed."""
 
 from __future__ import annotations
 

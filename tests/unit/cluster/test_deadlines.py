@@ -1,3 +1,5 @@
+"""The deadline of a call follows from the time of earlier calls of its kind."""
+
 from __future__ import annotations
 
 import pytest

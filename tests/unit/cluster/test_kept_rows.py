@@ -1,3 +1,5 @@
+"""The store in which a worker keeps the rows that others may request."""
+
 from __future__ import annotations
 
 import threading

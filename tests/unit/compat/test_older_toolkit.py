@@ -1,4 +1,4 @@
-"""YAML of MindSpeed-LLM's Ray PPO: no key of it is lost, none changes a number unseen."""
+"""Every key of MindSpeed-LLM's Ray PPO is used, noted or refused; none is ignored silently."""
 
 from __future__ import annotations
 

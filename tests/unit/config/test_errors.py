@@ -1,4 +1,4 @@
-"""Problems: how they read, which keys they judge, how keys are renamed; all come at once."""
+"""Problems: their text, the keys that they name, and how keys are renamed in them."""
 
 from __future__ import annotations
 

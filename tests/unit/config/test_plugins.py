@@ -1,4 +1,4 @@
-"""Python files of the user: loaded once, remembered by their text, mistakes named with the line."""
+"""Python files of the user are loaded once, stored as text, and their errors named by line."""
 
 from __future__ import annotations
 

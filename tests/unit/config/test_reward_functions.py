@@ -1,4 +1,4 @@
-"""Reward functions of the user: found, run and checked when the configuration is made."""
+"""Reward functions of the user are found, run and checked when the configuration is resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo makes, and what it makes on request only."""
+"""What the demo makes, and what it makes only on request."""
 
 from __future__ import annotations
 

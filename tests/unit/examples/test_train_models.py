@@ -1,4 +1,4 @@
-"""The demo's models: what they are taught with, not how far they get."""
+"""The training data and losses of the demo's models; no model is trained to its full accuracy."""
 
 from __future__ import annotations
 

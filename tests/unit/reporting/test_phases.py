@@ -1,4 +1,4 @@
-"""Phases: lines at growing intervals, the outermost one, and none for what is short."""
+"""Messages on long phases: at growing intervals, for the outermost phase only."""
 
 from __future__ import annotations
 

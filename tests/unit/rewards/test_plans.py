@@ -1,4 +1,4 @@
-"""What a configuration scores by: where, by which rules, and what is wrong with it."""
+"""Which rules and functions a configuration scores by, and where they run."""
 
 from __future__ import annotations
 

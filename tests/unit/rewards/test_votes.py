@@ -1,4 +1,4 @@
-"""Answers by which responses vote: equal where their rule takes them for the same."""
+"""Responses vote for the same answer where their rule takes the answers for equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody outside `rollout/` knows how a response is generated, or with which module."""
+"""Code outside `rollout/` does not depend on how responses are generated."""
 
 from __future__ import annotations
 

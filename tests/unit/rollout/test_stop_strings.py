@@ -1,4 +1,4 @@
-"""A string ends a response wherever the tokens cut it."""
+"""A stop string ends a response wherever token borders cut the string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In every layout each number of the rollout comes from one place, and the right one."""
+"""In every layout each number of the rollout's weights comes from exactly one right place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder gets its name at once, and a process that is killed on the way loses nothing."""
+"""A folder is published at once, and a process that is killed while publishing loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets that say how they were made become one that says it too, or are refused by what differs."""
+"""Merging indexed data sets merges their sidecars, or is refused where these differ."""
 
 from __future__ import annotations
 
