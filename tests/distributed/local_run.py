@@ -1,6 +1,6 @@
 """Run the fixed run of `test_layout_invariance` on the local runtime.
 
-    python -m tests.distributed.local_run MODELS OUTPUT RANKS
+python -m tests.distributed.local_run MODELS OUTPUT RANKS
 """
 
 from __future__ import annotations

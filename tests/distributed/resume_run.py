@@ -1,6 +1,6 @@
 """Start, interrupt and resume the run of `test_resume` on the local runtime.
 
-    python -m tests.distributed.resume_run MODELS STEPS
+python -m tests.distributed.resume_run MODELS STEPS
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ from tests.distributed.llamas import (
     make_models,
     run_config,
 )
+from tests.processes import read_metrics
 from tests.training import train
 from tests.trl.record import make_tokenizer
-from tests.processes import read_metrics
 from tests.unit.weights.folders_of import read_folder
 
 ITERATIONS, BATCH, EOS = 5, 16, 2

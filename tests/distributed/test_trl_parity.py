@@ -46,6 +46,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
 from mindspeed_rlxf.run.directory import RunDirectory
+from tests.processes import read_metrics
 from tests.rows import length_mask
 from tests.training import train
 from tests.trl.record import (
@@ -55,7 +56,6 @@ from tests.trl.record import (
     UPDATES,
     make_tokenizer,
 )
-from tests.processes import read_metrics
 from tests.trl.runs import (
     SeenEnough,
     Trace,

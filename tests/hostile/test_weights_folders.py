@@ -162,7 +162,9 @@ METADATA = {
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_metadata_with_impossible_entries_is_refused(made: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_metadata_with_impossible_entries_is_refused(
+    made: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     folder = find_weights(shutil.copytree(made["sharded"], tmp_path / "x"))[1]
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     METADATA[name](metadata)

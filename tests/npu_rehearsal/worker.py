@@ -1,6 +1,6 @@
 """One rank of a rehearsed run, which `run.run_case` starts with the variables of torchrun.
 
-    python -m tests.npu_rehearsal.worker KIND MODELS OUTPUT CASE
+python -m tests.npu_rehearsal.worker KIND MODELS OUTPUT CASE
 """
 
 from __future__ import annotations

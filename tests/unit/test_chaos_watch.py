@@ -24,7 +24,9 @@ def test_lost_iterations_and_recovery_are_counted_from_the_last_attempt(tmp_path
     watch.iterations()
     assert watch.recovery_s() is None and watch.lost_iterations() == 0
     iterations(4)
-    assert watch.recovery_s() is None and watch.lost_iterations() == 2 and watch.phase() is Phase.START
+    assert (
+        watch.recovery_s() is None and watch.lost_iterations() == 2 and watch.phase() is Phase.START
+    )
     iterations(5)
     assert watch.recovery_s() is not None and watch.phase() is Phase.ITERATION
     (directory.checkpoints / ".iter_0000006").mkdir(parents=True)

@@ -43,7 +43,9 @@ def test_memory_is_gone_and_comes_back(device: Any, moved: tuple[Any, Offload]) 
     assert numbers(weights) == list(range(16 * KIB))
 
 
-def test_onloaded_numbers_are_complete_only_after_the_wait(device: Any, moved: tuple[Any, Offload]) -> None:
+def test_onloaded_numbers_are_complete_only_after_the_wait(
+    device: Any, moved: tuple[Any, Offload]
+) -> None:
     weights, parts = moved
     parts.offload(Part)
     assert device.pending_copies() == 0  # storages are freed after the copies

@@ -396,7 +396,9 @@ PLAN: dict[str, Any] = {
     "response_tokens": Case(4, base=ON_NPU),
 }
 ROLLOUT = {
-    "engine": Shown("trainer/test_bad_files.py", "test_an_unknown_or_unsuitable_rollout_engine_is_refused"),
+    "engine": Shown(
+        "trainer/test_bad_files.py", "test_an_unknown_or_unsuitable_rollout_engine_is_refused"
+    ),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
 }

@@ -72,7 +72,9 @@ def test_nothing_is_offloaded_by_default(make_tree: MakeTree) -> None:
         ),
     ],
 )
-def test_offload_keys_that_cannot_work_are_refused(problems: Problems, changes: dict[str, Any], expected: str) -> None:
+def test_offload_keys_that_cannot_work_are_refused(
+    problems: Problems, changes: dict[str, Any], expected: str
+) -> None:
     (found,) = problems(changes)
     assert found.startswith(expected)
 
@@ -99,7 +101,9 @@ def test_a_rule_as_reward_has_nothing_to_offload(make_tree: MakeTree) -> None:
     assert "reward.offload" in "".join(resolve_with_notes(tree, "test")[1])
 
 
-def test_offload_is_noted_as_idle_where_no_other_model_shares_the_devices(make_tree: MakeTree) -> None:
+def test_offload_is_noted_as_idle_where_no_other_model_shares_the_devices(
+    make_tree: MakeTree,
+) -> None:
     alone = {"resource_pool.other": 8, "placement.critic": "other"}
     tree = make_tree({**alone, "training.offload.weights": True})
     assert not any("offload" in note for note in resolve_with_notes(tree, "test")[1])

@@ -60,7 +60,9 @@ def test_what_stops_a_run_is_an_error_and_the_rest_a_warning(
     ]
 
 
-def test_the_doctor_reports_the_checks_of_an_npu_host(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_the_checks_of_an_npu_host(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (host / "dev" / "hisi_hdc").unlink()
     subject = Subject(DeviceKind.NPU, str(host))
     probes = {probe.name: probe for probe in local.probes(subject)}

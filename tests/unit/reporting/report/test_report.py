@@ -91,7 +91,9 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     assert main_part["about"]["critic/kl"]["unit"] == "nats per token"
 
 
-def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_numbers(tmp_path: Path) -> None:
+def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_numbers(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path / "run")
     before = read_schedules(run)
     damage(run)
