@@ -136,6 +136,10 @@ class PlainEngine:
         micro_batches: Sequence[tuple[Rollouts, list[int]]],
         step: PolicyStep | ValueStep,
     ) -> dict[str, float]:
+        """Do one AdamW step; return the gradient norm and the mean of each metric.
+
+        The gradient is the sum over all micro-batches divided by the sum of their weights.
+        """
         self.adam.zero_grad()
         outputs: list[LossOutput] = []
         for rollouts, rows in micro_batches:

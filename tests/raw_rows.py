@@ -107,6 +107,7 @@ def write_hh(folder: Path) -> Path:
 
 
 def _write_jsonl(folder: Path, files: dict[str, Iterable[dict[str, Any]]]) -> Path:
+    """Write files, name -> rows, to a folder; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)

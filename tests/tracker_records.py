@@ -17,6 +17,7 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 def read_tensorboard(folder: Path) -> Steps:
+    """Return step -> score of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder))
@@ -38,6 +39,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 
 def read_wandb(folder: Path) -> Steps:
+    """Return step -> score of all starts of a run. Fails the test for a step recorded twice."""
     found: Steps = {}
     for record in wandb_records(folder):
         values = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}

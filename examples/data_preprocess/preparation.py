@@ -148,6 +148,7 @@ def prepare(data_set: DataSet, make_row: MakeRow, source: str, output: Path) -> 
 
 
 def _prepare_split(split: str, rows: Iterable[Raw], make_row: MakeRow, file: Path) -> None:
+    """Write one split; print the rows written and left out. Raises Failed without a usable row."""
     dropped: Counter[str] = Counter()
 
     def made() -> Iterator[dict[str, Any]]:
@@ -285,6 +286,7 @@ def _one_row(file: Path) -> Any:
 
 
 def _compressed_rows(file: Path) -> Iterator[Raw]:
+    """Yield the rows of a gzipped jsonl file, empty lines skipped. Raises Failed for a bad line."""
     with gzip.open(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW + 1), b""), start=1):
             row = parse_json(line) if len(line) <= MAX_ROW and line.strip() else None

@@ -105,6 +105,8 @@ def corrupt(answer: str, rng: random.Random, *, max_length: int) -> tuple[str, b
 
 
 def _wrong(kind: str, answer: str, rng: random.Random, max_length: int) -> tuple[str, bool]:
+    """Draw a response of a kind, which may be the answer by chance; see `corrupt`."""
+
     def digits(count: int) -> str:
         return "".join(rng.choice("0123456789") for _ in range(count))
 

@@ -239,6 +239,7 @@ def _spans(ends: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _as_bnsd(x: Tensor, layout: str, head_num: int, query: Tensor) -> Tensor:
+    """Turn a tensor of a layout into [B, N, S, D]; D follows from the query."""
     if layout == "BNSD":
         return x
     if layout == "BSND":
@@ -250,6 +251,7 @@ def _as_bnsd(x: Tensor, layout: str, head_num: int, query: Tensor) -> Tensor:
 
 
 def _from_bnsd(x: Tensor, layout: str) -> Tensor:
+    """Turn [B, N, S, D] into a tensor of a layout."""
     if layout == "BNSD":
         return x
     if layout == "BSND":

@@ -71,6 +71,7 @@ def current_device() -> int:
 
 
 def set_device(index: Any) -> None:
+    """Select a device, by number or torch.device, and record it. Fails for one not visible."""
     global _device
     number = getattr(index, "index", index) or 0
     assert number < device_count(), f"the stand-in shows {device_count()} devices, not {index}"

@@ -83,6 +83,7 @@ def defined(read: Read, module: str) -> set[str]:
 
 
 def _defined(read: Read, tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the names of a parsed module; relative star imports are looked up in `package`."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name

@@ -97,6 +97,7 @@ def _read_variables() -> set[str]:
 
 
 def _make(arguments: list[str], _: Path) -> None:
+    """Assert that the Makefile has these targets and variables."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
     variables = set(re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE))
@@ -106,6 +107,7 @@ def _make(arguments: list[str], _: Path) -> None:
 
 
 def _python(arguments: list[str], folder: Path) -> None:
+    """Check `python -c CODE`, a script of this repository, or `python -m MODULE`."""
     first = arguments[0]
     if first == "-c":
         _python_code(arguments[1], arguments[2:], folder)

@@ -42,6 +42,7 @@ class Role:
         return Answer()
 
     def end_save(self) -> Answer:
+        """Write the state of `begin_save` and the other files; report their entries."""
         folder, state = self.saving
         folder.mkdir(parents=True)
         files = {"state": state.encode(), **self.others}
