@@ -1,14 +1,17 @@
-# Every target sets up what it needs: a fresh machine needs Python >= 3.10 with `venv`, and make.
+# Every target first installs the environment that it needs into .venv* (`make install`). The machine
+# must have make and Python >= 3.10 with `venv`.
 #
-#   PYTHON=...            interpreter for the environment (default: the first good one found)
+#   PYTHON=...            interpreter for the environment (default: the first on PATH >= 3.10)
 #   DEVICE=cpu|cuda|npu   cpu installs torch; cuda and npu use the torch installed for PYTHON
-#   STACK=...             set of versions, a file of constraints/; its own environment (default: cpu,
-#                         with DEVICE=npu npu-core0.12.1)
+#   STACK=...             tested set of versions, the name of a file of constraints/; each set has an
+#                         environment of its own (default: cpu, with DEVICE=npu npu-core0.12.1)
 #   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
 #   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
-#   HASHES=yes|no         no: also install files that constraints/SHA256SUMS does not name, for an
-#                         index that builds its own or a system other than Linux (docs/security.md)
-#   SEED=1  KILLS=100  PYTEST_ARGS=...
+#   HASHES=yes|no         no: install also files that constraints/SHA256SUMS does not list, as from an
+#                         index that builds its own or on a system other than Linux (docs/security.md)
+#   SEED=1                seed of `make demo` and `make chaos`
+#   KILLS=100             kills of `make chaos`
+#   PYTEST_ARGS=...       further arguments of pytest
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -45,13 +48,13 @@ LOCKED := $(VENV)/requirements.txt
 LOCK = $(BIN)/python constraints/locked.py $(SET) $(if $(filter no,$(HASHES)),--no-hashes)
 CHECK := --no-deps $(if $(filter yes,$(HASHES)),--require-hashes)
 OFFLINE := $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
-# What builds is in a folder of its own, so that it hides no setuptools that the installed torch
-# needs. pip itself does not look there (-E), what it starts to build does.
+# The build tools are in a folder of their own, because they would replace the setuptools that the
+# installed torch needs. pip itself ignores PYTHONPATH (-E); the builds that it starts follow it.
 TOOLS := $(VENV)/build-tools
 BUILD_TOOLS := packaging pybind11 setuptools wheel
 PIP = PYTHONPATH="$(abspath $(TOOLS))" $(BIN)/python -E -m pip
 BUILD := --no-build-isolation --use-pep517
-# -qq: errors only. Warnings are about the machine (places to look for packages that are not there).
+# -qq: errors only. The warnings concern the machine, such as a package folder that does not exist.
 QUIET := --no-input --disable-pip-version-check -qq
 PIP_INSTALL = $(PIP) install $(QUIET) $(OFFLINE)
 PIP_DOWNLOAD = $(PIP) download $(QUIET) --find-links wheelhouse --dest wheelhouse
@@ -63,16 +66,16 @@ CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_g
 
 help:
 	@printf '%s\n' \
-	  'make demo        PPO on a tiny model made here, then a report' \
-	  'make bring-up    does DEVICE compute what a CPU computed? stage by stage' \
+	  'make demo        train a tiny model by PPO, then print a report' \
+	  'make bring-up    compare DEVICE with numbers recorded on a CPU, stage by stage' \
 	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
 	  'make test-long   the tests that take longer' \
-	  'make chaos       kills processes of runs at random moments: KILLS=100 SEED=1' \
-	  'make mutations   puts faults into a copy of the core: which tests see them?' \
-	  'make test-hosts  a run on two hosts made of namespaces; needs root' \
+	  'make chaos       kill processes of runs at random moments: KILLS=100 SEED=1' \
+	  'make mutations   put faults into a copy of the core, list the tests that fail' \
+	  'make test-hosts  test a run on two hosts made of Linux namespaces; needs root' \
 	  'make lint        ruff and mypy;  make format  applies ruff' \
-	  'make docs        the documentation as a site, in outputs/site; Python 3.11 or newer' \
-  'make wheelhouse  gather every package in ./wheelhouse' \
+	  'make docs        build the documentation in outputs/site; Python 3.11 or newer' \
+	  'make wheelhouse  download every package into ./wheelhouse' \
 	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \
 	  'options          PYTHON=... DEVICE=cpu|cuda|npu STACK=... SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir HASHES=yes|no'
 
@@ -97,10 +100,11 @@ $(BIN)/python:
 	    > "$$(echo $(VENV)/lib/python3.*/site-packages)/installed_torch.pth"; \
 	fi
 
-# pip looks at no requirement of the set, which is complete, and takes no file that SHA256SUMS does
-# not name. On cpu torch comes last: what it requires is there then, but for libraries of CUDA. On
-# cuda and npu the .pth above lets PYTHON be an environment itself. Its torch stays, and its other
-# packages unless one of ours refuses their version; what then takes their place may ask again.
+# pip resolves no dependencies (--no-deps), because the set is complete, and installs no file that
+# SHA256SUMS does not list. On cpu torch comes last: only its CUDA libraries are still missing then.
+# On cuda and npu the .pth file above makes the packages of PYTHON visible, also where PYTHON is a
+# virtual environment. Its packages are kept, torch among them; a package is replaced only where one
+# of ours refuses its version. A replacement may refuse others in turn, hence up to five rounds.
 $(STAMP): setup.py pyproject.toml $(SET) constraints/locked.py constraints/SHA256SUMS | $(BIN)/python
 	@echo 'installing (a minute or two the first time)'
 ifeq ($(HASHES),no)
@@ -125,26 +129,27 @@ else
 endif
 	@touch $@
 
-# On NPU the demo comes after the bring-up, which says what to look at where it does not work.
+# On NPU the bring-up runs before the demo: it names the stage that fails.
 demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
 	@run="outputs/demo-$$(date +%Y%m%d-%H%M%S)-$$$$"; \
-	echo 'demo, 1 of 3: a tiny model that adds but leaves out the carry, and its data'; \
+	echo 'demo, 1 of 3: make the data, and a tiny model that often forgets the carry of a sum'; \
 	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1; \
-	echo 'demo, 2 of 3: PPO with four roles in two processes; a rule scores the sums'; \
+	echo 'demo, 2 of 3: train it by PPO, four roles in two processes; a rule scores the sums'; \
 	$(BIN)/python ray_gpt.py --config-name ppo_trainer_tiny training.output_dir="$$run" \
 	  training.seed=$(SEED) device.kind=$(DEVICE); \
-	echo 'demo, 3 of 3: what the policy learnt'; \
+	echo 'demo, 3 of 3: report what the policy has learnt'; \
 	$(BIN)/python examples/tiny/report.py "$$run"
 
 bring-up: $(STAMP)
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
 
-# Two processes: one waits for its Ray workers most of the time, the other has the unit tests.
+# Two processes: one runs the tests with Ray and mostly waits for workers, the other the unit tests.
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder \
 	  $(PYTEST_ARGS)
 
-# Hosts made of network namespaces; needs root, and says what else is missing.
+# Hosts made of Linux namespaces; needs root. The tests fail with the reason where a tool or a right
+# is missing.
 test-hosts: $(STAMP)
 	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
 
@@ -152,7 +157,7 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest tests -m long -n 2 --dist loadgroup --no-loadscope-reorder \
 	  $(PYTEST_ARGS)
 
-# About 40 s for a kill: see docs/reliability.md.
+# About 40 s for each kill: see docs/reliability.md.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 
@@ -169,12 +174,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-# A site that asks for nothing from elsewhere; a warning is an error. `docs` is also a folder: phony.
+# The site loads nothing from other servers; a warning of the build is an error. The target is phony
+# because a folder is named `docs` too.
 docs: $(DOCS)
 	$(BIN)/python -m mindspeed_rlxf.config.reference docs/configuration.md
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --nitpicky --fresh-env --quiet \
 	  --doctree-dir outputs/site-cache docs outputs/site
-	@echo 'written: outputs/site/index.html'
+	@echo 'wrote outputs/site/index.html'
 
 $(DOCS): constraints/docs.txt | $(STAMP)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -183,8 +189,8 @@ $(DOCS): constraints/docs.txt | $(STAMP)
 	@$(PIP_INSTALL) $(CHECK) $(BUILD) -r $(LOCKED)
 	@touch $@
 
-# Every package of the set that this environment has, as PyPI has it; torch and the libraries of CUDA
-# that its build may require (cpu only); our own wheel, and what builds it.
+# Download every package of the set that this environment has, on cpu also torch with the CUDA
+# libraries that its build may require, and build the wheel of this project.
 wheelhouse: $(STAMP)
 	@mkdir -p wheelhouse
 	@$(PIP) list --local --format=freeze --disable-pip-version-check \

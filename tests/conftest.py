@@ -1,4 +1,4 @@
-"""Settings of every test process."""
+"""Settings of every test process: Ray's address, threads, hypothesis, groups of pytest-xdist."""
 
 import os
 from pathlib import Path
@@ -7,29 +7,30 @@ import hypothesis
 import pytest
 import torch
 
-# The tests have clusters of their own, whatever Ray this user runs on this host.
+# Tests start clusters of their own and never join one that this user runs on the host.
 os.environ.setdefault("RAY_ADDRESS", "local")
 
-# Files of tests/distributed whose short tests have one worker, and so leave room for others.
+# Files of tests/distributed whose tests use one worker and so can run beside the other Ray tests.
 ONE_WORKER = ("test_bf16.py", "test_golden.py", "test_kills.py", "test_trl_parity.py")
 
-# Files that look at all programs of a sandbox on the host, also those that other files started.
+# Files that check all sandboxed programs on the host, and so would see those of each other.
 SANDBOXES = ("test_sandbox.py", "test_programs.py", "test_program_processes.py")
 
-# The tests' matrices are tiny, and the machine is shared with the workers: threads only get in the
-# way of each other.
+# The matrices of tests are tiny, and the workers need the cores: more threads only cost time.
 torch.set_num_threads(1)
 
-# How long an example takes says something about the machine, nothing about the code.
+# The time of an example depends on the machine, so it must not fail a test.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several test processes (`-n 2 --dist loadgroup`) one runs all that shares Ray's session,
-    another the runs of one worker in a session of its own, and the rest goes file by file, but for
-    those of the sandbox."""
+    """Mark each test with the group that one process of pytest-xdist runs (`--dist loadgroup`).
+
+    Groups: the tests that share one Ray session, those of ONE_WORKER with a session of their own,
+    those of SANDBOXES, and every other file by itself. Does nothing without pytest-xdist.
+    """
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

@@ -1,4 +1,4 @@
-"""transformers' classes of each family: configuration, language model, scorer."""
+"""The classes of transformers for each model family: configuration, language model, scorer."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ MIXTRAL: Family = (MixtralConfig, MixtralForCausalLM, MixtralForSequenceClassifi
 
 
 def family_of(architecture: ArchitectureConfig) -> Family:
+    """Return the classes of the family that has the features of the architecture."""
     if architecture.num_experts is not None:
         return QWEN3_MOE if architecture.qk_layernorm else MIXTRAL
     if architecture.add_qkv_bias:
@@ -43,7 +44,7 @@ def family_of(architecture: ArchitectureConfig) -> Family:
 
 
 def config_keys(a: ArchitectureConfig) -> dict[str, Any]:
-    """Numbers of the architecture by their names in transformers."""
+    """Return the architecture as keyword arguments of the family's configuration class."""
     keys = {
         "num_hidden_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -68,11 +69,11 @@ def config_keys(a: ArchitectureConfig) -> dict[str, Any]:
 
 
 def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor in a published safetensors file of the model.
+    """Return name and shape of each tensor that `save_pretrained` writes for the model.
 
-    transformers 5 holds the experts of a layer in one tensor; files hold a matrix for each, which
-    is what `save_pretrained` writes (`test_a_saved_folder_has_the_names_of_stored_shapes`), and
-    what transformers 4 holds.
+    transformers 5 keeps the experts of a layer in one stacked tensor in memory; files have one
+    matrix per expert, as transformers 4 also has in memory. Checked against a saved folder by
+    `test_a_saved_folder_has_the_names_of_stored_shapes`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     mixtral = model.config.model_type == "mixtral"
@@ -98,7 +99,7 @@ def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def on_meta(kind: Any, config: Any) -> Any:
-    """The model without its numbers."""
+def on_meta(model_class: Any, config: Any) -> Any:
+    """Return a model on torch's meta device: shapes without storage."""
     with torch.device("meta"):
-        return kind(config)
+        return model_class(config)

@@ -1,5 +1,5 @@
-"""Configurations of MindSpeed-LLM, typed from a table of their keys and values: three of PPO, and
-one each of GRPO and online DPO."""
+"""Five configurations of MindSpeed-LLM as trees of keys and values: three of PPO, one of GRPO and
+one of online DPO."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OPTIMIZER: Tree = {
 
 
 def ppo_8b() -> Tree:
-    """ppo_trainer_llama3_8b; the others are told by how they differ from it."""
+    """Return ppo_trainer_llama3_8b, on which the other configurations are based."""
     model = "llama3-8b"
     return {
         "defaults": [{"model": [model]}],
@@ -103,6 +103,7 @@ def ppo_8b() -> Tree:
 
 
 def ppo_7b() -> Tree:
+    """Return ppo_trainer_llama2_7b."""
     tree = _with_model(ppo_8b(), "llama2-7b", "./models/llama-2-7b/")
     tree["training"]["global_batch_size"] = 1
     actor, critic = tree["actor_rollout_ref"]["actor_rollout"], tree["critic"]
@@ -113,6 +114,7 @@ def ppo_7b() -> Tree:
 
 
 def ppo_1b() -> Tree:
+    """Return ppo_trainer_llama32_1b."""
     tree = _with_model(ppo_8b(), "llama32-1b", "./models/llama-3.2-1b-instruct/")
     tree["training"]["global_batch_size"] = 8
     del tree["training"]["sequence_parallel"]
@@ -133,7 +135,7 @@ def ppo_1b() -> Tree:
 
 
 def without_critic() -> Tree:
-    """What the 1B configurations of GRPO and online DPO have in common."""
+    """Return what the 1B configurations of GRPO and online DPO have in common."""
     tree = ppo_1b()
     del tree["critic"], tree["resource_pool"]["critic"]
     actor = tree["actor_rollout_ref"]["actor_rollout"]
@@ -144,7 +146,7 @@ def without_critic() -> Tree:
 
 
 def grpo_1b() -> Tree:
-    """ray_grpo_full_llama32_1b_tp1pp1"""
+    """Return ray_grpo_full_llama32_1b_tp1pp1."""
     tree = without_critic()
     tree["training"] |= {"stage": "ray_grpo", "global_batch_size": 1, "seq_length": 309}
     tree["training"] |= {"train_iters": 15, "sequence_parallel": False, "use_deter_comp": True}
@@ -158,7 +160,7 @@ def grpo_1b() -> Tree:
 
 
 def online_dpo_1b() -> Tree:
-    """online_dpo_trainer_llama32_1b"""
+    """Return online_dpo_trainer_llama32_1b."""
     tree = without_critic()
     tree["training"] |= {"stage": "ray_online_dpo", "global_batch_size": 4}
     actor, ref = tree["actor_rollout_ref"]["actor_rollout"], tree["actor_rollout_ref"]["ref"]
@@ -185,17 +187,18 @@ EVERY = {**PPO, **WITHOUT_CRITIC}
 
 
 def models() -> Tree:
-    """The section `model` that composing gives."""
+    """Return the section `model` that composing these configurations gives."""
     return {name: {**ALL_MODELS, **copy.deepcopy(own)} for name, own in MODELS.items()}
 
 
 def write(folder: Path) -> None:
-    """The configurations as files, as `--config-dir` takes them."""
+    """Write all five configurations to a folder that `--config-dir` can name."""
     for name, make in EVERY.items():
         write_one(folder, name, make(), models())
 
 
 def write_one(folder: Path, name: str, tree: Tree, models: Tree) -> None:
+    """Write the configuration `name`, and a file for each of its models."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     for model, keys in models.items():
         _dump(folder / "model" / f"{model}.yaml", {model: keys})
@@ -207,6 +210,7 @@ def _dump(file: Path, tree: Tree) -> None:
 
 
 def _with_model(tree: Tree, model: str, tokenizer: str) -> Tree:
+    """Return a copy of the tree in which every role has this model."""
     tree = copy.deepcopy(tree)
     tree["defaults"] = [{"model": [model]}]
     tree["training"]["tokenizer_name_or_path"] = tokenizer

@@ -1,7 +1,8 @@
 """A training engine without Megatron: a transformers model, plain autograd and torch's AdamW.
 
-One process, padded rows one at a time, fp32. It proves that roles need no more than `TrainEngine`,
-and that what they compute does not depend on the engine.
+It runs in one process, in fp32, and computes one sequence at a time. Tests compare roles that use
+it with roles that use Megatron: roles need no more than `TrainEngine`, and their results do not
+depend on the engine.
 """
 
 from __future__ import annotations
@@ -29,17 +30,22 @@ from mindspeed_rlxf.engine.protocol import (
 
 
 class PlainEngine:
-    """Implements `TrainEngine`; run checkpoints are Megatron's alone."""
+    """Implement `TrainEngine` but for run checkpoints.
+
+    Loads the Hugging Face folder of the role; a folder with `score.weight` gets a score head. Roles
+    that learn get an AdamW optimizer.
+    """
 
     is_leader = True
 
     def offload(self) -> None:
-        """Keep everything: this engine has the host's memory alone."""
+        """Do nothing: this engine uses host memory only."""
 
     def onload(self) -> None:
-        """Nothing is away."""
+        """Do nothing, as `offload` moves nothing."""
 
     def holding(self, *parts: Part) -> AbstractContextManager[None]:
+        """Return a context that does nothing, as all parts are always loaded."""
         return nullcontext()
 
     def __init__(self, config: RunConfig, role: Role) -> None:
@@ -64,23 +70,29 @@ class PlainEngine:
             )
 
     def _hidden(self, rollouts: Rollouts, row: int) -> Tensor:
-        """[slots of the response and one more, hidden]: what predicts each of its tokens."""
+        """Return [response + 1, hidden]: the state that predicts each token of a response, and the
+        state after its last token."""
         prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
         response = rollouts.response_ids[row, : int(rollouts.response_lengths[row])]
         states = self.model.model(torch.cat((prompt, response))[None]).last_hidden_state[0]
         return states[len(prompt) - 1 :]
 
-    def _log_probs(self, rollouts: Rollouts, rows: Sequence[int], t: float) -> TokenLogProbs:
-        found, entropies = [], []
+    def _log_probs(
+        self, rollouts: Rollouts, rows: Sequence[int], temperature: float
+    ) -> TokenLogProbs:
+        """Return log-probs and entropies of the trained tokens of these rows, one after another."""
+        log_probs, entropies = [], []
         for row in rows:
             trained = rollouts.trained_mask[row].nonzero().squeeze(1)
-            logits = self.model.lm_head(self._hidden(rollouts, row)[trained]) / t
+            logits = self.model.lm_head(self._hidden(rollouts, row)[trained]) / temperature
             logs = logits.log_softmax(-1)
-            found.append(logs.gather(-1, rollouts.response_ids[row, trained][:, None]).squeeze(-1))
+            tokens = rollouts.response_ids[row, trained][:, None]
+            log_probs.append(logs.gather(-1, tokens).squeeze(-1))
             entropies.append(-(logs.exp() * logs).sum(-1))
-        return TokenLogProbs(torch.cat(found), torch.cat(entropies))
+        return TokenLogProbs(torch.cat(log_probs), torch.cat(entropies))
 
     def _values(self, rollouts: Rollouts, rows: Sequence[int], slots: Tensor) -> Tensor:
+        """Return the values of these rows where `slots` [batch, response + 1] is True, flat."""
         assert self.head is not None
         parts = []
         for row in rows:
@@ -98,7 +110,7 @@ class PlainEngine:
     def log_probs_with_kl(
         self, rollouts: Rollouts, temperature: float, policy: PlainEngine
     ) -> LogProbsWithKl:
-        raise ValueError("the KL over the vocabulary is not part of this comparison")
+        raise ValueError("PlainEngine does not compute the KL over the vocabulary")
 
     @torch.no_grad()
     def values(self, rollouts: Rollouts) -> Values:
@@ -124,6 +136,10 @@ class PlainEngine:
         micro_batches: Sequence[tuple[Rollouts, list[int]]],
         step: PolicyStep | ValueStep,
     ) -> dict[str, float]:
+        """Do one AdamW step; return the gradient norm and the mean of each metric.
+
+        The gradient is the sum over all micro-batches divided by the sum of their weights.
+        """
         self.adam.zero_grad()
         outputs: list[LossOutput] = []
         for rollouts, rows in micro_batches:
@@ -139,11 +155,11 @@ class PlainEngine:
                 parameter.grad /= weight
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_grad)
         self.adam.step()
-        found = {"grad_norm": float(norm)}
+        metrics = {"grad_norm": float(norm)}
         for name in outputs[0].metrics:
             means = [output.metrics[name] for output in outputs]
-            found[name] = float(sum(m.total for m in means)) / sum(m.weight for m in means)
-        return found
+            metrics[name] = float(sum(m.total for m in means)) / sum(m.weight for m in means)
+        return metrics
 
     def end_iteration(self) -> float:
         return float(self.adam.param_groups[0]["lr"])

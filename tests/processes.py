@@ -1,4 +1,4 @@
-"""Start commands with their output in a file, and read what their runs leave."""
+"""Start commands that log to a file, wait for their output, and read the files of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def start_logged(
     environment: Mapping[str, str],
     folder: Path = ROOT,
 ) -> subprocess.Popen[bytes]:
-    """Start a command in `folder`; its output is appended to `log`."""
+    """Start a command in `folder`; append its stdout and stderr to the file `log`."""
     with open(log, "ab") as stream:
         return subprocess.Popen(
             command,
@@ -31,12 +31,15 @@ def start_logged(
 
 
 def with_sources(**variables: str) -> dict[str, str]:
-    """This process's environment, with this repository on the path of imports."""
+    """Return a copy of this process's environment with PYTHONPATH set to this repository."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Wait until the output of the process holds `text`. Fails when it ends before."""
+    """Wait until the log of the process contains `text`.
+
+    Fails the test when the process ends first, or after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while text not in (output := log.read_text(encoding="utf-8")):
         assert process.poll() is None, f"ended early:\n{output}"
@@ -45,16 +48,17 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], timeout_s: 
 
 
 def only_line(start: str, output: str) -> str:
-    """The one line of the output that begins with `start`."""
+    """Return the only line of the output that begins with `start`. Raises ValueError for none or
+    several."""
     (line,) = [line for line in output.splitlines() if line.startswith(start)]
     return line
 
 
 def read_lines(file: Path) -> list[dict]:
-    """Objects of a file of JSON lines."""
+    """Return the objects of a file of JSON lines."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Metrics of each iteration of the run in `folder`."""
+    """Return the metrics of each iteration of the run in `folder`."""
     return [line["metrics"] for line in read_lines(folder / "metrics.jsonl")]

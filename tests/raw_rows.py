@@ -1,4 +1,4 @@
-"""Small data sets made here, in the formats in which four known ones are published."""
+"""Small artificial data sets in the published formats of GSM8K, MATH, HellaSwag and HH-RLHF."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ENDINGS = ("puts them in a basket.", "sings to the lamp.", "paints the lake.", "
 
 
 def gsm8k_rows(count: int = 8) -> list[dict[str, Any]]:
-    """Sums of at most 9; the last answer is 1,000, with a separator."""
+    """Return sums of at most 9; the last answer is 1,000 with a thousands separator."""
     rows = []
     for i in range(count):
         left, right = 1 + i % 4, 1 + i % 3
-        told = f"{NAMES[i % 8]} has {left} apples and finds {right}. How many are there?"
-        rows.append((told, f"{left} + {right} = <<{left}+{right}={left + right}>>", left + right))
+        story = f"{NAMES[i % 8]} has {left} apples and finds {right}. How many are there?"
+        rows.append((story, f"{left} + {right} = <<{left}+{right}={left + right}>>", left + right))
     rows[-1] = ("Eva has ten bags of 100 nuts. How many nuts?", "10 * 100 = 1000", "1,000")
     return [{"question": q, "answer": f"{s}\n#### {a}"} for q, s, a in rows]
 
 
 def math_rows(count: int = 8) -> list[dict[str, Any]]:
-    """Differences; the last answers are a fraction, and a box without braces."""
+    """Return differences; the last two answers are a fraction and a \\boxed without braces."""
     rows = [
         {
             "problem": f"Compute ${9 - i % 4} - {1 + i % 3}$.",
@@ -42,10 +42,10 @@ def math_rows(count: int = 8) -> list[dict[str, Any]]:
 
 
 def hellaswag_rows(count: int = 8) -> list[dict[str, Any]]:
-    """The right ending moves through the four places."""
+    """Return scenes whose right ending is the first, second, third and fourth in turn."""
     rows = []
     for i in range(count):
-        turned = ENDINGS[4 - i % 4 :] + ENDINGS[: 4 - i % 4]  # the first one is at place i % 4
+        turned = ENDINGS[4 - i % 4 :] + ENDINGS[: 4 - i % 4]  # ENDINGS[0] is at index i % 4
         who = NAMES[i % 8]
         rows.append(
             {
@@ -65,7 +65,7 @@ def hellaswag_rows(count: int = 8) -> list[dict[str, Any]]:
 
 
 def hh_rows(count: int = 8) -> list[dict[str, Any]]:
-    """Short dialogues; the better response is polite. Every other one has a turn before."""
+    """Return short dialogues, the chosen response polite; every second one has an earlier turn."""
     rows = []
     for i in range(count):
         start = f"\n\nHuman: Hi, I am {NAMES[i % 8]}.\n\nAssistant: Hello!" if i % 2 else ""
@@ -75,12 +75,12 @@ def hh_rows(count: int = 8) -> list[dict[str, Any]]:
 
 
 def write_gsm8k(folder: Path) -> Path:
-    """As in the authors' repository."""
+    """Write a file for each split, as in the authors' repository; return the folder."""
     return _write_jsonl(folder, {f"{split}.jsonl": gsm8k_rows() for split in SPLITS})
 
 
 def write_math(folder: Path) -> Path:
-    """As in the authors' archive: a file for each problem."""
+    """Write a file for each problem, as in the authors' archive; return the folder."""
     for split in SPLITS:
         for number, row in enumerate(math_rows()):
             file = folder / split / "prealgebra" / f"{number}.json"
@@ -90,23 +90,24 @@ def write_math(folder: Path) -> Path:
 
 
 def write_hellaswag(folder: Path) -> Path:
-    """As in the authors' repository; the rows of the test split have no label."""
+    """Write the three splits as in the authors' repository, the test split without labels."""
     unlabelled = [{k: v for k, v in row.items() if k != "label"} for row in hellaswag_rows()]
     files = {"train": hellaswag_rows(), "val": hellaswag_rows(4), "test": unlabelled}
     return _write_jsonl(folder, {f"hellaswag_{name}.jsonl": rows for name, rows in files.items()})
 
 
 def write_hh(folder: Path) -> Path:
-    """As in the authors' repository: compressed, a folder for each part."""
-    for part in ("harmless-base", "helpful-base"):
-        (folder / part).mkdir(parents=True)
+    """Write compressed files in a folder for each subset, as in the authors' repository."""
+    for subset in ("harmless-base", "helpful-base"):
+        (folder / subset).mkdir(parents=True)
         for split in SPLITS:
             text = "".join(json.dumps(row) + "\n" for row in hh_rows())
-            (folder / part / f"{split}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+            (folder / subset / f"{split}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     return folder
 
 
 def _write_jsonl(folder: Path, files: dict[str, Iterable[dict[str, Any]]]) -> Path:
+    """Write files, name -> rows, to a folder; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)

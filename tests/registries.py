@@ -1,4 +1,4 @@
-"""What a test's plugins register is forgotten after it."""
+"""Undo what plugins register, so that one test does not change the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mindspeed_rlxf.rollout.engines import ENGINES
 
 
 @contextlib.contextmanager
-def forgotten() -> Iterator[None]:
+def restored_registries() -> Iterator[None]:
+    """Restore every registry of plugins after the block; remove plugin modules imported in it."""
     registries = (ESTIMATORS, TRAITS, RULES, ENGINES, TRACKERS, sources._carried, plugins._loaded)
     before = [dict(registry) for registry in registries]  # type: ignore[call-overload]
     modules = {name for name in sys.modules if name.startswith(sources.MODULES)}

@@ -1,4 +1,4 @@
-"""Files of a run of any size, as a run writes them, for tests of the report."""
+"""Write the files of an artificial run of any size, for tests of the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ HAN = "北京是中国的首都。"
 
 
 def metrics_of(iteration: int, rise: float = 0.5) -> dict[str, float]:
-    """Metrics of a run that learns: the score rises by `rise` within some 100 iterations."""
+    """Return the metrics of an iteration of a run whose score rises by `rise` in about 100
+    iterations."""
     grown = 1.0 - math.exp(-iteration / 30.0)
     wave = 0.02 * math.sin(iteration * 1.7)
     score = 0.3 + rise * grown + wave
@@ -42,6 +43,7 @@ def metrics_of(iteration: int, rise: float = 0.5) -> dict[str, float]:
 
 
 def sample_of(iteration: int, i: int, text: str, **more: Any) -> Sample:
+    """Return sample `i` of an iteration with the response `text`. more: further fields of Sample"""
     ids = [ord(letter) % 200 for letter in text]
     score = float((iteration + i) % 2)
     fields = {"data_source": f"source {i % 2}", **more}
@@ -86,6 +88,7 @@ def write_run(
 
 
 def spans_of(iteration: int) -> list[Span]:
+    """Return the timeline of an iteration: the driver's 2 s, and the phases of two ranks."""
     at = 1_700_000_000.0 + 3.0 * iteration
     work = [("rollout.generate", 0.0), ("critic.values", 0.6), ("critic.update_critic", 1.1)]
     return [
@@ -96,13 +99,14 @@ def spans_of(iteration: int) -> list[Span]:
 
 
 def _numbers(sample: Sample) -> dict[str, list[float]]:
+    """Return one number per response token for each of advantage, kl and value."""
     count = len(sample.response_ids)
     names = ("advantage", "kl", "value")
     return {name: [math.sin(i + k) for i in range(count)] for k, name in enumerate(names)}
 
 
 def damage(run: Path) -> None:
-    """Leave half a line in each file of lines, as a kill does, and a number that is none."""
+    """Cut the last line of every file of the run, as a kill does, and write a null as a metric."""
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         values = {"critic/score/mean": None, "actor/pg_loss": 0.5}
         file.write(json.dumps({"iteration": 41, "metrics": values, "time_s": 1.0}) + "\n")

@@ -1,4 +1,4 @@
-"""Rows made up for tests."""
+"""Artificial rollouts for tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from mindspeed_rlxf.data.batch import Rollouts
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """[batch] lengths -> [batch, width] bool, True below the length."""
+    """Turn lengths [batch] into a mask [batch, width] that is True at the first `length` places."""
     return torch.arange(width)[None, :] < lengths[:, None]
 
 
 def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
-    """Prompts of two tokens, responses of these lengths; log-probs are numbers where padded too."""
+    """Return rollouts with prompts of two tokens and responses of these lengths.
+
+    Padded places have log-probs other than 0 too.
+    """
     rows, width = len(lengths), max(lengths)
     mask = length_mask(torch.tensor(lengths), width)
     log_probs = -torch.rand(rows, width, generator=torch.Generator().manual_seed(0))
@@ -39,10 +42,10 @@ def made_rollouts(
     trained_mask: Tensor | None = None,
     **columns: Any,
 ) -> Rollouts:
-    """Rollouts whose other columns are what generation without a data set would give.
+    """Return rollouts from the given columns; every other column gets a neutral default.
 
-    trained_mask: None = all tokens of the response
-    columns: those that are to be others
+    trained_mask: None = `response_mask`
+    columns:      values for columns that are not to have their default
     """
     rows = len(response_ids)
     usual = {

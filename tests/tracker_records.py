@@ -1,4 +1,4 @@
-"""Starts of a run that give trackers their metrics, and readers of what each package wrote."""
+"""Log metrics to trackers in a process of its own, and read back the files of each tracker."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 def read_tensorboard(folder: Path) -> Steps:
+    """Return step -> score of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder))
@@ -25,19 +26,20 @@ def read_tensorboard(folder: Path) -> Steps:
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
-    """All records of all starts, as `wandb sync` merges them by the id of the run."""
+    """Yield the records of all starts of a run, which `wandb sync` merges by the run's id."""
     from wandb.proto import wandb_internal_pb2 as records
 
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len({file.stem for file in files}) == 1, "one run, whatever the number of starts"
+    assert len({file.stem for file in files}) == 1, "all starts must write the same run id"
     for file in files:
-        for data in leveldb_records(file.read_bytes()[7:]):  # behind ":W&B", version
+        for data in leveldb_records(file.read_bytes()[7:]):  # after ":W&B" and the version
             record = records.Record()
             record.ParseFromString(data)
             yield record
 
 
 def read_wandb(folder: Path) -> Steps:
+    """Return step -> score of all starts of a run. Fails the test for a step recorded twice."""
     found: Steps = {}
     for record in wandb_records(folder):
         values = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
@@ -49,29 +51,33 @@ def read_wandb(folder: Path) -> Steps:
 
 
 def leveldb_records(data: bytes) -> list[bytes]:
-    """Records of LevelDB's log format: blocks of 32 KiB with crc, length and type of each part."""
-    found, part, at = list[bytes](), b"", 0
+    """Parse LevelDB's log format; return its records.
+
+    Blocks of 32 KiB hold fragments of records, each after a header of crc, length and type. A type
+    says whether a fragment is whole (1), first (2), middle (3) or last (4).
+    """
+    found, record, at = list[bytes](), b"", 0
     while at + 7 <= len(data):
-        left = 32768 - (at + 7) % 32768  # the header of the file counts
+        left = 32768 - (at + 7) % 32768  # the 7 bytes of the file's header belong to a block
         if left < 7:
             at += left
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        part = (part if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
+        record = (record if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
         if kind in (1, 4):
-            found.append(part)
+            found.append(record)
         at += 7 + length
     return found
 
 
 def read_swanlab(folder: Path) -> Steps:
-    """All starts together, as `swanlab sync` merges them by the id of the run."""
+    """Return step -> score of all starts of a run, which `swanlab sync` merges by the run's id."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     found: Steps = {}
     files = sorted(folder.glob("run-*/*.swanlab"))
-    assert len({file.stem for file in files}) == 1, "one run, whatever the number of starts"
+    assert len({file.stem for file in files}) == 1, "all starts must write the same run id"
     for file in files:
         reader = DataStoreReader()
         reader.open(file)
@@ -113,11 +119,13 @@ print(*(f"LEFT {process.cmdline()}" for process in psutil.Process().children(rec
 
 
 def start(names: str, folder: Path, first: int, last: int, resumed: int, home: Path) -> str:
-    """One start of a run, in a process of its own; returns what it printed.
+    """Log iterations first to last - 1 to trackers, in a process of its own; return its output.
 
-    names: of the trackers, with commas
+    names:   names of the trackers, joined by commas
+    resumed: iteration of the checkpoint that the run resumes from, 0 = a new run
+    home:    home and working directory of the process
     """
-    proxy = "http://127.0.0.1:9"  # nothing answers there
+    proxy = "http://127.0.0.1:9"  # nothing listens there, so the process has no network
     environment = {
         "PATH": "/usr/bin:/bin", "HOME": str(home), "PYTHONPATH": str(ROOT),
         "http_proxy": proxy, "https_proxy": proxy,
@@ -132,7 +140,10 @@ def start(names: str, folder: Path, first: int, last: int, resumed: int, home: P
 
 
 def check_resumed_run(names: str, folder: Path) -> None:
-    """Iterations 1 to 5, then from the checkpoint of iteration 3 on to 7; read them back."""
+    """Log iterations 1 to 5, then 4 to 7 after a resume from iteration 3, and read all back.
+
+    Also checks that no process stays, nothing warns, and no key of the environment is written.
+    """
     trackers, home = folder / "trackers", folder / "home"
     trackers.mkdir()
     home.mkdir()

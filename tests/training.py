@@ -1,4 +1,4 @@
-"""A whole training in one call, for tests that bring a runtime."""
+"""Run a whole training in one call, on the runtime of a test."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from mindspeed_rlxf.trainer.run import training
 def train(
     config: RunConfig, prepared: Prepared, directory: RunDirectory, runtime: Any, **more: Any
 ) -> None:
-    """Iterations and final weights. more: as `training` takes it"""
+    """Run all iterations and export the final weights. more: keyword arguments of `training`"""
     with training(config, prepared, directory, runtime, **more) as trainer:
         trainer.fit()

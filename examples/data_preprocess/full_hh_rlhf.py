@@ -1,4 +1,4 @@
-"""Prepare HH-RLHF: dialogues with a better and a worse last response (arXiv:2204.05862).
+"""Prepare HH-RLHF: dialogues that end with a better or a worse response (arXiv:2204.05862).
 
     python examples/data_preprocess/full_hh_rlhf.py --input FOLDER --output data/full_hh_rlhf
 
@@ -32,13 +32,14 @@ Messages = list[dict[str, str]]
 
 
 def make_prompt_row(raw: Raw, split: str, index: int) -> dict[str, Any]:
-    """There is no ground truth: a reward model scores the responses."""
+    """Make a row for PPO. Its ground truth is empty, as a reward model scores the responses."""
     messages, _, _ = read_pair(raw)
     extra_info = {"split": split, "index": index}
     return prompt_row(HH_RLHF.name, "alignment", messages, "", extra_info, style="model")
 
 
 def make_pair_row(raw: Raw, split: str, index: int) -> dict[str, Any]:
+    """Make a row to train a reward model. Raises Unusable where both responses are the same."""
     messages, chosen, rejected = read_pair(raw)
     if chosen == rejected:
         raise Unusable("both responses are the same")
@@ -52,7 +53,10 @@ def make_pair_row(raw: Raw, split: str, index: int) -> dict[str, Any]:
 
 
 def read_pair(raw: Raw) -> tuple[Messages, str, str]:
-    """Return the messages before the last response, the better response and the worse one."""
+    """Return the messages before the last response, the better response and the worse one.
+
+    Raises Unusable where the two dialogues differ before their last response.
+    """
     given = raw.get("prompt")
     start = f"{given} " if isinstance(given, str) else ""
     better, worse = (split_dialogue(start + text_of(raw, key)) for key in ("chosen", "rejected"))
@@ -62,7 +66,10 @@ def read_pair(raw: Raw) -> tuple[Messages, str, str]:
 
 
 def split_dialogue(text: str) -> Messages:
-    """Split a dialogue at `Human:` and `Assistant:`, which take turns; the last one answers."""
+    """Split a dialogue at `Human:` and `Assistant:` into chat messages.
+
+    Raises Unusable unless the two take turns, the assistant last, and no turn is empty.
+    """
     before, *parts = TURN.split(text)
     names, contents = parts[::2], [content.strip() for content in parts[1::2]]
     expected = ["Human", "Assistant"] * (len(names) // 2)

@@ -25,7 +25,10 @@ MARK = "####"
 
 
 def make_row(raw: Raw, split: str, index: int, instruction: str = INSTRUCTION) -> dict[str, Any]:
-    """The ground truth is the number after the mark, without thousands separators."""
+    """Make a row whose ground truth is the number after ####, without thousands separators.
+
+    Raises Unusable where there is none.
+    """
     question, solution = text_of(raw, "question"), text_of(raw, "answer")
     answer = solution.rpartition(MARK)[2].strip().replace(",", "")
     if MARK not in solution or not answer:

@@ -30,7 +30,10 @@ LETTERS = "ABCD"
 
 
 def make_row(raw: Raw, split: str, index: int, instruction: str = INSTRUCTION) -> dict[str, Any]:
-    """The ground truth is a letter; `extra_info.choices` holds the endings in order."""
+    """Make a row whose ground truth is a letter; `extra_info.choices` has the endings in order.
+
+    Raises Unusable for a row without a label or without four endings.
+    """
     endings, label = raw.get("endings"), raw.get("label")
     if not isinstance(endings, list) or len(endings) != len(LETTERS):
         raise Unusable(f"not {len(LETTERS)} endings")
@@ -47,14 +50,14 @@ def make_row(raw: Raw, split: str, index: int, instruction: str = INSTRUCTION) -
 
 
 def scene(raw: Raw) -> str:
-    """Return the activity and the context, of which `ctx_b` begins the last sentence."""
+    """Return the activity and the context: `ctx_a`, then `ctx_b`, which begins a new sentence."""
     parts = [text_of(raw, "ctx_a"), str(raw.get("ctx_b") or "").strip()]
     begun = " ".join(part for part in (parts[0], parts[1][:1].upper() + parts[1][1:]) if part)
     return f"{text_of(raw, 'activity_label')}: {clean(begun)}"
 
 
 def clean(text: str) -> str:
-    """Remove the marks of WikiHow articles: `[title]`, `[step]`, `[substeps]`, `[header]`."""
+    """Remove marks of WikiHow such as [title] or [step], and collapse white space."""
     text = re.sub(r"\s*\[title\]", ".", text)
     text = re.sub(r"\[[^\]]*\]", " ", text)
     text = re.sub(r"([.!?])\s*\.", r"\1", text)

@@ -29,7 +29,7 @@ BARE_BOX = re.compile(r"\\boxed ([^\s$]+)")  # some solutions write \boxed 5
 
 
 def make_row(raw: Raw, split: str, index: int, instruction: str = INSTRUCTION) -> dict[str, Any]:
-    """The ground truth is the content of the box, as LaTeX."""
+    """Make a row whose ground truth is the LaTeX of the answer. Raises Unusable without one."""
     problem, solution = text_of(raw, "problem"), text_of(raw, "solution")
     answer = find_answer(solution)
     if not answer:
@@ -41,7 +41,7 @@ def make_row(raw: Raw, split: str, index: int, instruction: str = INSTRUCTION) -
 
 
 def find_answer(solution: str) -> str:
-    """Return the content of the last box of a solution, "" without one."""
+    """Return the content of the last \\boxed{} or \\fbox{} of a solution, "" without one."""
     solution = solution.replace("\\fbox{", "\\boxed{")
     bare = BARE_BOX.findall(solution)
     return (find_boxed(solution) or (bare[-1] if bare else "")).strip()

@@ -1,12 +1,12 @@
-"""What the scripts of this folder share: arguments, reading of raw rows, writing of parquet files.
+"""Shared code of the scripts in this folder: arguments, reading raw rows, writing parquet files.
 
-A script names the files of its splits and turns one raw row into one row for training:
+A script lists the files of its splits and turns one raw row into one row for training:
 
     data_source   text, chooses the reward rule and names the metrics
     prompt        chat messages {role, content}
     ability       text
     reward_model  {style: "rule" or "model", ground_truth: text}
-    extra_info    {split, index, ...}, handed to reward functions
+    extra_info    {split, index, ...}, passed to reward functions
 
 Training reads such files with `data.ground_truth_key=reward_model.ground_truth`.
 """
@@ -34,7 +34,7 @@ from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile
 from mindspeed_rlxf.files.plain import parse_json, read_plain
 
 ROWS_PER_GROUP = 1024
-MAX_ROW = 64 * 2**20  # bytes of a line of a compressed file, or of a file with one row
+MAX_ROW = 64 * 2**20  # largest line of a compressed file, and largest file with one row; bytes
 
 Raw = dict[str, Any]
 MakeRow = Callable[..., dict[str, Any]]
@@ -42,11 +42,11 @@ MakeRow = Callable[..., dict[str, Any]]
 
 
 class Unusable(ValueError):
-    """A row that cannot be used. The message is the reason by which such rows are counted."""
+    """Raised for a row that is left out. Rows are counted by this message, the reason."""
 
 
 class Failed(Exception):
-    """The data set cannot be prepared."""
+    """Raised where the data set cannot be prepared; `problem` has rule, value and remedy."""
 
     def __init__(self, key: str, rule: str, remedy: str, value: object = None) -> None:
         super().__init__(key)
@@ -57,10 +57,10 @@ class Failed(Exception):
 class DataSet:
     """One data set.
 
-    name:    on the Hugging Face hub
-    config:  of its configurations, if it has several
-    files:   split of the result -> patterns of files in a folder; the first that matches is used
-    splits:  split of the result -> split on the hub
+    name:    name on the Hugging Face hub
+    config:  name of the configuration on the hub, if the data set has several
+    files:   written split -> glob patterns of its files; the first pattern that matches is used
+    splits:  written split -> its split on the hub
     """
 
     name: str
@@ -70,7 +70,10 @@ class DataSet:
 
 
 def patterns(split: str, folder: str = "") -> tuple[str, ...]:
-    """Return the usual file names of a split, as the authors or the hub name them."""
+    """Return the patterns of the usual file names of a split, of authors and of the hub.
+
+    folder: of the parquet files on the hub, "" = `data`
+    """
     names = (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}.json", f"{split}.parquet")
     return (*names, f"{split}-*.parquet", f"{folder or 'data'}/{split}-*.parquet")
 
@@ -82,10 +85,10 @@ def command(
     instruction: str = "",
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Parse the arguments and prepare the data set. Returns the exit code.
+    """Parse the arguments and prepare the data set; return the exit code, 2 after an error.
 
-    makers:      folder below --output ("" = itself) -> function that makes its rows
-    instruction: default of --instruction, a keyword argument of the functions; empty = none
+    makers:      folder below --output ("" = --output itself) -> function that makes its rows
+    instruction: default of --instruction, which is passed to the functions; "" = no such argument
     """
     arguments = _make_parser(description, data_set, instruction).parse_args(argv)
     more = {"instruction": arguments.instruction} if instruction else {}
@@ -96,7 +99,7 @@ def command(
     except Failed as failed:
         print(f"error: {failed.problem}", file=sys.stderr)
         return 2
-    except OSError as error:  # reading raises Failed
+    except OSError as error:  # an error of writing; errors of reading are Failed
         rule = f"must be a folder that can be written: {error.strerror or error}"
         problem = Problem("--output", rule, arguments.output, "free it, or name another folder")
         print(f"error: {problem}", file=sys.stderr)
@@ -123,14 +126,15 @@ def _make_parser(description: str, data_set: DataSet, instruction: str) -> argpa
         help="folder for the parquet files",
     )
     if instruction:
-        parser.add_argument("--instruction", default=instruction, help="text behind each question")
+        parser.add_argument("--instruction", default=instruction, help="text after each question")
     return parser
 
 
 def prepare(data_set: DataSet, make_row: MakeRow, source: str, output: Path) -> None:
-    """Write `<split>.parquet` for each split that is there. Raises Failed.
+    """Write `<split>.parquet` for each split that the source has; print the number of rows.
 
-    Rows that cannot be used are left out and counted by reason.
+    Rows that cannot be used are left out, and counted by reason. Raises Failed where the source has
+    no split, cannot be read, or has no usable row.
     """
     found = {split: rows_of(data_set, split, source) for split in data_set.files}
     splits = {split: rows for split, rows in found.items() if rows is not None}
@@ -144,6 +148,7 @@ def prepare(data_set: DataSet, make_row: MakeRow, source: str, output: Path) -> 
 
 
 def _prepare_split(split: str, rows: Iterable[Raw], make_row: MakeRow, file: Path) -> None:
+    """Write one split; print the rows written and left out. Raises Failed without a usable row."""
     dropped: Counter[str] = Counter()
 
     def made() -> Iterator[dict[str, Any]]:
@@ -163,9 +168,9 @@ def _prepare_split(split: str, rows: Iterable[Raw], make_row: MakeRow, file: Pat
 
 
 def write_parquet(file: Path, rows: Iterator[dict[str, Any]]) -> int:
-    """Write rows of one schema in small groups; return their number.
+    """Write rows of one schema; return their number. Without rows no file is written.
 
-    A file of that name is complete: it is written beside its place first. No rows write no file.
+    The file is complete when it exists: it is written under another name and then renamed.
     """
     first = list(islice(rows, ROWS_PER_GROUP))
     if not first:
@@ -194,7 +199,7 @@ def prompt_row(
     extra_info: Mapping[str, Any],
     style: str = "rule",
 ) -> dict[str, Any]:
-    """Make one row for training."""
+    """Return a row for training, with the keys listed at the top of this module."""
     return {
         "data_source": data_source,
         "prompt": [dict(message) for message in messages],
@@ -205,12 +210,12 @@ def prompt_row(
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """Make a chat of one message."""
+    """Return a chat with one message of the user."""
     return [{"role": "user", "content": text}]
 
 
 def text_of(raw: Raw, key: str) -> str:
-    """Return a text of a raw row, without white space around it. Raises Unusable."""
+    """Return a text of a raw row, stripped. Raises Unusable where it is missing or empty."""
     value = raw.get(key)
     if not isinstance(value, str) or not value.strip():
         raise Unusable(f"no text in {key!r}")
@@ -218,7 +223,10 @@ def text_of(raw: Raw, key: str) -> str:
 
 
 def rows_of(data_set: DataSet, split: str, source: str) -> Iterator[Raw] | None:
-    """Read the raw rows of a split; None where a folder has no file of it. Raises Failed."""
+    """Return the raw rows of a split from a folder, or from the hub where no such folder exists.
+
+    Returns None where the folder has no file of the split. Raises Failed.
+    """
     folder = Path(source)
     if not folder.exists():
         return _rows_of_hub(data_set, split, source)
@@ -229,14 +237,14 @@ def rows_of(data_set: DataSet, split: str, source: str) -> Iterator[Raw] | None:
 
 
 def _rows_of_hub(data_set: DataSet, split: str, name: str) -> Iterator[Raw]:
-    """Read the rows of a data set by its name, with the package `datasets`."""
+    """Load the rows of a data set by its name with the package `datasets`. Raises Failed."""
     if name != data_set.name:
         rule = f"must be a folder, or the name {data_set.name}"
         raise Failed("--input", rule, "correct the path", name)
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        rule = "must be a folder, as the package `datasets` is not installed, which loads by name"
+        rule = "must be a folder: the package `datasets` is not installed, which loads by name"
         remedy = "give a folder with the files, or `pip install datasets`"
         raise Failed("--input", rule, remedy, name) from error
     try:
@@ -251,7 +259,7 @@ def _rows_of_hub(data_set: DataSet, split: str, name: str) -> Iterator[Raw]:
 
 
 def _rows_of_file(file: Path) -> Iterator[Raw]:
-    """Yield the rows of a file. Raises Failed for what cannot be read."""
+    """Yield the rows of a file. Raises Failed where it cannot be read or has a bad row."""
     try:
         if file.suffix == ".gz":
             yield from _compressed_rows(file)
@@ -270,7 +278,7 @@ def _rows_of_file(file: Path) -> Iterator[Raw]:
 
 
 def _one_row(file: Path) -> Any:
-    """Parse a file with one object, None for one with an object in each line."""
+    """Return the content of a file with one JSON value, None where it has a value per line."""
     try:
         return parse_json(read_plain(file, MAX_ROW))
     except ValueError:
@@ -278,6 +286,7 @@ def _one_row(file: Path) -> Any:
 
 
 def _compressed_rows(file: Path) -> Iterator[Raw]:
+    """Yield the rows of a gzipped jsonl file, empty lines skipped. Raises Failed for a bad line."""
     with gzip.open(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW + 1), b""), start=1):
             row = parse_json(line) if len(line) <= MAX_ROW and line.strip() else None

@@ -1,9 +1,10 @@
 # shellcheck shell=bash
-# What the launchers beside this file share; they source it. Variables as in ../mcore/common.sh, and:
-#   NODES                devices of the run are spread over so many nodes (given by the launcher)
-#   DEVICES              devices to wait for (NODES x DEVICES_PER_NODE)
-#   LOOK_S=5             between two looks at the devices that have joined
-# Exit codes are those of ray_gpt.py: 0 done, 2 a mistake, 75 give the same command again, 1 failed.
+# Shared code of the launchers in this folder, which source it. Variables: see ../mcore/common.sh, and
+#   NODES                number of nodes (set by the launcher)
+#   DEVICES              number of devices to wait for (NODES x DEVICES_PER_NODE)
+#   LOOK_S=5             seconds between two counts of the devices that have joined
+# Exit codes are those of ray_gpt.py: 0 done, 1 failed, 2 wrong input, 75 stopped: the same command
+# resumes the run.
 
 # shellcheck source=../mcore/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../mcore/common.sh"
@@ -12,7 +13,8 @@ driver_pid=""
 stopping=""
 helpers=()
 
-# A signal for the launcher is one for the run: the driver finishes its iteration and saves.
+# Forward a signal of the launcher to the driver, which finishes its iteration, saves and ends. Before
+# the driver has started, exit with 75.
 forward() {
   stopping=1
   if [ -n "$driver_pid" ]; then
@@ -22,7 +24,8 @@ forward() {
   fi
 }
 
-# Ray here, then the helpers: those that joined end by themselves when the head has gone.
+# End Ray on this node, then wait for the helpers: nodes that joined end when the head is gone. Those
+# that still run after 30 s are ended.
 stop_all() {
   trap '' INT TERM
   stop_ray
@@ -43,6 +46,7 @@ resource() {
   esac
 }
 
+# Print the number of devices in the Ray cluster.
 devices_joined() {
   RAY_ADDRESS="$MASTER_ADDR:$MASTER_PORT" "$PYTHON" - "$(resource)" <<'PYTHON_CODE'
 import logging
@@ -55,7 +59,7 @@ print(int(ray.cluster_resources().get(sys.argv[1], 0)))
 PYTHON_CODE
 }
 
-# wait_for_devices N: until the cluster has them, at most WAIT_S seconds.
+# wait_for_devices N: wait until the cluster has N devices; exit with 75 after WAIT_S seconds.
 wait_for_devices() {
   local wanted=$1 deadline=$((SECONDS + WAIT_S)) said=0 found pid
   [ -z "$DRY_RUN" ] || return 0
@@ -70,14 +74,15 @@ wait_for_devices() {
       exit 75
     fi
     if [ $SECONDS -ge $said ]; then
-      echo "waiting for devices: $found of $wanted are there"
+      echo "waiting for devices: $found of $wanted have joined"
       said=$((SECONDS + 15))
     fi
     sleep "${LOOK_S:-5}"
   done
 }
 
-# train_here ARGUMENTS: ray_gpt.py with them, its exit code; signals reach it.
+# train_here ARGUMENTS: run ray_gpt.py with the arguments and return its exit code. `forward` passes
+# signals on to it.
 train_here() {
   local code=0
   if [ -n "$DRY_RUN" ]; then
@@ -96,10 +101,11 @@ train_here() {
   return "$code"
 }
 
-# launch ARGUMENTS: head here, `start_nodes` (the launcher's) for the others, then the run.
+# launch ARGUMENTS: start Ray's head here, call `start_nodes` of the launcher for the other nodes, wait
+# for all devices, then run ray_gpt.py.
 launch() {
   [ $# -gt 0 ] || fail "give the arguments of ray_gpt.py: --config-name NAME [key=value ...]"
-  make_token # for this run; `start_nodes` hands it to the other nodes
+  make_token # for this run; `start_nodes` passes it to the other nodes
   prepare_host
   start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
     --include-dashboard=false "$(device_options)"

@@ -1,21 +1,21 @@
 # shellcheck shell=bash
-# What the ray_ppo_*.sh beside this file share; they source it.
+# Shared code of the training scripts ray_*.sh in the folders beside this file, which source it.
 #
-# Variables that a script takes from its environment:
-#   CONFIG_NAME, CONFIG_DIR   configuration to run in place of the script's own
-#   WEIGHTS=hf|mcore          load Hugging Face folders (hf), or what the ckpt_convert_*_hf2mcore*.sh
-#                             beside the script made of them
-#   DEVICE=npu|cuda|cpu       what a device is (npu)
-#   DEVICES_PER_NODE=8        devices that Ray is told of on this node
-#   NNODES, NODE_RANK         number of nodes, and which one this is; node 0 runs the training
+# Environment variables of a script:
+#   CONFIG_NAME, CONFIG_DIR   configuration to run instead of the script's own
+#   WEIGHTS=hf|mcore          load Hugging Face folders (hf), or the folders that the scripts
+#                             ckpt_convert_*_hf2mcore*.sh have written (mcore)
+#   DEVICE=npu|cuda|cpu       kind of the devices (npu)
+#   DEVICES_PER_NODE=8        number of devices of this node
+#   NNODES, NODE_RANK         number of nodes, and the index of this one; node 0 runs the training
 #   MASTER_ADDR, MASTER_PORT  address of node 0, and Ray's port on it (6344)
-#   WAIT_S=600                longest wait for node 0, and of the run for the devices of all nodes
-#   PYTHON=python             of the environment that holds mindspeed_rlxf; its `ray` is used
-#   DRY_RUN=1                 print the commands and do nothing
-#   RAY_AUTH_TOKEN_PATH       file with the token that Ray asks for (~/.ray/auth_token), or
-#   RAY_AUTH_TOKEN            the token itself; one node makes its own
-#   RAY_TMPDIR                folder of Ray's files; otherwise one in /tmp, gone with Ray
-# Arguments of a script are added to those of ray_gpt.py: key=value, dry_run=true, ...
+#   WAIT_S=600                longest wait for node 0, and for the devices of all nodes, seconds
+#   PYTHON=python             interpreter with mindspeed_rlxf and ray installed
+#   DRY_RUN=1                 print the commands instead of running them
+#   RAY_AUTH_TOKEN_PATH       file with Ray's token (~/.ray/auth_token), or
+#   RAY_AUTH_TOKEN            the token itself; the scripts for one node make a token without these
+#   RAY_TMPDIR                folder for Ray's files; default: a new one in /tmp, removed at the end
+# Arguments of a script are passed on to ray_gpt.py: key=value, dry_run=true, ...
 
 # shellcheck source=examples/mcore/cann.sh
 source "$(dirname "${BASH_SOURCE[0]}")/cann.sh"
@@ -23,7 +23,7 @@ DEVICE=${DEVICE:-npu}
 DEVICES_PER_NODE=${DEVICES_PER_NODE:-8}
 MASTER_PORT=${MASTER_PORT:-6344}
 WAIT_S=${WAIT_S:-600}
-POLL_S=${POLL_S:-1} # between two looks, seconds
+POLL_S=${POLL_S:-1} # seconds between two checks whether Ray listens
 PYTHON=${PYTHON:-python}
 DRY_RUN=${DRY_RUN:-}
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -31,12 +31,13 @@ ray_pid="" own_folder=""
 loads=()
 OWN_RAY=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
 
+# Print an error and exit with 2.
 fail() {
   echo "error: $*" >&2
   exit 2
 }
 
-# Run a command, or print it.
+# Run a command, or with DRY_RUN print it.
 run() {
   if [ -n "$DRY_RUN" ]; then
     printf '%q ' "$@"
@@ -46,7 +47,7 @@ run() {
   fi
 }
 
-# A token for the Ray of this script alone, unless one is given.
+# Make a token for the Ray of this script, unless the environment names one.
 make_token() {
   if [ -z "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]; then
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
@@ -54,7 +55,7 @@ make_token() {
   fi
 }
 
-# Who reaches a Ray that asks for no token can run code in it.
+# Require a token: anyone who can connect to a Ray without one can run code in it.
 need_token() {
   export RAY_AUTH_MODE=token
   [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -n "$DRY_RUN" ] ||
@@ -63,13 +64,14 @@ need_token() {
       "$HOME/.ray/auth_token on every node"
 }
 
-# Ray opens its folder to every user of the host; nobody else enters the one above it.
+# Make a folder for Ray's files that no other user can enter, because Ray makes them readable to all.
 make_private_folder() {
   [ -z "${RAY_TMPDIR:-}" ] && [ -z "$DRY_RUN" ] || return 0
   own_folder=$(mktemp -d /tmp/rlxf-ray-XXXXXXXX)
   export RAY_TMPDIR=$own_folder
 }
 
+# Check DEVICE, raise the limit of open files, load CANN, and require a token.
 prepare_host() {
   case $DEVICE in npu | cuda | cpu) ;; *) fail "DEVICE=$DEVICE must be npu, cuda or cpu" ;; esac
   ulimit -n 32768 2>/dev/null ||
@@ -78,7 +80,7 @@ prepare_host() {
   need_token
 }
 
-# Options of `ray start` that declare the devices of this node.
+# Print the option of `ray start` that declares the devices of this node.
 device_options() {
   case $DEVICE in
     npu) echo "--resources={\"NPU\": $DEVICES_PER_NODE}" ;;
@@ -91,7 +93,7 @@ master_listens() {
   (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null
 }
 
-# Ends the Ray that this script started and no other; `ray stop` would end every one of this user.
+# End the Ray that this script has started; `ray stop` would end every Ray of this user.
 stop_ray() {
   if [ -n "$ray_pid" ] && kill -0 "$ray_pid" 2>/dev/null; then
     kill -TERM "$ray_pid" 2>/dev/null || true
@@ -101,6 +103,7 @@ stop_ray() {
   [ -z "$own_folder" ] || rm -rf "$own_folder"
 }
 
+# start_head OPTIONS: start Ray's head with these options of `ray start`, and wait until it listens.
 start_head() {
   if [ -n "$DRY_RUN" ]; then
     run "${OWN_RAY[@]}" "$@"
@@ -120,7 +123,7 @@ start_head() {
   done
 }
 
-# Sets `loads`: the overrides that WEIGHTS asks for.
+# Set `loads` to the overrides that load the weights chosen by WEIGHTS.
 choose_weights() {
   local model folder
   case ${WEIGHTS:-hf} in
@@ -137,7 +140,7 @@ choose_weights() {
     "critic.load=$folder-orm" "reward.load=$folder-orm")
 }
 
-# train CONFIG [default overrides] -- [arguments of the user]
+# train CONFIG [default overrides] -- [arguments of the user]: run ray_gpt.py on the started Ray.
 train() {
   local config=$1 defaults=() directory=()
   shift
@@ -159,10 +162,10 @@ train() {
     "++resource_pool.wait_s=$WAIT_S" "$@"
 }
 
-# one_node CONFIG [default overrides] -- "$@"
+# one_node CONFIG [default overrides] -- "$@": start Ray on this host alone, then train.
 one_node() {
   MASTER_ADDR=127.0.0.1
-  export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # Ray's word for: listen on loopback only
+  export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # makes Ray listen on loopback only
   make_token
   choose_weights
   prepare_host
@@ -171,7 +174,8 @@ one_node() {
   train "$@"
 }
 
-# multi_node CONFIG [default overrides] -- "$@": the same script on every node.
+# multi_node CONFIG [default overrides] -- "$@": start Ray on this node, on node 0 also train. The
+# same script has to run on every node.
 multi_node() {
   NNODES=${NNODES:-2} NODE_RANK=${NODE_RANK:-0}
   [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR must be the address of node 0; export it"
@@ -187,7 +191,7 @@ multi_node() {
   fi
 }
 
-# A worker: joins when node 0 is there, and ends when it goes.
+# Start Ray on a node other than node 0: join as soon as node 0 listens, and end when it ends.
 join_master() {
   local deadline=$((SECONDS + WAIT_S)) said=0
   local join=("${OWN_RAY[@]}" "--address=$MASTER_ADDR:$MASTER_PORT" "$(device_options)")
@@ -207,13 +211,13 @@ join_master() {
   trap stop_ray EXIT
   trap 'exit 75' INT TERM
   make_private_folder
-  "${join[@]}" & # not through `run`: the signal has to reach Ray, not a shell around it
+  "${join[@]}" & # not by `run`: a signal has to reach Ray itself, not a subshell
   ray_pid=$!
-  # Ray itself notices only after a minute that node 0 has gone.
+  # Ray itself takes a minute to notice that node 0 has ended.
   while kill -0 "$ray_pid" 2>/dev/null && master_listens; do sleep "$POLL_S"; done
   if master_listens; then
     echo "error: Ray ended on this node; its message is above" >&2
     exit 1
   fi
-  echo "node 0 has ended; its console tells how the run went"
+  echo "node 0 has ended; see its console for the result of the run"
 }

@@ -1,4 +1,4 @@
-"""A tracker of one's own: MLflow, in a database of the run, or at MLFLOW_TRACKING_URI."""
+"""Example of a tracker: log metrics to MLflow, at MLFLOW_TRACKING_URI or in a file of the run."""
 
 import os
 
@@ -10,7 +10,7 @@ from mindspeed_rlxf.reporting.trackers import register_tracker
 
 @register_tracker("mlflow", module="mlflow", package="mlflow-skinny sqlalchemy alembic")
 class MlflowTracker:
-    """Keeps one MLflow run for all starts of a run directory, found by a tag."""
+    """Log all starts of a run directory to one MLflow run, which a tag identifies."""
 
     def __init__(self, run):
         home = f"sqlite:///{run.folder}/mlflow.db"

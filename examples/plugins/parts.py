@@ -1,4 +1,4 @@
-"""Three parts of one's own: an advantage estimator, a reward rule and a rollout engine."""
+"""Examples of three plugins: an advantage estimator, a reward rule and a rollout engine."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,7 +11,7 @@ from mindspeed_rlxf.rollout import engines, protocol, sampling
 
 @estimators.register_estimator("over_median", EstimatorTraits(compares_group=True))
 def over_median(given: estimators.Rewarded) -> estimators.Estimate:
-    """Total reward less the median of the responses to the prompt, for each token."""
+    """Give each token the response's total reward minus the median of its prompt's responses."""
     groups = given.rewards.sum(1).view(-1, given.group_size)
     over = (groups - groups.median(1, keepdim=True).values).flatten()
     return estimators.Estimate(over[:, None] * given.trained_mask)
@@ -19,14 +19,14 @@ def over_median(given: estimators.Rewarded) -> estimators.Estimate:
 
 @register_rule("last_digit")
 def last_digit(response: str, ground_truth: str) -> RewardResult:
-    """1 for the whole answer, 0.5 where its last digit alone is right."""
+    """Score 1 for the whole answer, 0.5 where only the last digit is right, else 0."""
     right, close = response == ground_truth, response[-1:] == ground_truth[-1:]
     return RewardResult(1.0 if right else 0.5 * close, {"last_digit": float(close)})
 
 
 @engines.register_rollout_engine("transformers")
 class TransformersRollout(protocol.RolloutEngine):
-    """A transformers model on the CPU, one response after the other, without a cache."""
+    """Generate by a transformers model on the CPU, one response after another, without a cache."""
 
     weights_version = -1
 

@@ -1,4 +1,4 @@
-"""Read pairs of responses, a better and a worse one to the same prompt, as token ids.
+"""Read pairs of a better and a worse response to the same prompt, as token ids.
 
 A row is {prompt, chosen, rejected}: the prompt is text or chat messages, the responses are text.
 Files are parquet or jsonl, such as `rm/train.parquet` of examples/data_preprocess/full_hh_rlhf.py.
@@ -20,23 +20,23 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Pair:
-    """Token ids of the prompt with each response."""
+    """Token ids of the prompt followed by each of the two responses."""
 
     chosen: list[int]
     rejected: list[int]
 
 
 class Pairs:
-    """The pairs of a file; prompts are tokenized once, responses when they are read.
+    """The pairs of a file. Prompts are tokenized at once, a response when its pair is read.
 
-    The prompt is tokenized as PPO does it; its start is cut where it is too long. A response ends
-    with EOS, and is cut at its end, without EOS then, where it is too long.
+    A prompt is tokenized as in PPO; the start of one that is too long is cut off. A response ends
+    with EOS; the end of one that is too long is cut off, EOS included.
     """
 
     def __init__(
         self, file: str, tokenizer: Any, max_prompt_length: int, max_response_length: int
     ) -> None:
-        """Raises UserError for a file that cannot be used."""
+        """Raises UserError for a file that cannot be read, and for a row without two responses."""
         data = DataConfig(
             train_files=(file,),
             default_data_source="pairs",
@@ -53,13 +53,13 @@ class Pairs:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def __getitem__(self, place: int) -> Pair:
-        prompt = self._prompts[place]
+    def __getitem__(self, index: int) -> Pair:
+        prompt = self._prompts[index]
         start = prompt.token_ids.tolist()
         return Pair(*(start + self._response_ids(prompt.extra_info[side]) for side in SIDES))
 
     def _response_ids(self, text: str) -> list[int]:
-        """Tokenize a response; special tokens that it spells are text."""
+        """Tokenize a response with EOS; names of special tokens in it are treated as text."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
         ]
@@ -67,6 +67,7 @@ class Pairs:
 
 
 def _broken_rule(texts: Sequence[Any]) -> str:
+    """Return the rule that the two responses break, "" = none."""
     if not all(isinstance(text, str) and text.strip() for text in texts):
         return "must have texts chosen and rejected"
     return "must have two different responses" if texts[0] == texts[1] else ""

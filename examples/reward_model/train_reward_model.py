@@ -1,12 +1,12 @@
-"""Train a reward model on pairs of responses: the better one is to get the higher score.
+"""Train a reward model on pairs of responses, so that the better one gets the higher score.
 
     python examples/reward_model/train_reward_model.py --model FOLDER --output FOLDER \
         --train data/full_hh_rlhf/rm/train.parquet --test data/full_hh_rlhf/rm/test.parquet
 
-Starts from any causal model of Hugging Face in safetensors. The loss is that of Bradley and Terry:
--log sigmoid(score of the better response - score of the worse one), each read at the last token.
-PPO loads the result by `reward.kind=model reward.load=FOLDER`. It trains on one device. The same
-command again goes on from the last state that was saved.
+Starts from any causal model of Hugging Face in safetensors, on one device. The loss is that of
+Bradley and Terry: -log sigmoid(score of the better response - score of the worse one), each read at
+the last token. PPO loads the result by `reward.kind=model reward.load=FOLDER`. The same command
+resumes an interrupted training from its last saved state.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 
 STATE = "state.pt"
-FREE = ("test", "micro_batch_size", "device", "save_steps")  # may differ when a run goes on
-WARMUP = 0.05  # share of the steps
+FREE = ("test", "micro_batch_size", "device", "save_steps")  # arguments that a resume may change
+WARMUP = 0.05  # share of the steps in which the learning rate rises
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,11 +54,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the reward model")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--batch-size", type=int, default=64, help="pairs per optimizer step")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="pairs per forward")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="pairs per forward pass")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--max-prompt-length", type=int, default=1024, help="tokens")
     parser.add_argument("--max-response-length", type=int, default=512, help="tokens")
-    parser.add_argument("--bf16", action="store_true", help="compute in it; weights stay fp32")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16; weights stay fp32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save-steps", type=int, default=200, help="steps between saved states")
@@ -66,9 +66,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train, measure and save. Raises UserError."""
+    """Train, print the accuracy on the held-out pairs, and write the model.
+
+    Raises UserError for an output that exists, and for a model or pairs that cannot be used.
+    """
     if arguments.output.exists():
-        rule = "must not exist: a folder of that name is complete"
+        rule = "must not exist: an existing folder is taken for a finished model"
         raise UserError(Problem("--output", rule, arguments.output, "remove it, or name another"))
     tokenizer = load_tokenizer(arguments.model, "--model")
     if tokenizer.eos_token_id is None:
@@ -89,7 +92,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def new_model(folder: str, tokenizer: Any) -> Any:
-    """Load the base, with a score head of zeros."""
+    """Load the base model in fp32 with a score head of zeros. Raises UserError."""
     try:
         model = AutoModelForSequenceClassification.from_pretrained(
             folder,
@@ -110,7 +113,10 @@ def new_model(folder: str, tokenizer: Any) -> Any:
 
 
 def learn(model: Any, pairs: Pairs, arguments: argparse.Namespace) -> None:
-    """Train for all epochs, from the saved state if there is one."""
+    """Train for all epochs, from the saved state if there is one; print every step.
+
+    Saves the state after every --save-steps steps.
+    """
     steps = max(1, round(arguments.epochs * len(pairs) / arguments.batch_size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.0)
     sampler = PromptSampler(len(pairs), arguments.batch_size, arguments.seed, shuffle=True)
@@ -121,7 +127,7 @@ def learn(model: Any, pairs: Pairs, arguments: argparse.Namespace) -> None:
     for step in range(first, steps):
         for group in optimizer.param_groups:
             group["lr"] = arguments.lr * rate_factor(step, steps)
-        batch = [pairs[place] for place in sampler.next_batch()]
+        batch = [pairs[index] for index in sampler.next_batch()]
         loss, right = _step(model, optimizer, batch, arguments)
         print(f"step {step + 1}/{steps} loss {loss:.4f} accuracy {right:.3f}", flush=True)
         if (step + 1) % arguments.save_steps == 0 and step + 1 < steps:
@@ -129,7 +135,7 @@ def learn(model: Any, pairs: Pairs, arguments: argparse.Namespace) -> None:
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Rise for the first steps, then fall to a tenth."""
+    """Return the factor of the learning rate: it rises for WARMUP, and falls to a tenth."""
     warmup = max(1, round(WARMUP * steps))
     return min((step + 1) / warmup, 1.0 - 0.9 * step / steps)
 
@@ -173,13 +179,13 @@ def measure(model: Any, pairs: Pairs, arguments: argparse.Namespace) -> float:
     model.eval()
     right, size = 0, arguments.micro_batch_size
     for start in range(0, len(pairs), size):
-        batch = [pairs[place] for place in range(start, min(len(pairs), start + size))]
+        batch = [pairs[index] for index in range(start, min(len(pairs), start + size))]
         right += int((compare(model, batch, arguments.bf16) > 0).sum())
     return right / len(pairs)
 
 
 def save(model: Any, tokenizer: Any, output: Path) -> None:
-    """Write model and tokenizer; a folder of that name is complete."""
+    """Write model and tokenizer to another folder and rename it, so that `output` is complete."""
     unfinished = _work_folder(output) / "model"
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
@@ -188,7 +194,7 @@ def save(model: Any, tokenizer: Any, output: Path) -> None:
 
 
 def _work_folder(output: Path) -> Path:
-    """The folder beside the output that holds what is not complete."""
+    """Return the folder beside the output for saved states and an unfinished model."""
     return output.with_name(f".{output.name}.partial")
 
 
@@ -200,7 +206,10 @@ def _save_state(
     sampler: PromptSampler,
     step: int,
 ) -> None:
-    """given: arguments that the training depends on"""
+    """Write the state of the training, and replace an earlier one only when it is complete.
+
+    given: arguments that a resume must not change
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".new")
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "given": given}
@@ -218,19 +227,22 @@ def _resume(
     optimizer: torch.optim.Optimizer,
     sampler: PromptSampler,
 ) -> int:
-    """Load the saved state, if there is one; return the number of steps that are done."""
+    """Load the saved state, if there is one; return the number of finished steps.
+
+    Raises UserError where an argument of `given` differs from that of the saved state.
+    """
     if not file.exists():
         return 0
     tree = torch.load(file, map_location="cpu", weights_only=True)
     for key, value in given.items():
         if (saved := tree["given"].get(key)) != value:
-            rule = f"must be {saved}, as in the training that {file} is of"
-            remedy = f"use that, or remove {file.parent}"
+            rule = f"must be {saved}, as in the training that has saved {file}"
+            remedy = f"use that value to resume, or remove {file.parent} to start anew"
             raise UserError(Problem(f"--{key.replace('_', '-')}", rule, value, remedy))
     sampler.load_state_dict(tree["sampler"])
     model.load_state_dict(tree["model"])
     optimizer.load_state_dict(tree["optimizer"])
-    print(f"goes on after step {tree['step']}", flush=True)
+    print(f"resuming after step {tree['step']}", flush=True)
     return int(tree["step"])
 
 

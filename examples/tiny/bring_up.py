@@ -1,10 +1,11 @@
-"""Does a device compute what a CPU computed? Stage by stage, from the import to PPO.
+"""Compare what a device computes with numbers recorded on a CPU, from the first import to PPO.
 
     python examples/tiny/bring_up.py --device npu
 
-Each stage runs in a process of its own, so that a crash has a name, and is compared with
-`bring_up.json`, which was recorded on a CPU (`--record`). The first stage that fails ends it.
-Exit code 0 = every stage agrees, 1 = one does not, 2 = wrong arguments.
+Each stage runs in a process of its own, so that a crash can be assigned to a stage. Its numbers are
+compared with `bring_up.json`, which was recorded on a CPU (`--record`). The program stops at the
+first stage that fails. Exit code 0 = all stages agree, 1 = one failed or differs, 2 = wrong
+arguments.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TRACE = HERE / "bring_up.json"
-FLOOR = 1e-3  # numbers below it are compared by their difference
-SHOWN = 25  # lines of a failed stage
+FLOOR = 1e-3  # differences of smaller numbers are divided by FLOOR instead of the number
+SHOWN = 25  # lines of output shown of a failed stage
 
 
 @dataclass(frozen=True)
 class Stage:
-    """deadline_s: of its process. rtol: how far, as a part of the number, a device may be off.
+    """A stage, its deadline in seconds and its largest relative difference.
 
-    A CPU may be off by CPU_RTOL, whatever the stage. The others are chosen, not measured: fp32
-    sums in another order, through more and more steps.
+    On a CPU the largest difference is CPU_RTOL for every stage. The values for devices are chosen,
+    not measured: fp32 sums in another order differ more after more steps.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Stage:
 CPU_RTOL = 1e-3
 STAGES = (
     Stage("import", 120, 0),
-    Stage("patch", 300, 2e-2),  # bf16 among it
+    Stage("patch", 300, 2e-2),  # some operations are in bf16
     Stage("collective", 300, 1e-6, processes=2),
     Stage("forward", 300, 1e-3),
     Stage("update", 300, 1e-2),
@@ -56,17 +57,17 @@ STAGES = (
 
 
 class Failed(Exception):
-    """A stage did not end, or not well. The message says how."""
+    """Raised for a stage that timed out, crashed or printed no numbers; the message says which."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
     parser.add_argument("--trace", type=Path, default=TRACE, help="numbers to compare with")
-    parser.add_argument("--stages", help="only these, such as import,patch")
-    parser.add_argument("--processes", type=int, help="of the stage collective (default 2)")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor of the deadlines")
-    parser.add_argument("--record", action="store_true", help="write the trace anew")
+    parser.add_argument("--stages", help="run only these stages, such as import,patch")
+    parser.add_argument("--processes", type=int, help="processes of the stage collective (2)")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor for all deadlines")
+    parser.add_argument("--record", action="store_true", help="write the numbers to the trace")
     arguments = parser.parse_args(argv)
     names = arguments.stages.split(",") if arguments.stages else [s.name for s in STAGES]
     unknown = set(names) - {s.name for s in STAGES}
@@ -102,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(trace: Path, record: bool) -> dict[str, Any]:
-    """Numbers by stage; what a recording does not make anew stays."""
+    """Return the recorded numbers by stage; {} for a first recording. Stages that are not recorded
+    again keep their numbers."""
     if record and not trace.exists():
         return {}
     found: dict[str, Any] = json.loads(trace.read_text(encoding="utf-8"))
@@ -110,7 +112,10 @@ def _read(trace: Path, record: bool) -> dict[str, Any]:
 
 
 def run_stage(stage: Stage, device: str, processes: int = 1) -> Mapping[str, Any]:
-    """Numbers of the first process. Raises Failed; no process is left behind."""
+    """Run a stage and return the numbers of its first process; every process is ended.
+
+    Raises Failed.
+    """
     with tempfile.TemporaryDirectory(prefix="rlxf-bring-up-") as folder:
         command = [
             sys.executable, str(HERE / "bring_up_stages.py"), stage.name,
@@ -137,7 +142,7 @@ def run_stage(stage: Stage, device: str, processes: int = 1) -> Mapping[str, Any
 
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """As torchrun sets it; this clone is on the path."""
+    """Return the environment of a process: the variables of torchrun, this clone on PYTHONPATH."""
     path = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -160,6 +165,7 @@ def _free_port() -> int:
 def _await(
     process: subprocess.Popen[bytes], rank: int, output: Path, stage: Stage, deadline: float
 ) -> None:
+    """Wait for a process to end with 0. Raises Failed with the end of its output otherwise."""
     try:
         code = process.wait(max(deadline - time.monotonic(), 0))
     except subprocess.TimeoutExpired as error:
@@ -174,11 +180,13 @@ def _await(
 
 
 def _tail(output: Path) -> str:
+    """Return the last SHOWN lines of a file, each indented on a line of its own."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN:]
     return "".join(f"\n    {line}" for line in lines)
 
 
 def _numbers(output: Path) -> dict[str, Any]:
+    """Return the last JSON object of a file. Raises Failed where there is none."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     found = [line for line in lines if line.startswith("{")]
     if not found:
@@ -188,7 +196,10 @@ def _numbers(output: Path) -> dict[str, Any]:
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], rtol: float) -> Iterator[str]:
-    """One line for each number or list that is too far off, with the first place where it is."""
+    """Yield a message for each name whose number, or first number in a list, differs too much.
+
+    Also for names that only one side has, and lists of other lengths.
+    """
     for name, value in wanted.items():
         if name not in found:
             yield f"{name} is missing"
@@ -198,7 +209,7 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], rtol: float
             yield f"{name} has {_length(found[name])} numbers, the trace {_length(value)}"
             continue
         for place, (old, new) in enumerate(pairs):
-            if not distance(old, new) <= rtol:  # so that NaN is too far
+            if not distance(old, new) <= rtol:  # `not <=`, so that NaN differs too
                 yield (
                     f"{name}[{place}] is {new:.7g}, the trace {old:.7g}: off by "
                     f"{distance(old, new):.1e}, allowed {rtol:.0e}"
@@ -208,16 +219,19 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], rtol: float
 
 
 def distances(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[float]:
+    """Yield the distance of every pair of numbers."""
     for name, value in wanted.items():
         for old, new in _pairs(value, found[name]) or ():
             yield distance(old, new)
 
 
 def distance(old: float, new: float) -> float:
+    """Return the difference divided by the old number, or by FLOOR where that is larger."""
     return abs(new - old) / max(abs(old), FLOOR)
 
 
 def _pairs(old: Any, new: Any) -> list[tuple[float, float]] | None:
+    """Pair two numbers, or two lists of numbers; None where the lengths differ."""
     before, after = (x if isinstance(x, list) else [x] for x in (old, new))
     return list(zip(before, after, strict=True)) if len(before) == len(after) else None
 

@@ -1,8 +1,8 @@
-"""The stages of `bring_up.py`, each run in a process of its own.
+"""Run one stage of `bring_up.py` in this process.
 
     python examples/tiny/bring_up_stages.py STAGE --device cpu --work DIR
 
-The last line of its output is a JSON object, name -> number or list of numbers.
+The last line of the output is a JSON object, name -> number or list of numbers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Numbers = dict[str, Any]
 
 
 def import_(kind: str, _work: Path) -> Numbers:
-    """Torch and the device's library; nothing is claimed."""
+    """Import torch and the library of the device, without using a device. Returns no numbers."""
     import torch
 
     from mindspeed_rlxf import device
@@ -59,7 +59,10 @@ def import_(kind: str, _work: Path) -> Numbers:
 
 
 def patch(kind: str, _work: Path) -> Numbers:
-    """The adaptor, Megatron, and the operations that a layer is made of."""
+    """Import the adaptor and Megatron; compute the operations that a layer is made of.
+
+    Returns for each result the sum of absolute values and one number.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -86,7 +89,10 @@ def patch(kind: str, _work: Path) -> Numbers:
 
 
 def collective(kind: str, _work: Path) -> Numbers:
-    """Every collective that training uses, among the processes of torchrun's variables."""
+    """Call every collective that training uses, among the processes that torchrun's variables name.
+
+    The returned numbers do not depend on rank and number of processes.
+    """
     import torch
     import torch.distributed as dist
 
@@ -128,7 +134,7 @@ def collective(kind: str, _work: Path) -> Numbers:
 
 
 def forward(kind: str, work: Path) -> Numbers:
-    """Weights from a Hugging Face folder, and the log-probs of given responses."""
+    """Load weights from a Hugging Face folder; return the log-prob of each fixed response."""
     _runtime, roles, source, _ = start(kind, work)
     from mindspeed_rlxf.cluster.refs import resolve
     from mindspeed_rlxf.roles.reports import ResponseLengths
@@ -146,12 +152,12 @@ def forward(kind: str, work: Path) -> Numbers:
 
 
 def update(kind: str, work: Path) -> Numbers:
-    """Two iterations of PPO on given responses: both losses, gradients, Adam."""
+    """Do two iterations of PPO on fixed responses: both losses, gradients and Adam."""
     return train(kind, work, 2, fixed=True)
 
 
 def generate(kind: str, work: Path) -> Numbers:
-    """Greedy responses with the KV cache."""
+    """Return greedy responses, generated with the KV cache."""
     _runtime, roles, source, _ = start(kind, work, fixed=False)
     from mindspeed_rlxf.cluster.refs import resolve
 
@@ -164,7 +170,7 @@ def generate(kind: str, work: Path) -> Numbers:
 
 
 def ppo(kind: str, work: Path) -> Numbers:
-    """The whole loop, with sampled responses."""
+    """Run the whole PPO loop with sampled responses."""
     return train(kind, work, ITERATIONS, fixed=False)
 
 
@@ -180,7 +186,7 @@ STAGES = {
 
 
 def claim(kind: str) -> Any:
-    """The device of this process, before Megatron is imported."""
+    """Set up the device of this process and return it. Call this before Megatron is imported."""
     from mindspeed_rlxf import device
     from mindspeed_rlxf.cluster.local import claim_device
     from mindspeed_rlxf.config.enums import DeviceKind
@@ -190,6 +196,7 @@ def claim(kind: str) -> Any:
 
 
 def configure(kind: str, work: Path, iterations: int, fixed: bool) -> Any:
+    """Return the configuration of a run on one device. fixed: write and use fixed responses"""
     from mindspeed_rlxf.config.compose import compose
     from mindspeed_rlxf.config.resolve import resolve
 
@@ -207,7 +214,7 @@ def configure(kind: str, work: Path, iterations: int, fixed: bool) -> Any:
 def start(
     kind: str, work: Path, fixed: bool = True
 ) -> tuple[Any, RoleGroups, PromptSource, RunConfig]:
-    """The roles of one process and the prompts that they are given."""
+    """Build all roles in this process; return runtime, roles, prompts and configuration."""
     config = configure(kind, work, 1, fixed)
     claim(kind)
     from mindspeed_rlxf.cluster.local import LocalRuntime
@@ -226,6 +233,7 @@ def start(
 
 
 def train(kind: str, work: Path, iterations: int, fixed: bool) -> Numbers:
+    """Run PPO and return the metrics of KEPT, a list over the iterations for each."""
     config = configure(kind, work, iterations, fixed)
     claim(kind)
     from mindspeed_rlxf.trainer.preflight import prepare

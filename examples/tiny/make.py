@@ -1,9 +1,10 @@
-"""Make what the tiny task needs, from nothing: tokenizer, data, policy; a reward model on request.
+"""Make data, tokenizer and policy of the tiny task, and on request a reward model.
 
     python examples/tiny/make.py --output outputs/tiny --seed 1 [--reward-model]
 
-What is there for the same seed and version is kept. The reward model is for configurations with
-`reward.kind: model` (`ppo_trainer_tiny_rm`); it takes longer to teach than all the rest.
+Files of the same seed and VERSION are kept; otherwise the output folder is replaced. Configurations
+with `reward.kind: model` (`ppo_trainer_tiny_rm`) need the reward model, which takes longer than
+all the rest.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import shutil
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall a busy machine
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads must not use the cores
 
 import torch
 from tiny_task import make_split, make_tokenizer, write_jsonl
-from train_models import teach_policy, teach_reward_model
+from train_models import pretrain_policy, train_reward_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-VERSION = 3  # raise it when what is made changes
+VERSION = 3  # to be raised when data or models change
 MARKER = "made.json"
 POLICY, REWARD = "sft", "rm"
 
@@ -49,31 +50,31 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make(output: Path, seed: int) -> None:
-    """Data, tokenizer and policy."""
+    """Write data, tokenizer and policy; print what was made."""
     torch.set_num_threads(1)
     started = time.monotonic()
     split = make_split(seed)
     write_jsonl(output / "data" / "train.jsonl", split.train)
     write_jsonl(output / "data" / "val.jsonl", split.val)
     print(f"data: {len(split.train)} prompts, {len(split.val)} validation prompts, disjoint")
-    print("policy: supervised learning from a careless teacher, half a minute", flush=True)
-    policy = teach_policy(split, seed)
+    print("policy: pretraining on sums, most without the carry; half a minute", flush=True)
+    policy = pretrain_policy(split, seed)
     _save(policy.model, output / "models" / POLICY)
     parameters = sum(p.numel() for p in policy.model.parameters())
     print(
-        f"policy: Llama with {parameters / 1e6:.2f} M parameters, supervised start solves "
-        f"{policy.accuracy:.1%} of the validation prompts ({_since(started)}): {output}",
+        f"policy: Llama with {parameters / 1e6:.2f} M parameters, solves {policy.accuracy:.1%} of "
+        f"the validation prompts before PPO ({_since(started)}): {output}",
         flush=True,
     )
 
 
 def make_reward_model(output: Path, seed: int) -> None:
-    """From the policy that is there."""
-    torch.set_num_threads(2)  # a fixed number, since rounding depends on it
+    """Train a reward model that starts from the policy in `output`, and write it there."""
+    torch.set_num_threads(2)  # a fixed number, because rounding depends on it
     started = time.monotonic()
-    print("reward model: learning from comparisons, a minute or two", flush=True)
+    print("reward model: training on comparisons, a minute or two", flush=True)
     policy = LlamaForCausalLM.from_pretrained(output / "models" / POLICY)
-    reward, accuracy = teach_reward_model(policy, make_split(seed), seed)
+    reward, accuracy = train_reward_model(policy, make_split(seed), seed)
     _save(reward, output / "models" / REWARD)
     print(
         f"reward model: right in {accuracy:.1%} of held-out comparisons ({_since(started)}): "
@@ -83,7 +84,8 @@ def make_reward_model(output: Path, seed: int) -> None:
 
 
 def _save(model: PreTrainedModel, folder: Path) -> None:
-    """The model and its tokenizer; a folder of that name is complete."""
+    """Write a model and its tokenizer to another folder and rename it, so that `folder` is
+    complete."""
     unfinished = folder.with_name(f".{folder.name}")
     model.save_pretrained(unfinished)
     make_tokenizer().save_pretrained(unfinished)

@@ -1,4 +1,4 @@
-"""What a run of the demo did: the curve of validation accuracy, and three samples.
+"""Print what a run of the demo has learnt: validation accuracy, and three samples before and after.
 
 python examples/tiny/report.py RUN_DIRECTORY
 """
@@ -14,7 +14,7 @@ from typing import Any
 ACCURACY = "val/arithmetic/accuracy"
 SCORE = "critic/score/mean"
 WIDTH = 50  # characters of a full bar
-SHOWN = 3
+SHOWN = 3  # samples
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def curve(metrics: list[dict[str, Any]]) -> list[str]:
-    """One bar per validation."""
+    """Return a line with a bar for each validation, and a line on the training score."""
     lines = ["validation accuracy (greedy)"]
     for line in metrics:
         if ACCURACY in line["metrics"]:
@@ -46,7 +46,10 @@ def curve(metrics: list[dict[str, Any]]) -> list[str]:
 
 
 def before_and_after(samples: list[dict[str, Any]]) -> list[str]:
-    """The same prompts before and after, those first that changed from wrong to right."""
+    """Return a table of prompts with their responses at the first and the last validation.
+
+    Prompts whose score has risen come first.
+    """
     iterations = sorted({sample["iteration"] for sample in samples})
     if len(iterations) < 2:
         return ["no samples of two validations to compare"]

@@ -1,7 +1,7 @@
-"""Two-digit addition with a character tokenizer: a task that is learnt in seconds on a CPU.
+"""Addition of two-digit numbers with a character tokenizer: a task that a CPU learns in seconds.
 
 A prompt is `12+34=` (always 6 tokens, no padding), a response the digits of the sum and EOS. RL
-trains on `train`, validates on `val`; no prompt of `val` is ever trained on.
+trains on the problems `train` and validates on `val`; nothing is ever trained on `val`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Problem:
         return str(self.left + self.right)
 
     @property
-    def careless_answer(self) -> str:
-        """The sum without the carry from the ones to the tens; in over half of all cases right."""
+    def answer_without_carry(self) -> str:
+        """The sum without the carry from the ones to the tens; right in over half of all cases."""
         ones = (self.left % 10 + self.right % 10) % 10
         return str((self.left // 10 + self.right // 10) * 10 + ones)
 
 
 @dataclass(frozen=True)
 class Split:
-    """`train` and `val` are the data sets of RL; `spare` is every other problem."""
+    """`train` and `val` are the data sets of RL; `spare` has all other problems."""
 
     train: list[Problem]
     val: list[Problem]
@@ -51,7 +51,7 @@ class Split:
 
 
 def make_split(seed: int) -> Split:
-    """All 8,100 problems shuffled and cut: NUM_TRAIN, NUM_VAL, the rest."""
+    """Shuffle all 8,100 problems and split them into NUM_TRAIN, NUM_VAL and the rest."""
     problems = [Problem(left, right) for left in range(10, 100) for right in range(10, 100)]
     random.Random(seed).shuffle(problems)
     end = NUM_TRAIN + NUM_VAL
@@ -59,7 +59,7 @@ def make_split(seed: int) -> Split:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per character, 16 in all; adds no special token by itself."""
+    """Return a tokenizer with one id per character, 16 in all, that adds no special tokens."""
     vocab = {token: index for index, token in enumerate(TOKENS)}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -77,7 +77,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_jsonl(path: Path, problems: list[Problem]) -> None:
-    """One row per problem, with the keys that the trainer reads by default."""
+    """Write a row for each problem, with the keys that the trainer reads by default."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:
@@ -90,10 +90,10 @@ def write_jsonl(path: Path, problems: list[Problem]) -> None:
 
 
 def corrupt(answer: str, rng: random.Random, *, max_length: int) -> tuple[str, bool]:
-    """A wrong response as (text, ends with EOS); near misses are the most frequent.
+    """Draw a wrong response as (text, whether it ends with EOS); near misses are most frequent.
 
-    Kinds: one digit off by a little, any digit replaced, a digit too few, digits too many, digits
-    at random, a stray sign, and the right digits without EOS, run on to `max_length` tokens.
+    Kinds: a sum off by 1 to 100, a digit replaced, a digit missing, digits too many, random digits,
+    a stray sign, and the right digits followed by others up to `max_length` tokens, without EOS.
     """
     kind = rng.choices(
         ["near", "digit", "short", "long", "random", "sign", "endless"], [45, 25, 8, 6, 6, 4, 6]
@@ -105,6 +105,8 @@ def corrupt(answer: str, rng: random.Random, *, max_length: int) -> tuple[str, b
 
 
 def _wrong(kind: str, answer: str, rng: random.Random, max_length: int) -> tuple[str, bool]:
+    """Draw a response of a kind, which may be the answer by chance; see `corrupt`."""
+
     def digits(count: int) -> str:
         return "".join(rng.choice("0123456789") for _ in range(count))
 

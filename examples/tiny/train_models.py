@@ -1,6 +1,6 @@
-"""The demo's models, in plain transformers: a policy taught carelessly, and a reward model.
+"""Train the demo's models in plain transformers: a policy that often drops a carry, a reward model.
 
-Both are Llamas of one shape; the reward model grows from the policy.
+Both are Llamas of the same shape; the reward model starts from the policy's weights.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 PROMPT_TOKENS = 6
 MAX_RESPONSE_TOKENS = 8
-CARELESS = 0.75  # share of the teacher's sums that leave out the carry from the ones
-START_ACCURACY = (0.45, 0.6)  # of the policy that PPO starts from
+WITHOUT_CARRY = 0.75  # share of the training sums without the carry from the ones to the tens
+START_ACCURACY = (0.45, 0.6)  # range for the accuracy of the policy that PPO starts from
 ID_OF = {token: index for index, token in enumerate(TOKENS)}
 
 
 @dataclass(frozen=True)
-class Taught:
+class Pretrained:
     """A policy and its greedy accuracy on the validation problems, 0 to 1."""
 
     model: LlamaForCausalLM
@@ -31,7 +31,10 @@ class Taught:
 
 
 def new_policy() -> LlamaForCausalLM:
-    """0.79 M parameters; the wide initialisation halves the steps until sums are learnt."""
+    """Return a random Llama with 0.79 M parameters.
+
+    With its large initial weights it needs half as many steps to learn sums.
+    """
     config = LlamaConfig(
         vocab_size=len(TOKENS),
         hidden_size=128,
@@ -50,47 +53,48 @@ def new_policy() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def teach_policy(split: Split, seed: int, steps: int = 350, batch_size: int = 128) -> Taught:
-    """Supervised learning, on all problems but the validation ones, from a careless teacher.
+def pretrain_policy(split: Split, seed: int, steps: int = 350, batch_size: int = 128) -> Pretrained:
+    """Pretrain a policy on all problems but the validation ones; most sums drop the carry.
 
-    The policy learns to add, and to leave out the carry as often as its teacher does: greedily it
-    always leaves it out, sampling sometimes finds the right sum. This is what PPO can build on.
-    Raises RuntimeError where the accuracy is outside START_ACCURACY.
+    The policy learns to add, and to drop the carry as often as its data: greedy responses always
+    drop it, sampled ones are sometimes right, which PPO can reinforce. Raises RuntimeError where
+    the greedy accuracy is outside START_ACCURACY.
     """
     torch.manual_seed(seed)
     model = new_policy()
     problems = split.train + split.spare
-    right = _taught(problems, [p.answer for p in problems])
-    careless = _taught(problems, [p.careless_answer for p in problems])
+    right = _answer_rows(problems, [p.answer for p in problems])
+    without_carry = _answer_rows(problems, [p.answer_without_carry for p in problems])
     optimizer = _optimizer(model)
     for step in range(1, steps + 1):
         _set_rate(optimizer, 2e-3 * _trapezoid(step, steps))
         drawn = torch.randint(len(problems), (batch_size,))
-        errs = torch.rand(batch_size, 1) < CARELESS
-        batch = torch.where(errs, careless[drawn], right[drawn])
+        errs = torch.rand(batch_size, 1) < WITHOUT_CARRY
+        batch = torch.where(errs, without_carry[drawn], right[drawn])
         logits = model(batch[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]
         _learn(model, optimizer, _cross_entropy(logits, batch[:, PROMPT_TOKENS:]))
-    accuracy = greedy_accuracy(model, _taught(split.val, [p.answer for p in split.val]))
+    accuracy = greedy_accuracy(model, _answer_rows(split.val, [p.answer for p in split.val]))
     low, high = START_ACCURACY
     if not low <= accuracy <= high:
-        raise RuntimeError(f"supervised accuracy {accuracy:.1%} is not in {low:.0%} to {high:.0%}")
-    return Taught(model, accuracy)
+        raise RuntimeError(f"accuracy {accuracy:.1%} of the policy must be {low:.0%} to {high:.0%}")
+    return Pretrained(model, accuracy)
 
 
 @torch.no_grad()
 def greedy_accuracy(model: LlamaForCausalLM, rows: Tensor) -> float:
-    """Share of rows whose greedy response is the answer and EOS."""
+    """Return the share of rows whose greedy response is the answer and EOS."""
     ids = rows[:, :PROMPT_TOKENS]
     for _ in range(rows.size(1) - PROMPT_TOKENS):
         ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     return float(((ids == rows) | (rows == PAD_ID)).all(dim=1).float().mean())
 
 
-def teach_reward_model(
+def train_reward_model(
     policy: LlamaForCausalLM, split: Split, seed: int, steps: int = 600, batch_size: int = 64
 ) -> tuple[LlamaForSequenceClassification, float]:
-    """Bradley-Terry on the right and a wrong response to the same prompt, read at the last token.
+    """Train a reward model to score the right response of a prompt above a wrong one.
 
+    The loss is that of Bradley and Terry at the last token, with the helpers of _comparison_loss.
     Returns the model and its accuracy on four comparisons for each validation problem.
     """
     torch.manual_seed(seed)
@@ -115,7 +119,7 @@ def teach_reward_model(
 
 @torch.no_grad()
 def sample_mistakes(policy: LlamaForCausalLM, problems: list[Problem]) -> dict[Problem, str]:
-    """Wrong but ended responses of the policy at temperature 1, where its one sample is such."""
+    """Sample one response per problem at temperature 1; return those that end but are wrong."""
     ids = torch.tensor([_row(p, "", False, PROMPT_TOKENS) for p in problems])
     for _ in range(MAX_RESPONSE_TOKENS):
         chances = policy(ids).logits[:, -1].softmax(-1)
@@ -129,14 +133,15 @@ def sample_mistakes(policy: LlamaForCausalLM, problems: list[Problem]) -> dict[P
 
 
 def _comparison_loss(model: LlamaForSequenceClassification, right: Tensor, wrong: Tensor) -> Tensor:
-    """The comparison and two helpers; alone it stays near 84% for as many steps.
+    """Return the loss of the comparison at the last token plus two auxiliary losses.
 
-    The helpers: the same comparison at each earlier token from the first difference on, and the
-    language model's loss on the right response. right, wrong: [pairs, tokens], padded at the right.
+    They are the same comparison at each token from the first difference on, and the language
+    model's loss on the right response. Without them the accuracy stays near 84%.
+    right, wrong: [pairs, tokens], padded at the right
     """
     ids = torch.cat([right, wrong])
     hidden = model.model(ids).last_hidden_state
-    # Scores of every prefix that ends in the response; after its end the last one is repeated.
+    # The last token of each prefix that ends in the response; after the end the last one repeats.
     ends = (ids != PAD_ID).sum(1, keepdim=True) - 1
     prefixes = torch.arange(PROMPT_TOKENS, ids.size(1)).expand(len(ids), -1).minimum(ends)
     better, worse = model.score(hidden)[..., 0].gather(1, prefixes).chunk(2)
@@ -153,9 +158,10 @@ def _comparison_loss(model: LlamaForSequenceClassification, right: Tensor, wrong
 def _pairs(
     problems: list[Problem], mistakes: dict[Problem, str], rng: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """The right and a wrong response of each, two [problems, prompt + MAX_RESPONSE_TOKENS].
+    """Return a right and a wrong response to each problem, each [problems, prompt + response] ids.
 
-    Wrong is the policy's own mistake in half of the cases where it made one, else a corruption.
+    Where the policy made a mistake, it is the wrong response in half of the cases; otherwise the
+    right answer is corrupted.
     """
     width = PROMPT_TOKENS + MAX_RESPONSE_TOKENS
     right, wrong = [], []
@@ -168,13 +174,14 @@ def _pairs(
     return torch.tensor(right), torch.tensor(wrong)
 
 
-def _taught(problems: list[Problem], answers: list[str]) -> Tensor:
-    """[problems, 10] prompt, answer, EOS, padding."""
+def _answer_rows(problems: list[Problem], answers: list[str]) -> Tensor:
+    """Return [problems, 10] ids: prompt, answer, EOS, padding."""
     width = PROMPT_TOKENS + 4
     return torch.tensor([_row(p, a, True, width) for p, a in zip(problems, answers, strict=True)])
 
 
 def _row(problem: Problem, response: str, ends: bool, width: int) -> list[int]:
+    """Return the ids of prompt and response, with EOS if it ends, padded to `width`."""
     ids = [ID_OF[c] for c in problem.prompt + response] + [EOS_ID] * ends
     return ids + [PAD_ID] * (width - len(ids))
 
@@ -188,7 +195,8 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _trapezoid(step: int, steps: int) -> float:
-    """Factor of the rate: up in 20 steps, flat for half of them, down to 2%."""
+    """Return the factor of the learning rate: it rises for 20 steps, and falls to 2% in the second
+    half."""
     return min(1.0, step / 20, max(0.02, 2 * (1 - step / steps)))
 
 

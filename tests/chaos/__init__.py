@@ -1,1 +1,1 @@
-"""Runs that are killed at random moments, started again, and compared with one that was not."""
+"""Kill runs at random moments, restart them, and compare the result with an undisturbed run."""

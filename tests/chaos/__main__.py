@@ -1,13 +1,13 @@
-"""Kill any process of real runs at random moments and start them again, until they are done.
+"""Kill random processes of real runs at random moments, restart the runs, compare their results.
 
     python -m tests.chaos [--kills 100] [--seed 1] [--variant NAME ...] [--output DIR]
 
-Each variant is run once undisturbed. Then a random process of the same run (supervisor, driver,
-worker, Ray's own) gets SIGKILL at a random moment of a start, an iteration or a save; what the
-supervisor does not bring back is started again by the same command. The finished run has to equal
-the undisturbed one bit by bit, and no process may be left behind. Prints the tables of
-docs/reliability.md; exits with 1 at the first difference. The time that a kill takes, and so the
-processes that there are, depends on the machine; the seed fixes what is tried.
+Each variant is run once undisturbed. In further runs of the variant a random process (supervisor,
+driver, worker, or one of Ray's) gets SIGKILL at a random moment of the start, an iteration or a
+save. Where the supervisor does not restart the run, the same command is given again. Each finished
+run must equal the undisturbed one bit by bit, and no process may be left. Prints the tables of
+docs/reliability.md; exits with 1 at the first difference. The seed fixes kinds and delays of the
+kills; which processes exist at that moment depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests.processes import start_logged, with_sources
 ITERATIONS = 24
 KILLS_OF_A_RUN = 13
 START_S, ITERATION_S = 20.0, 0.5
+# Longest time without progress; until the last process has to end; between two looks at the tree.
 LIMIT_S, GONE_S, LOOK_EVERY_S = 300.0, 60.0, 1.0
 SEPARATE = ("placement.critic=critic", "resource_pool.main=1", "+resource_pool.critic=1")
 ASYNC = ("training.async_save=true",)
@@ -45,26 +46,28 @@ VARIANTS = {
     "separate pools": SEPARATE,
     "separate pools, asynchronous saves": SEPARATE + ASYNC,
 }
-KINDS = {  # of processes, by a word of the command line; the first that is found counts
+KINDS = {  # word of a command line -> kind of the process; the first word that matches counts
     "RayWorker": "worker",
     "ray::": "Ray's idle worker",
     "gcs_server": "Ray's gcs_server",
     "raylet/raylet": "Ray's raylet",
     "ray_gpt.py": "driver",
 }
-OTHER = "another of Ray's"
+OTHER = "another process of Ray"
 
 
 @dataclass(frozen=True)
 class Kill:
+    """A kill and its cost. victim: kind of the killed process"""
+
     phase: Phase
     victim: str
-    lost: int  # iterations that were done again
-    recovery_s: float | None  # until the next new iteration; None = killed again before
+    lost: int  # iterations that had to be repeated
+    recovery_s: float | None  # from the kill to the next new iteration; None = killed again first
 
 
 class Attempt:
-    """One start of the command, with every process that it was seen to have."""
+    """Start the command once and keep track of all processes that descend from it."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         self._child = start_logged(arguments, log, with_sources())
@@ -73,28 +76,29 @@ class Attempt:
         self._looked_at = time.monotonic()
 
     def processes(self) -> list[psutil.Process]:
-        """Processes that are alive, also those whose parent died."""
+        """Return the processes of this start that are alive, also those whose parent has died."""
         for parent in list(self._seen):
             try:
                 self._seen.update(parent.children(recursive=True))
             except psutil.NoSuchProcess:
                 continue
-        return [process for process in self._seen if _lives(process)]
+        return [process for process in self._seen if _is_alive(process)]
 
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
+        """Whether the started command itself runs; about once a second look for new children."""
         if time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self.processes()
         return self._child.poll() is None
 
     def kill_one(self, rng: random.Random) -> str:
-        """Kill a process of a random kind; returns the kind."""
+        """Send SIGKILL to a random process of a random kind; return the kind."""
         by_kind: dict[str, list[psutil.Process]] = defaultdict(list)
         for process in self.processes():
             by_kind[self._kind(process)].append(process)
         kind = rng.choice(sorted(by_kind))
         victim = rng.choice(sorted(by_kind[kind], key=lambda process: process.pid))
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended by itself
             victim.send_signal(signal.SIGKILL)
         return kind
 
@@ -107,8 +111,8 @@ class Attempt:
             return OTHER
         return next((kind for word, kind in KINDS.items() if word in line), OTHER)
 
-    def left(self) -> list[str]:
-        """End the processes that are left a minute after the end; returns their kinds."""
+    def kill_leftovers(self) -> list[str]:
+        """Wait up to a minute for all processes to end, kill the rest and return their kinds."""
         psutil.wait_procs(self.processes(), timeout=GONE_S)
         left = self.processes()
         names = [self._kind(process) for process in left]
@@ -117,11 +121,12 @@ class Attempt:
                 process.kill()
         return names
 
-    def status(self) -> int:
+    def exit_status(self) -> int:
+        """Wait for the command to end; return its exit status."""
         return self._child.wait(timeout=LIMIT_S)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -129,63 +134,72 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class KilledRun:
-    """A run to its end, through at most `kills` kills."""
+    """Run the command until it has succeeded, with at most `kills` kills on the way."""
 
     def __init__(self, arguments: list[str], folder: Path, rng: random.Random, kills: int) -> None:
         self._arguments, self._folder = arguments, folder
         self._rng, self._left = rng, kills
-        self._last: tuple[Phase, str] | None = None  # kill, and what the run does after it
+        self._last: tuple[Phase, str] | None = None  # phase and victim of the last kill
         self._watch = Watch(RunDirectory(folder))
         self.kills: list[Kill] = []
         self.starts = 0
 
-    def go(self) -> None:
-        """Raises RuntimeError when the run fails without a kill, hangs, or leaves processes."""
+    def run(self) -> None:
+        """Start the command again and again until it exits with 0.
+
+        Raises RuntimeError when the run fails without a kill, hangs, or leaves processes.
+        """
         status = None
         while status != 0:
             if self.starts and self._last is None:
                 raise RuntimeError(f"the undisturbed run ended with {status}")
             self.starts += 1
             attempt = Attempt(self._arguments, self._folder.with_suffix(".log"))
-            self._watch.started()
+            self._watch.note_restart()
             try:
                 self._disturb(attempt)
-                status = attempt.status()
+                status = attempt.exit_status()
             finally:
-                left = attempt.left()
-            print(f"  start {self.starts}: ended with {status}", flush=True)
-            if left:
-                raise RuntimeError(f"left behind: {', '.join(left)}")
-        self._settle()
+                leftovers = attempt.kill_leftovers()
+            print(f"  start {self.starts}: exit status {status}", flush=True)
+            if leftovers:
+                raise RuntimeError(f"processes left after the end: {', '.join(leftovers)}")
+        self._record_last_kill()
 
     def _disturb(self, attempt: Attempt) -> None:
+        """Kill processes at random moments while kills are left, then wait for the run to end."""
         while self._left:
             moment = Moment.choose(self._rng, START_S, ITERATION_S, most_iterations=3)
-            if not moment.wait(self._watch, attempt.goes_on, LIMIT_S):
+            if not moment.wait(self._watch, attempt.is_running, LIMIT_S):
                 return
             phase, before = self._watch.phase(), self._watch.iterations()
-            self._settle()
+            self._record_last_kill()
             self._last = phase, attempt.kill_one(self._rng)
             self._watch = Watch(RunDirectory(self._folder))
             self._left -= 1
-            print(f"  {self._last[1]} killed in {phase.value}, iteration {before}", flush=True)
-        while attempt.goes_on():
+            print(f"  killed {self._last[1]} in {phase.value}, iteration {before}", flush=True)
+        while attempt.is_running():
             self._watch.iterations()
             if time.monotonic() - max(self._watch.times) > LIMIT_S:
                 raise RuntimeError(f"{self._folder}: no progress within {LIMIT_S:g} s")
             time.sleep(POLL_S)
 
-    def _settle(self) -> None:
+    def _record_last_kill(self) -> None:
+        """Append the last kill, if any, with its cost up to now."""
         if self._last is not None:
-            self.kills.append(Kill(*self._last, self._watch.lost(), self._watch.recovery_s()))
+            cost = self._watch.lost_iterations(), self._watch.recovery_s()
+            self.kills.append(Kill(*self._last, *cost))
 
 
-def of_variant(name: str, output: Path, kills: int, rng: random.Random) -> tuple[list[Kill], int]:
-    """Kills of runs of one variant, and how many starts they took."""
+def run_variant(name: str, output: Path, kills: int, rng: random.Random) -> tuple[list[Kill], int]:
+    """Run one variant undisturbed, then with kills; return the kills and the number of starts.
+
+    Raises RuntimeError where a killed run differs from the undisturbed one.
+    """
     output.mkdir(parents=True, exist_ok=True)
     more = (f"training.train_iters={ITERATIONS}", "training.save_interval=2", *VARIANTS[name])
     print(name, flush=True)
-    KilledRun(command(output / "whole", *more), output / "whole", rng, 0).go()
+    KilledRun(command(output / "whole", *more), output / "whole", rng, 0).run()
     found: list[Kill] = []
     starts = 0
     for number in range(1, kills + 1):
@@ -194,17 +208,20 @@ def of_variant(name: str, output: Path, kills: int, rng: random.Random) -> tuple
         folder = output / f"killed{number}"
         count = min(KILLS_OF_A_RUN, kills - len(found))
         run = KilledRun(command(folder, *more), folder, rng, count)
-        run.go()
+        run.run()
         wrong = differences(RunDirectory(output / "whole"), RunDirectory(folder), ITERATIONS)
         if wrong:
-            raise RuntimeError(f"{folder} is not the undisturbed run: {'; '.join(wrong)}")
+            raise RuntimeError(f"{folder} differs from the undisturbed run in: {'; '.join(wrong)}")
         found += run.kills
         starts += run.starts
     return found, starts
 
 
 def table(kills: dict[str, list[Kill]], key: str) -> str:
-    """Markdown: for each phase or victim the kills, lost iterations and times of recovery."""
+    """Return a Markdown table of kills, lost iterations and recovery times.
+
+    kills: by variant; key: `phase` or `victim`, a row for each of its values
+    """
     groups: dict[str, list[Kill]] = defaultdict(list)
     for kill in (kill for found in kills.values() for kill in found):
         groups[str(getattr(kill, key))].append(kill)
@@ -224,10 +241,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="all of them")
-    parser.add_argument("--output", type=Path, help="kept; default: a temporary folder")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all")
+    parser.add_argument("--output", type=Path, help="folder of the runs; default: a temporary one")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the run is ended as well
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a SIGTERM must end the run too
     names = arguments.variant or list(VARIANTS)
     output = arguments.output or Path(tempfile.mkdtemp(prefix="rlxf-chaos-"))
     kills: dict[str, list[Kill]] = {}
@@ -237,8 +254,8 @@ def main() -> int:
             share = arguments.kills * (number + 1) // len(names) - sum(map(len, kills.values()))
             rng = random.Random(f"{arguments.seed} {name}")
             folder = output / name.replace(", ", "-").replace(" ", "-")
-            kills[name], starts = of_variant(name, folder, share, rng)
-            print(f"{name}: {len(kills[name])} kills, {starts} starts, the same run", flush=True)
+            kills[name], starts = run_variant(name, folder, share, rng)
+            print(f"{name}: {len(kills[name])} kills, {starts} starts, same result", flush=True)
     except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
         print(f"failed: {error}; see {output}", file=sys.stderr)
         return 1

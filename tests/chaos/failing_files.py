@@ -1,4 +1,4 @@
-"""A disk that fails once: at a named step of those that put files below a folder."""
+"""Simulate a full disk: fail one chosen step of those that write files below a folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from unittest import mock
 import torch
 
 WRITE = re.compile(r"^write (\d+) of (.*)$")
-RANDOM = re.compile(r"\.[0-9a-f]{16}\.tmp$")  # how `files.safe.hidden_name` ends
+RANDOM = re.compile(r"\.[0-9a-f]{16}\.tmp$")  # end of a name that `files.safe.hidden_name` makes
 
 
-def worth_failing(steps: list[str]) -> list[str]:
-    """All steps, of a file's writes the 1st, 2nd, 4th, 8th, ... and the last: archives have
-    hundreds of them."""
+def choose_steps(steps: list[str]) -> list[str]:
+    """Return all steps, but of the writes to one file only the 1st, 2nd, 4th, 8th, ... and last.
+
+    An archive has hundreds of writes.
+    """
     writes = [match.groups() for match in map(WRITE.match, steps) if match]
     last = {file: max(int(n) for n, f in writes if f == file) for _, file in writes}
 
@@ -37,10 +39,12 @@ def worth_failing(steps: list[str]) -> list[str]:
 
 
 class FailingFiles:
-    """Notes opens, writes, syncs, renames, new folders and archives of torch.
+    """List the opens, writes, fsyncs, renames, mkdirs and torch.saves below a folder; fail one.
 
-    failing: the step that fails with ENOSPC, "" = none, to learn which there are. Steps have the
-    same names in every save of every process, whatever the order in which threads take them.
+    failing: name of the step that raises OSError ENOSPC, "" = none
+    steps:   names of the steps so far
+
+    A step has the same name in every save and process, in whatever order threads take the steps.
     """
 
     def __init__(self, folder: Path, failing: str) -> None:
@@ -50,6 +54,7 @@ class FailingFiles:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
+        """Patch the functions of Python and torch that write files, inside the block."""
         with contextlib.ExitStack() as stack:
             for module, name, make in (
                 (builtins, "open", self._open),
@@ -66,11 +71,12 @@ class FailingFiles:
             yield
 
     def step(self, what: str, path: Any) -> None:
+        """Add a step, unless it is outside of the folder. Raises OSError where it is `failing`."""
         path = os.path.abspath(os.fspath(path))
         if not path.startswith(self._folder):
             return
-        place = os.path.relpath(path, self._folder).replace(f".{os.getpid()}", ".PID")
-        name = f"{what} {RANDOM.sub('.TMP', re.sub('iter_[0-9]+', 'iter', place))}"
+        relative = os.path.relpath(path, self._folder).replace(f".{os.getpid()}", ".PID")
+        name = f"{what} {RANDOM.sub('.TMP', re.sub('iter_[0-9]+', 'iter', relative))}"
         self._seen[name] += 1
         if self._seen[name] > 1:
             name = f"{name} (time {self._seen[name]})"
@@ -82,9 +88,9 @@ class FailingFiles:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if not set(mode) & set("wax+"):
                 return original(file, mode, *args, **kwargs)
-            if isinstance(file, int):  # opened by `os.open`
-                place = os.readlink(f"/proc/self/fd/{file}")
-                return Stream(original(file, mode, *args, **kwargs), place, self)
+            if isinstance(file, int):  # a descriptor of `os.open`, whose open is a step already
+                path = os.readlink(f"/proc/self/fd/{file}")
+                return Stream(original(file, mode, *args, **kwargs), path, self)
             self.step("open", file)
             return Stream(original(file, mode, *args, **kwargs), file, self)
 
@@ -107,7 +113,7 @@ class FailingFiles:
 
     def _named(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (name == "mkdir" and os.path.isdir(path)):  # which nobody minds
+            if not (name == "mkdir" and os.path.isdir(path)):  # an existing folder is not written
                 self.step(name, path)
             return original(path, *args, **kwargs)
 
@@ -115,7 +121,7 @@ class FailingFiles:
 
     def _save(self, _name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def saved(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, (str, os.PathLike)):  # written by C++, not by a stream
+            if isinstance(file, (str, os.PathLike)):  # C++ writes the file, without a Python stream
                 self.step("torch.save", file)
             return original(value, file, *args, **kwargs)
 
@@ -123,7 +129,7 @@ class FailingFiles:
 
 
 class Stream:
-    """A file whose writes are steps."""
+    """Wrap an open file so that each write is a step of `files`."""
 
     def __init__(self, stream: Any, path: Any, files: FailingFiles) -> None:
         self._stream, self._path, self._files = stream, path, files

@@ -1,7 +1,9 @@
-"""A save of a run fails at each of its steps in turn; then the run goes on to its end.
+"""Let the save of a run fail at each of its steps in turn, and restart the run after each failure.
 
-FOLDER OUTPUT: as `tests.chaos.forked`, each start is a fork of this process. OUTPUT gets `whole`,
-and `failed` with all failures. Prints a line for each failure.
+    python -m tests.chaos.failing_saves MODELS OUTPUT
+
+Each start is a fork of this process, as in `tests.chaos.forked`. OUTPUT gets the run `whole`, which
+nothing disturbs, and the run `failed`. Prints a line for each failure.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.weights.state_files import content_problem
-from tests.chaos.failing_files import FailingFiles, worth_failing
+from tests.chaos.failing_files import FailingFiles, choose_steps
 from tests.chaos.forked import Forked
 
-COUNTED = "steps of a save"
+STEPS_FILE = "steps of a save"
 
 
 def with_failing_save(checkpoints: Path, failing: str) -> None:
-    """From now on in this process: the first save that begins has a disk that fails."""
+    """Patch RunCheckpoints in this process so that its first save uses `FailingFiles`.
+
+    failing: step that fails; "" = none: then write all steps to STEPS_FILE beside `checkpoints`
+    """
     files = FailingFiles(checkpoints, failing)
     write, publish = RunCheckpoints.write, RunCheckpoints._publish
     installed = files.installed()
@@ -37,13 +42,13 @@ def with_failing_save(checkpoints: Path, failing: str) -> None:
             installed.__exit__(None, None, None)
             RunCheckpoints.write, RunCheckpoints._publish = write, publish  # type: ignore[method-assign]
             if not failing:
-                (checkpoints.parent / COUNTED).write_text("\n".join(files.steps))
+                (checkpoints.parent / STEPS_FILE).write_text("\n".join(files.steps))
 
     RunCheckpoints.write, RunCheckpoints._publish = begin, end  # type: ignore[method-assign]
 
 
 def newest_whole(checkpoints: Path) -> int:
-    """Iteration of the newest checkpoint of which every file is what was written; 0 = none."""
+    """Return the iteration of the newest checkpoint whose files match its manifest; 0 = none."""
     for checkpoint in RunStore(checkpoints).newest_first():
         try:
             entries = checkpoint.read().files
@@ -58,18 +63,18 @@ def main(models: Path, output: Path) -> None:
     whole, failed = output / "whole", RunDirectory(output / "failed")
     count = partial(with_failing_save, RunDirectory(whole).checkpoints, "")
     assert Forked(models, whole, False, count).wait() == 0
-    steps = (whole / COUNTED).read_text().splitlines()
-    chosen = worth_failing(steps)
+    steps = (whole / STEPS_FILE).read_text().splitlines()
+    chosen = choose_steps(steps)
     print(f"{len(chosen)} of {len(steps)} steps", flush=True)
     done = 0
-    # From the last, after which there is a checkpoint that the others may damage.
+    # Backwards: after the last step a whole checkpoint exists, which no other failure may damage.
     for number, failing in reversed(list(enumerate(chosen, 1))):
         first = partial(with_failing_save, failed.checkpoints, failing)
         status = Forked(models, failed.path, False, first).wait()
         newest = newest_whole(failed.checkpoints)
-        print(f"{number} {failing}: ended with {status}, newest {newest}", flush=True)
-        assert status == 1, "the run is to say that it could not save"
-        assert newest >= max(done, 1), "a checkpoint that was there is gone"
+        print(f"{number} {failing}: exit status {status}, newest {newest}", flush=True)
+        assert status == 1, "a run that cannot save must fail"
+        assert newest >= max(done, 1), "an older checkpoint was lost or damaged"
         done = newest
     assert Forked(models, failed.path, False).wait() == 0
 

@@ -1,8 +1,11 @@
-"""Kills runs of one process, each forked from this one, which has imported everything: a start
-takes a second. FOLDER OUTPUT SEED KILLS; prints a line for each kill.
+"""Kill and restart a run of one process at random moments, until KILLS kills are done.
 
-The run is that of `tests/distributed/resume_run.py`: sampled responses, shuffled prompts and
-mini-batches, adaptive KL. OUTPUT gets `whole`, which nothing happens to, and `killed`.
+    python -m tests.chaos.forked MODELS OUTPUT SEED KILLS
+
+Each start is a fork of this process, which has imported everything, and so takes only a second. The
+run is that of `tests/distributed/resume_run.py`: sampled responses, shuffled prompts and
+mini-batches, adaptive KL. OUTPUT gets the run `whole`, which nothing disturbs, and the run
+`killed`. Prints a line for each kill.
 """
 
 from __future__ import annotations
@@ -24,17 +27,17 @@ from tests.chaos.moments import Moment, Watch
 from tests.distributed.resume_run import start
 
 LIMIT_S = 120.0
-ITERATIONS = 12  # more than five kills let pass
+ITERATIONS = 12  # enough that the run does not end before five kills
 
 
 class Forked:
-    """A run, started or gone on with in a process of its own."""
+    """Start or resume a run in a forked process."""
 
     def __init__(
         self, models: Path, out: Path, async_save: bool, first: Callable[[], None] = lambda: None
     ) -> None:
-        """first: done in the new process"""
-        self.status: int | None = None  # negative: of a signal
+        """first: called in the new process before the run starts"""
+        self.status: int | None = None  # None = still running; -n = ended by signal n
         self._pid = os.fork()
         if self._pid == 0:
             self._run(models, out, async_save, first)
@@ -53,19 +56,22 @@ class Forked:
             sys.stdout.flush()
             os._exit(status)
 
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
+        """Whether the process runs; sets `status` once it has ended."""
         done, status = os.waitpid(self._pid, os.WNOHANG) if self.status is None else (0, 0)
         if done:
             self.status = os.waitstatus_to_exitcode(status)
         return self.status is None
 
     def kill(self) -> None:
+        """Send SIGKILL and wait for the end."""
         os.kill(self._pid, signal.SIGKILL)
         self.wait()
 
     def wait(self) -> int:
+        """Wait for the end, kill the process after LIMIT_S; return the status."""
         deadline = time.monotonic() + LIMIT_S
-        while self.goes_on():
+        while self.is_running():
             if time.monotonic() > deadline:
                 os.kill(self._pid, signal.SIGKILL)
             time.sleep(0.01)
@@ -73,31 +79,32 @@ class Forked:
         return self.status
 
 
-def undisturbed(models: Path, out: Path) -> tuple[float, float]:
-    """Seconds until its first iteration was done, and of each further one."""
+def run_undisturbed(models: Path, out: Path) -> tuple[float, float]:
+    """Run without kills; return the seconds until the end of the first iteration, and the mean
+    seconds of the others."""
     began, run = time.monotonic(), Forked(models, out, False)
     watch = Watch(RunDirectory(out))
-    while run.goes_on() and not watch.iterations():
+    while run.is_running() and not watch.iterations():
         time.sleep(0.01)
     first = time.monotonic()
-    assert run.wait() == 0, "the run that nothing happens to"
+    assert run.wait() == 0, "the undisturbed run must succeed"
     return first - began, (time.monotonic() - first) / ITERATIONS
 
 
 def main(models: Path, output: Path, seed: int, kills: int) -> None:
     rng = random.Random(seed)
-    start_s, iteration_s = undisturbed(models, output / "whole")
+    start_s, iteration_s = run_undisturbed(models, output / "whole")
     while True:
         moment = Moment.choose(rng, start_s, iteration_s, most_iterations=1)
         run = Forked(models, output / "killed", async_save=rng.random() < 0.5)
         watch = Watch(RunDirectory(output / "killed"))
-        if not kills or not moment.wait(watch, run.goes_on, LIMIT_S):
+        if not kills or not moment.wait(watch, run.is_running, LIMIT_S):
             break
         phase = watch.phase()
         run.kill()
         kills -= 1
         print(f"killed: {phase.value} after {watch.iterations()} iterations", flush=True)
-    assert run.wait() == 0, f"the run ended with {run.status}"
+    assert run.wait() == 0, f"the run ended with status {run.status}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Moments to kill a run at, seen from outside: in its start, in an iteration, in a save."""
+"""Choose moments to kill a run at, and watch its folder from outside to recognise them.
+
+A moment lies in the start of a run, in an iteration or in a save.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ class Phase(StrEnum):
 
 
 class Watch:
-    """A run's folder, which it writes meanwhile, from a kill (or its start) on."""
+    """Count the iterations that a run writes to its folder, from a kill or the first start on."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.began = time.monotonic()
-        self.counts = [self._count()]  # of iterations, whenever it changed or an attempt began
-        self.times = [self.began]
-        self._fewest = self.counts[0]
-        self._failures = self._failures_told()
+        self.counts = [self._count()]  # lines of metrics at each change, and at each new start
+        self.times = [self.began]  # when each of `counts` was read
+        self._fewest = self.counts[0]  # since the last start
+        self._failures = self._failures_size()
 
     def _count(self) -> int:
         try:
@@ -38,24 +41,27 @@ class Watch:
         except FileNotFoundError:
             return 0
 
-    def _failures_told(self) -> int:
-        """Bytes of what the attempts of a supervisor left, which the next one moves there."""
+    def _failures_size(self) -> int:
+        """Return the size of failures.jsonl, to which a supervisor adds each failed attempt."""
         try:
             return (self.directory.logs / "failures.jsonl").stat().st_size
         except FileNotFoundError:
             return 0
 
     def iterations(self) -> int:
-        """Whole lines of metrics. A resumed run removes those after its checkpoint."""
-        count, failures = self._count(), self._failures_told()
+        """Count the whole lines of metrics now, and remember the count where it has changed.
+
+        A resumed run removes the lines after its checkpoint.
+        """
+        count, failures = self._count(), self._failures_size()
         if count != self.counts[-1] or failures != self._failures:
             self._note(count)
         self._failures = failures
         self._fewest = min(self._fewest, count)
         return count
 
-    def started(self) -> None:
-        """The run was started again, after it had ended."""
+    def note_restart(self) -> None:
+        """Remember that the run, which had ended, was started again now."""
         self._note(self._count())
         self._fewest = self.counts[-1]
 
@@ -63,22 +69,26 @@ class Watch:
         self.counts.append(count)
         self.times.append(time.monotonic())
 
-    def lost(self) -> int:
-        """Iterations that were removed since."""
+    def lost_iterations(self) -> int:
+        """Return by how many lines the count has fallen at most, from its largest value before."""
         return max(max(self.counts[: n + 1]) - count for n, count in enumerate(self.counts))
 
     def recovery_s(self) -> float | None:
-        """Until the first new iteration after the last start; None = there was none yet."""
+        """Return the seconds from the kill to the first new iteration after the last restart.
+
+        None = there is no new iteration yet.
+        """
         pairs = list(pairwise(self.counts))
         resumed = max((n + 1 for n, (a, b) in enumerate(pairs) if b <= a), default=0)
         grown = [n + 1 for n, (a, b) in enumerate(pairs) if b > a and n + 1 > resumed]
         return self.times[grown[0]] - self.began if grown else None
 
     def new_iterations(self) -> int:
-        """Those of this start."""
+        """Return the number of iterations since the last start."""
         return self.iterations() - self._fewest
 
     def is_saving(self) -> bool:
+        """Whether the folder has a checkpoint that is being written."""
         try:
             hidden = list(self.directory.checkpoints.glob(".iter_*"))
         except FileNotFoundError:
@@ -93,18 +103,21 @@ class Watch:
 
 @dataclass(frozen=True)
 class Moment:
-    """Some time after something was first seen of a run that has started."""
+    """A delay after a run has first done so many iterations and, for SAVE, has begun a save."""
 
     wanted: Phase
     delay_s: float
-    new_iterations: int  # that have to be seen first
+    new_iterations: int  # iterations that the started run has to do first
 
     @classmethod
     def choose(
         cls, rng: random.Random, start_s: float, iteration_s: float, most_iterations: int
     ) -> Moment:
-        """start_s, iteration_s: that a start takes until its first iteration, and each of them
-        most_iterations: that may pass before
+        """Draw a phase, a delay within it, and the number of iterations before it.
+
+        start_s:         seconds of a start until its first iteration
+        iteration_s:     seconds of an iteration
+        most_iterations: largest number of iterations before the phase
         """
         wanted = rng.choice(list(Phase))
         longest = {
@@ -113,19 +126,22 @@ class Moment:
         seen_first = 0 if wanted is Phase.START else rng.randint(1, most_iterations)
         return cls(wanted, rng.uniform(0, longest), seen_first)
 
-    def wait(self, watch: Watch, goes_on: Callable[[], bool], limit_s: float) -> bool:
-        """Whether the run is still there at this moment. Raises TimeoutError after limit_s."""
+    def wait(self, watch: Watch, is_running: Callable[[], bool], limit_s: float) -> bool:
+        """Wait for this moment; return whether the run is still running then.
+
+        Raises TimeoutError where the condition is not met within limit_s.
+        """
         deadline = time.monotonic() + limit_s
-        while not self._came(watch):
-            if not goes_on():
+        while not self._has_begun(watch):
+            if not is_running():
                 return False
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{watch.directory.path}: no progress within {limit_s:g} s")
             time.sleep(POLL_S)
         time.sleep(self.delay_s)
-        return goes_on()
+        return is_running()
 
-    def _came(self, watch: Watch) -> bool:
+    def _has_begun(self, watch: Watch) -> bool:
         if watch.new_iterations() < self.new_iterations:
             return False
         return self.wanted is not Phase.SAVE or watch.is_saving()

@@ -1,4 +1,4 @@
-"""What two runs have to agree in to be the same run."""
+"""Compare two runs: weights, optimizers, random streams, metrics, samples and consumed prompts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import Checkpoint
 
-# Metrics that tell of the machine and of the moment, and differ between runs that are the same.
-OF_THE_MACHINE = ("timing/", "throughput/", "memory/", "idle/", "skew/", "slowest_rank/")
+# Prefixes of metrics that depend on the machine and its load, not on the training.
+MACHINE_METRICS = ("timing/", "throughput/", "memory/", "idle/", "skew/", "slowest_rank/")
 
 
 def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
-    """Hash of every file of tensors or streams of actor and critic in a checkpoint."""
+    """Return path -> sha256 of each file of the roles in a checkpoint: weights, optimizers and
+    random streams, but not the trainer's own state."""
     files = Checkpoint(directory.checkpoints / f"iter_{iteration:07d}", iteration).read().files
     return {
         entry["path"]: entry["sha256"] for entry in files if not entry["path"].startswith("trainer")
@@ -22,18 +23,18 @@ def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """What a file of lines says, the machine aside."""
+    """Return the objects of a file of JSON lines, without times and MACHINE_METRICS."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for line in lines:
         line.pop("time_s", None)
         metrics = line.get("metrics", {})
-        for name in [name for name in metrics if name.startswith(OF_THE_MACHINE)]:
+        for name in [name for name in metrics if name.startswith(MACHINE_METRICS)]:
             del metrics[name]
     return lines
 
 
 def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list[str]:
-    """What differs between two finished runs of as many iterations; nothing = they are the same."""
+    """Return what differs between two finished runs of `iterations` iterations; [] = nothing."""
     found = []
     if state_of(one, iterations) != state_of(other, iterations):
         found.append("weights, optimizers or random streams of the last checkpoint")
@@ -42,9 +43,9 @@ def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list
         if ours != theirs:
             found.append(f"{name}: {len(ours)} and {len(theirs)} lines")
     if [line["iteration"] for line in lines_of(other.metrics)] != [*range(1, iterations + 1)]:
-        found.append("iterations that do not stand once each")
+        found.append("iterations that are missing or repeated in the metrics")
     taken = [line["first_sample_id"] for line in lines_of(other.consumed)]
     size = len(lines_of(other.samples)) // iterations
     if taken != list(range(0, size * iterations, size)):
-        found.append("the ledger of prompts has a gap or a double")
+        found.append("prompts that are missing or repeated in the ledger")
     return found

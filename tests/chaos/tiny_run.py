@@ -1,4 +1,7 @@
-"""The command line of a run of seconds: sums for a Llama that has learnt a little of them."""
+"""The command line of a run of a few seconds, which trains a tiny Llama on sums.
+
+It starts from the weights of tests/golden/start, which solve about half of the problems.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ START = ROOT / "tests" / "golden" / "start"
 
 
 def settings(output: Path, devices: int) -> list[str]:
-    """Of `ppo_trainer_tiny`; devices: of its one pool"""
+    """Return overrides of `ppo_trainer_tiny`. devices: number of devices of its one pool"""
     changes = {
         "training.output_dir": output,
         "training.global_batch_size": 8,
@@ -29,7 +32,10 @@ def settings(output: Path, devices: int) -> list[str]:
 
 
 def command(output: Path, *more: str) -> list[str]:
-    """With two workers on a cluster of its own; to be run in `ROOT`."""
+    """Return the command of a run on CPU with two workers and a Ray cluster of its own.
+
+    It has to be started in `ROOT`. more: further overrides
+    """
     where = ("device.kind=cpu", "runtime.address=local")
     run = [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny"]
     return [*run, *settings(output, devices=2), *where, *more]

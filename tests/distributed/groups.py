@@ -1,4 +1,4 @@
-"""Groups of roles of tests, and the calls that several tests make of them."""
+"""Build role groups for tests, and call the methods that several tests need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def build_group(
     *arguments: Any,
     role: Role = Role.ACTOR_ROLLOUT,
 ) -> RoleGroup:
-    """A role on a pool of its own, or on that of another role on as many ranks."""
+    """Build a role of class `kind` on a pool "main" of `layout.world_size` ranks.
+
+    A runtime that keeps pools gives the same pool to each role of that size.
+    """
     pool = runtime.create_pools({"main": [layout.world_size]})["main"]
     group = RoleGroup(role, layout, pool)
     group.build(kind, *arguments).result()
@@ -30,7 +33,7 @@ def build_group(
 
 
 def layout_of(role: RoleConfig, size: int | None = None) -> ParallelLayout:
-    """size: ranks; None = one replica"""
+    """Return the layout that a role configures. size: number of ranks, None = one replica"""
     tp, pp = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
     return ParallelLayout(size or tp * pp, tp, pp)
 
@@ -38,7 +41,7 @@ def layout_of(role: RoleConfig, size: int | None = None) -> ParallelLayout:
 def build_policy(
     config: RunConfig, pool: Any, eos_token_ids: Sequence[int]
 ) -> tuple[ActorGroup, RolloutGroup]:
-    """Actor and rollout on one pool, ready to generate."""
+    """Build actor and rollout on one pool and send the weights, so that rollout can generate."""
     actor, rollout = ActorGroup(config, pool), RolloutGroup(config, pool)
     for build in (actor.build(), rollout.build(eos_token_ids)):
         build.result()
@@ -46,8 +49,8 @@ def build_policy(
     return actor, rollout
 
 
-def shared_out(rollouts: Rollouts, replicas: int) -> Sharded:
-    """Equal contiguous parts."""
+def split_evenly(rollouts: Rollouts, replicas: int) -> Sharded:
+    """Split rollouts into contiguous parts of equal size, one for each replica."""
     each = rollouts.num_rows // replicas
     return Sharded([rollouts.select(range(n * each, (n + 1) * each)) for n in range(replicas)])
 
@@ -59,7 +62,10 @@ def update(
     experience: Experience,
     *more: Any,
 ) -> UpdateReport:
-    """One optimizer step on all eight samples, spread over the replicas."""
+    """Do one optimizer step on all eight samples, spread over the replicas; return its report.
+
+    method: `update_policy` or `update_critic` of the role. more: further arguments of it
+    """
     shares = rank_steps([list(range(8))], 8, group.layout.dp)
     pending = group.call(
         method,

@@ -1,4 +1,7 @@
-"""Random Llamas as Hugging Face folders, and configurations of roles that load them."""
+"""Random small models as Hugging Face folders, and configurations of runs that load them.
+
+Most are Llamas; the architectures also cover Qwen2, Qwen3 and mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import megatron.core
 import pytest
 import torch
 from packaging.version import Version
-from safetensors.torch import load_file
 
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
@@ -35,14 +37,15 @@ from mindspeed_rlxf.config.schema import (
 )
 from tests.families import config_keys, family_of
 from tests.trl.record import make_tokenizer
+from tests.unit.weights.folders_of import read_folder
 
-# Tensor-parallel ranks may share a key-value group.
+# Whether this version of Megatron can share one key-value group among tensor-parallel ranks.
 SHARES_GROUPS = Version(megatron.core.__version__).release >= SHARED_GROUPS_SINCE
 shares_groups = pytest.mark.skipif(
     not SHARES_GROUPS, reason=f"megatron-core {megatron.core.__version__} shares no query group"
 )
 MAX_NEW_TOKENS = 16
-VOCAB = 37  # odd: a vocabulary that tensor-parallel ranks have to pad
+VOCAB = 37  # odd, so that tensor-parallel ranks have to pad the vocabulary
 PLAIN = ArchitectureConfig(
     num_layers=2,
     hidden_size=32,
@@ -79,7 +82,11 @@ SCALED = PLAIN.model_copy(
 def make_llama(
     folder: Path, architecture: ArchitectureConfig, scored: bool = False, seed: int = 0
 ) -> Any:
-    """A random model in fp32, saved to `folder`; weights large enough that layers matter."""
+    """Write a random fp32 model to `folder` and return it, in eval mode.
+
+    scored: with a score head in place of the language model's. The weights are large enough that
+    every layer changes the output.
+    """
     a = architecture
     scaling: dict[str, Any] | None = None
     if a.rope_scaling_type is RopeScaling.LLAMA3:
@@ -114,7 +121,7 @@ def make_llama(
 
 
 def make_pair(folder: Path, architecture: ArchitectureConfig) -> tuple[Path, Path]:
-    """Folders of a language model and of a model with a score head."""
+    """Write a language model and a model with a score head; return both folders."""
     lm, scored = folder / "lm", folder / "scored"
     make_llama(lm, architecture)
     make_llama(scored, architecture, scored=True)
@@ -122,7 +129,7 @@ def make_pair(folder: Path, architecture: ArchitectureConfig) -> tuple[Path, Pat
 
 
 def make_models(folder: Path, architecture: ArchitectureConfig) -> Path:
-    """Tokenizer, policy, value and reward model of a run."""
+    """Write tokenizer, policy, value and reward model of a run below `folder`; return it."""
     make_tokenizer().save_pretrained(folder / "tokenizer")
     make_llama(folder / "lm", architecture)
     for seed, part in enumerate(("value", "reward"), start=1):
@@ -130,19 +137,14 @@ def make_models(folder: Path, architecture: ArchitectureConfig) -> Path:
     return folder
 
 
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder, by name."""
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
 def same_tensors(one: Path, other: Path) -> bool:
-    """The same names and, bit by bit, the same numbers."""
+    """Whether two Hugging Face folders have the same tensor names and, bit by bit, numbers."""
     ours, theirs = read_folder(one), read_folder(other)
     return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def greedy_response(model: Any, prompt: Any, eos: list[int]) -> list[int]:
-    """What transformers generates after a prompt, of `MAX_NEW_TOKENS` tokens at most."""
+    """Return the greedy response of transformers, at most MAX_NEW_TOKENS tokens, with its EOS."""
     with torch.no_grad():
         found = model.generate(
             torch.tensor(prompt)[None],
@@ -156,8 +158,8 @@ def greedy_response(model: Any, prompt: Any, eos: list[int]) -> list[int]:
     return response
 
 
-def locally(config: RunConfig) -> RunConfig:
-    """The same run on `LocalRuntime`: its ranks each run the driver, and agree on file names."""
+def with_local_runtime(config: RunConfig) -> RunConfig:
+    """Return a copy of the configuration with `runtime.kind=local`: each rank runs the driver."""
     return config.model_copy(update={"runtime": RuntimeConfig(kind=RuntimeKind.LOCAL)})
 
 
@@ -170,9 +172,12 @@ def run_config(
     optimizer: OptimizerConfig | None = None,
     **sections: Any,
 ) -> RunConfig:
-    """All four roles on one pool `main` in the same layout.
+    """Return a configuration with all four roles on one pool `main` in the same layout.
 
-    layout: keys of RoleConfig for every role; sections: updates by section name
+    lm, scored: folders of a language model and of a model with a score head
+    layout:     keys of RoleConfig for every role
+    pool:       number of devices
+    sections:   further keys, by name of the section
     """
     role = {"model": "test", "architecture": architecture, **(layout or {})}
     learn = {"optimizer": optimizer or OptimizerConfig(lr=1e-3)}

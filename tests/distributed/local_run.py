@@ -1,4 +1,7 @@
-"""The fixed run of `test_layout_invariance` on the local runtime: FOLDER OUT RANKS."""
+"""Run the fixed run of `test_layout_invariance` on the local runtime.
+
+python -m tests.distributed.local_run MODELS OUTPUT RANKS
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.run.directory import RunDirectory
-from tests.distributed.llamas import PLAIN, locally
+from tests.distributed.llamas import PLAIN, with_local_runtime
 from tests.distributed.test_layout_invariance import WHITENED, fixed_run
 from tests.training import train
 
@@ -16,7 +19,7 @@ from tests.training import train
 def main(folder: str, out: str, ranks: str) -> None:
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
     config, prepared = fixed_run(Path(folder), Path(out), PLAIN, int(ranks), {}, WHITENED)
-    config = locally(config)
+    config = with_local_runtime(config)
     directory = runtime.from_first(lambda: RunDirectory.create(config))
     train(config, prepared, directory, runtime, writes=runtime.is_first)
     runtime.shutdown()

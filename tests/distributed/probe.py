@@ -1,4 +1,4 @@
-"""A role for tests: one engine, asked directly for what roles read from it."""
+"""A role for tests that reports what its engine computes: logits, scores, weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from tests.unit.weights.folders_of import CountingFolder
 
 
 class EngineProbe:
+    """A role with one MegatronEngine of the given head."""
+
     def __init__(self, role: RoleConfig, head: Head) -> None:
         self.engine = MegatronEngine(role, head, seed=1)
 
     def logits(self, rollouts: Rollouts) -> RoleOutput:
-        """Logits where response tokens are predicted: one list per token, samples in order."""
+        """Report the logits that predict each trained token: a list per token, samples in order."""
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
             places = batch.prediction_places(batch.trained_mask)
@@ -36,7 +38,7 @@ class EngineProbe:
         return self._flat(rollouts, read)
 
     def scores(self, rollouts: Rollouts) -> RoleOutput:
-        """The score head at every response token."""
+        """Report the output of the score head at every trained token, samples in order."""
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
             places = batch.prediction_places(batch.trained_mask)
@@ -45,12 +47,13 @@ class EngineProbe:
         return self._flat(rollouts, read)
 
     def _flat(self, rollouts: Rollouts, read: Any) -> RoleOutput:
+        """Report what `read` returns for all micro-batches, joined; None where that is nothing."""
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
         flat = self.engine.forward(batches, read)
         return RoleOutput(report=torch.cat(flat).tolist() if flat else None)
 
     def stream(self, folder: Path, rank: int) -> RoleOutput:
-        """One rank writes the stream of Hugging Face tensors that it sees."""
+        """Gather the Hugging Face tensors on all ranks; let one rank write them as safetensors."""
         tensors = {name: tensor.clone() for name, tensor in self.engine.hf_tensors()}
         if torch.distributed.get_rank() == rank:
             folder.mkdir()
@@ -58,12 +61,12 @@ class EngineProbe:
         return RoleOutput()
 
     def bytes_of_a_load(self) -> RoleOutput:
-        """Bytes read from the folder and bytes of the parameters that they fill."""
+        """Load the weights again; report the bytes read and the bytes of this rank's parameters."""
         folder = CountingFolder(self.engine.source)
         self.engine.weights.load(folder)
         shard = sum(t.numel() * t.element_size() for t in self.engine.weights.tensors.values())
         return RoleOutput(report=(folder.bytes_read, shard))
 
     def trackers(self) -> RoleOutput:
-        """Packages of trackers that this process has imported."""
+        """Report which tracker packages this process has imported."""
         return RoleOutput(report=sorted({"tensorboard", "wandb"} & set(sys.modules)))

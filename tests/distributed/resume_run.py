@@ -1,4 +1,7 @@
-"""Starts of the run of `test_resume` on the local runtime, one after the other: FOLDER STEPS."""
+"""Start, interrupt and resume the run of `test_resume` on the local runtime.
+
+python -m tests.distributed.resume_run MODELS STEPS
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
-from tests.distributed.llamas import locally
+from tests.distributed.llamas import with_local_runtime
 from tests.distributed.test_layout_invariance import ARCHITECTURES, fixed_run
 from tests.training import train
 
 
 class Killed(Exception):
-    """Stands for what ends a run in the middle."""
+    """Ends a run in the middle, as a kill would."""
 
 
 def start(
@@ -26,14 +29,19 @@ def start(
     layout: dict[str, Any] | None = None, fixed: bool = False, architecture: str = "untied",
     sections: dict[str, Any] | None = None, **training: Any,
 ) -> RunDirectory:  # fmt: skip
-    """Starts, or starts again, the run in a folder; `killed_in` ends it inside that iteration,
-    after its updates and before anything of it is written."""
+    """Start the run in the folder `out`, or resume it; return its directory.
+
+    killed_in: iteration in which the run is ended, after the updates of the weights and before
+               anything of the iteration is written; None = run to the end
+    fixed:     use fixed responses, else sample them
+    training:  further keys of the section `training`
+    """
     merged = {**(sections or {}), "training": {"save_interval": 1, **training}}
     config, prepared = fixed_run(
         models, out, ARCHITECTURES[architecture], ranks, layout or {}, merged
     )
     if isinstance(runtime, LocalRuntime):
-        config = locally(config)
+        config = with_local_runtime(config)
     if not fixed:
         prepared.fixed_responses = None
     directory = runtime.from_first(lambda: RunDirectory.create(config))
@@ -57,17 +65,20 @@ def start(
     return directory
 
 
-def flip(file: Path, place: int = 2000) -> None:
-    """Change one bit, as a disk does that decays."""
+def flip(file: Path, offset: int = 2000) -> None:
+    """Flip the lowest bit of one byte of a file, as a failing disk does."""
     with file.open("r+b") as stream:
-        stream.seek(place)
+        stream.seek(offset)
         byte = stream.read(1)[0]
-        stream.seek(place)
+        stream.seek(offset)
         stream.write(bytes([byte ^ 1]))
 
 
 def main(folder: str, steps: str) -> None:
-    """steps: JSON list of [out, keywords of `start`] and of files to flip a bit of, in order."""
+    """Do the steps one after another.
+
+    steps: JSON list; [out, keywords] calls `start`, the path of a file calls `flip`
+    """
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
     try:
         for step in json.loads(steps):

@@ -1,4 +1,4 @@
-"""Rollouts and experience made up for tests: responses of very different lengths."""
+"""Artificial rollouts and experience, with responses of very different lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESPONSE_LENGTHS = (16, 1, 9, 2, 5, 13, 1, 7)
 
 
 def make_rollouts(seed: int = 0) -> Rollouts:
-    """Eight samples; the shortest response has one token, the longest sixteen."""
+    """Return eight samples of random tokens with responses of 1 to 16 tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts, responses = torch.tensor(PROMPT_LENGTHS), torch.tensor(RESPONSE_LENGTHS)
     count = len(prompts)
@@ -34,7 +34,7 @@ def make_rollouts(seed: int = 0) -> Rollouts:
 
 
 def make_experience(rollouts: Rollouts, seed: int = 1) -> Experience:
-    """Random advantages, returns and old values; old log-probs near those of a random model."""
+    """Return random advantages, returns and values; old log-probs near those of a random model."""
     generator = torch.Generator().manual_seed(seed)
     count, width = rollouts.response_ids.shape
     mask = rollouts.trained_mask

@@ -1,4 +1,4 @@
-"""Converted folders: stock Megatron loads them, roles start from them, runs leave them."""
+"""Stock Megatron loads converted folders, roles start from them, and runs write them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.distributed.llamas import (
     QWEN3_MOE,
     TIED,
     make_llama,
-    read_folder,
     same_tensors,
     shares_groups,
 )
 from tests.distributed.samples import make_rollouts
 from tests.distributed.test_parity_with_transformers import expected_logits
 from tests.distributed.test_virtual_pipeline import Exporter
+from tests.unit.weights.folders_of import read_folder
 
 FAMILIES = {"plain": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3-moe": QWEN3_MOE}
 

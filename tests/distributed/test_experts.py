@@ -1,4 +1,4 @@
-"""Mixtures of experts compute what transformers computes, wherever the experts are."""
+"""Mixtures of experts compute what transformers computes, on whatever ranks the experts are."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from tests.distributed.groups import build_group, build_policy, layout_of, shared_out
+from tests.distributed.groups import build_group, build_policy, layout_of, split_evenly
 from tests.distributed.llamas import (
     MIXTRAL,
     QWEN3_MOE,
     QWEN3_MOE_UNNORMED,
     greedy_response,
     make_llama,
-    read_folder,
     run_config,
     same_tensors,
 )
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 from tests.distributed.test_parity_with_transformers import expected_logits, make_prompts
+from tests.unit.weights.folders_of import read_folder
 
 FAMILIES = {"qwen3-moe": QWEN3_MOE, "unnormed": QWEN3_MOE_UNNORMED, "mixtral": MIXTRAL}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -77,7 +77,7 @@ def test_forward_equals_transformers_wherever_the_experts_are(
         )
         layout = layout_of(role, size)
         group = build_group(warm_runtime, layout, EngineProbe, role, head)
-        reports = group.call(method, shared_out(rollouts, layout.dp)).result()
+        reports = group.call(method, split_evenly(rollouts, layout.dp)).result()
         flat = [number for part in reports for number in part]
         error = (torch.tensor(flat) - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"{name}: {error:.2e}"
@@ -260,7 +260,7 @@ def test_gradients_of_both_losses_equal_transformers(
         )
         layout = layout_of(role, size)
         group = build_group(warm_runtime, layout, GradientProbe, role)
-        shares = shared_out(rollouts, layout.dp)
+        shares = split_evenly(rollouts, layout.dp)
         reports = group.call(GradientProbe.gradients, shares, main).result()
         found = {k: torch.tensor(v) for named, _ in reports for k, v in named.items()}
         assert found.keys() == expected.keys()

@@ -1,6 +1,6 @@
-"""Steps with a number that is none: left out by all ranks, as if they had never been tried.
+"""All ranks skip a step whose loss or gradient is not finite, as if it had never been computed.
 
-The same engine saves by megatron-core's own means what the scan of checkpoint folders has to pass.
+The same engine also writes a checkpoint by megatron-core, which our reader of pickles must accept.
 """
 
 from __future__ import annotations

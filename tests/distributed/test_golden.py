@@ -1,7 +1,7 @@
 """Short runs of every estimator repeat their recorded curves.
 
-Exactly on a machine with the recorded fingerprint, within 1e-4 elsewhere. A change that moves them
-on purpose records them anew: `python -m tests.golden.record`, which prints what moved.
+Exactly on a machine with the recorded fingerprint, within 1e-4 elsewhere. After a change that is
+meant to change them, record them again: `python -m tests.golden.record` prints what has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A run that is killed again and again is the run that was not. `make chaos` has the long form."""
+"""A run that is killed and restarted several times equals an undisturbed one.
+
+`make chaos` does the same with many kills of whole runs under Ray.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.distributed.llamas import PLAIN, make_models
 
 KILLS = 5
 OF_ROLES = ["config.json", "state.json", "state_00000.safetensors"]
-SYNCED = [  # files when they are whole, folders when all names are in them
+SYNCED = [  # fsync of each file after its last write, and of each folder after its last new name
     *(f".iter/{role}/{file}" for role in ("actor", "critic") for file in OF_ROLES),
     *(f".iter/{role}/random/rank_00000.json" for role in ("actor", "critic")),
     *(f".iter/{role}/random (time 2)" for role in ("actor", "critic")),
@@ -29,7 +32,7 @@ SYNCED = [  # files when they are whole, folders when all names are in them
 
 
 def forked(module: str, folder: Path, *arguments: str) -> str:
-    """What a module of `tests.chaos` printed; it leaves `whole` and another run in the folder."""
+    """Run a module of `tests.chaos`, which leaves its runs in the folder; return its output."""
     models = make_models(folder / "models", PLAIN)
     done = subprocess.run(
         [sys.executable, "-m", f"tests.chaos.{module}", models, folder, *arguments],
@@ -44,7 +47,7 @@ def forked(module: str, folder: Path, *arguments: str) -> str:
 
 
 def test_five_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
-    """In starts, iterations and saves, of which some are asynchronous."""
+    """The moments are in starts, iterations, and synchronous and asynchronous saves."""
     said = forked("forked", tmp_path, "1", str(KILLS))
     assert len([line for line in said.splitlines() if line.startswith("killed: ")]) == KILLS, said
     runs = [RunDirectory(tmp_path / name) for name in ("whole", "killed")]
@@ -52,18 +55,18 @@ def test_five_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_whichever_step_of_a_save_fails_a_whole_checkpoint_is_found_and_gone_on_from(
+def test_a_run_resumes_after_a_failure_at_any_step_of_a_save(
     tmp_path: Path,
 ) -> None:
-    """Every open, sync and rename in turn, and of a file's writes the 1st, 2nd, 4th, ... and the
-    last."""
+    """The steps are every open, fsync and rename, and the 1st, 2nd, 4th, ... and last write of each
+    file."""
     said = forked("failing_saves", tmp_path)
     (steps,) = map(int, re.findall(r"^(\d+) of \d+ steps$", said, re.MULTILINE))
-    failed = [line for line in said.splitlines() if "ended with 1, newest" in line]
+    failed = [line for line in said.splitlines() if "exit status 1, newest" in line]
     assert len(failed) == steps > 80, said
     for word in ("fsync .iter/actor/", "open .iter/", "of .iter/critic/state_00000.", "replace "):
         assert any(word in line for line in failed), word
     for name in SYNCED:
-        assert any(f" fsync {name}: ended" in line for line in failed), name
+        assert any(f" fsync {name}: exit status" in line for line in failed), name
     runs = [RunDirectory(tmp_path / name) for name in ("whole", "failed")]
     assert differences(*runs, ITERATIONS) == []

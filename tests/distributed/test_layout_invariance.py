@@ -1,5 +1,5 @@
-"""Five iterations on fixed responses end at the same weights: however the work is laid out,
-wherever the roles are placed, and whatever runs them."""
+"""Five iterations on fixed responses end at the same weights in every layout, placement of the
+roles and runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.cluster.test_local_runtime import torchrun
 from tests.distributed.conftest import NUM_DEVICES, REPOSITORY
 from tests.distributed.llamas import (
@@ -36,12 +36,12 @@ from tests.distributed.llamas import (
     SHARES_GROUPS,
     TIED,
     make_models,
-    read_folder,
     run_config,
 )
+from tests.processes import read_metrics
 from tests.training import train
 from tests.trl.record import make_tokenizer
-from tests.trl.runs import metrics_of
+from tests.unit.weights.folders_of import read_folder
 
 ITERATIONS, BATCH, EOS = 5, 16, 2
 TP2 = {"tensor_model_parallel_size": 2}
@@ -220,7 +220,7 @@ class Outcome:
     """Metrics of every iteration and the final weights of the roles that learn."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        self.metrics = metrics_of(directory)
+        self.metrics = read_metrics(directory.path)
         folders = {role: directory.path / "final" / f"{role}_hf" for role in START}
         self.weights = {r: load_folder(folder) for r, folder in folders.items() if folder.exists()}
 
@@ -348,7 +348,7 @@ def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) 
     assert len(one) == len(other) == ITERATIONS
     for line in one + other:  # the weights that generation received are those that learn
         assert line["rollout/log_prob_gap_max"] < 1e-4
-    names = [n for n in one[0] if not n.startswith((*OF_THE_MACHINE, "rollout/"))]
+    names = [n for n in one[0] if not n.startswith((*MACHINE_METRICS, "rollout/"))]
     for name in names:
         ours, theirs = (np.array([line[name] for line in lines]) for lines in (one, other))
         if name.endswith("clipfrac"):

@@ -25,10 +25,10 @@ from tests.distributed.llamas import (
     SHARES_GROUPS,
     TIED,
     make_pair,
-    read_folder,
     run_config,
 )
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.unit.weights.folders_of import read_folder
 
 EPSILON = 1e4
 

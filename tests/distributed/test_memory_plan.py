@@ -1,4 +1,4 @@
-"""What the plan says of weights, gradients and optimizer is what is allocated, within 5%."""
+"""The planned bytes of weights, gradients and optimizer are those allocated, within 5%."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with offloaded roles are those without, bit by bit, and the memory is gone meanwhile."""
+"""Runs with offloaded roles equal runs without, bit by bit, and free the memory meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_rlxf.engine import residency
 from mindspeed_rlxf.engine.finite import GuardedOptimizer
 from mindspeed_rlxf.roles.actor import ActorRole
 from tests.chaos.same_run import differences
-from tests.distributed.groups import build_group, shared_out, update
+from tests.distributed.groups import build_group, split_evenly, update
 from tests.distributed.llamas import PLAIN, make_models, make_pair, run_config
 from tests.distributed.resume_run import start
 from tests.distributed.samples import make_experience, make_rollouts
@@ -172,7 +172,7 @@ def test_a_step_that_fails_leaves_a_state_that_can_be_saved(
     actor: RoleGroup, tmp_path: Path
 ) -> None:
     rollouts = make_rollouts()
-    given = shared_out(rollouts, 2), shared_out(make_experience(rollouts), 2)
+    given = split_evenly(rollouts, 2), split_evenly(make_experience(rollouts), 2)
     before, after, away, norm = actor.call(Weighed.fail, *given, str(tmp_path)).result()[0]
     assert len(before) == 2 and before == after == away
     assert norm > 0

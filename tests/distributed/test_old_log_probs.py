@@ -1,4 +1,4 @@
-"""One step per iteration without a pass for old log-probs has the numbers of the pass."""
+"""With one step per iteration the update computes old log-probs itself, with equal results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.roles.actor import ActorRole
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden import runs
 
 ONE_STEP = {
@@ -51,7 +51,7 @@ def test_the_update_gives_the_numbers_of_the_pass(
     for mine, theirs in zip(found, expected, strict=True):
         assert theirs.keys() - mine.keys() - {"memory/old_log_prob"} == NEEDS_THE_PASS
         assert mine.keys() <= theirs.keys()
-        numbers = {key for key in mine if not key.startswith(OF_THE_MACHINE)}
+        numbers = {key for key in mine if not key.startswith(MACHINE_METRICS)}
         assert ("critic/kl" in numbers) == (name != "rloo")
         assert "rollout/log_prob_gap_mean" in numbers
         if recorded_on_this_machine:

@@ -1,4 +1,4 @@
-"""Runs resume from sharded checkpoints, which older versions wrote by megatron-core."""
+"""Runs resume from the sharded checkpoints that older versions wrote by megatron-core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication beside computation changes no number."""
+"""Overlapping communication with computation changes no number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import build
 from mindspeed_rlxf.roles.actor import ActorRole
-from tests.distributed.groups import build_group, shared_out
+from tests.distributed.groups import build_group, split_evenly
 from tests.distributed.llamas import MIXTRAL, PLAIN, make_pair, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.golden import runs
@@ -66,7 +66,7 @@ def test_weights_in_buckets_of_their_own_are_read_when_they_are_gathered(
     architecture = PLAIN if kind is SmallBuckets else MIXTRAL
     lm, scored = make_pair(tmp_path, architecture)
     rollouts = make_rollouts()
-    given = shared_out(rollouts, 2)
+    given = split_evenly(rollouts, 2)
     steps = Sharded([[[0, 1], [2, 3], [0, 1, 2, 3]]] * 2)
     found = []
     for optimizer in (SHARDED, OVERLAPPED):
@@ -74,7 +74,7 @@ def test_weights_in_buckets_of_their_own_are_read_when_they_are_gathered(
         group = build_group(warm_runtime, config.layout(Role.ACTOR_ROLLOUT), kind, config)
         alone = group.call(kind.buckets).result()[0]
         assert alone[:1] == [optimizer is OVERLAPPED], "without overlap there is one bucket"
-        learnt = shared_out(make_experience(rollouts), 2)
+        learnt = split_evenly(make_experience(rollouts), 2)
         report = group.call(ActorRole.update_policy, given, learnt, steps).result()[0]
         gaps = [each.gap.total for each in group.call(ActorRole.log_probs, given).result()]
         found.append((report.steps, gaps))

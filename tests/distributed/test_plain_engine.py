@@ -1,4 +1,4 @@
-"""The same roles over Megatron and over plain torch: one seam, the same losses."""
+"""Roles compute the same losses on Megatron and on an engine of plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most memory that a role takes is what the plan says, within 10%."""
+"""The peak memory of a role is the planned one, within 10%."""
 
 from __future__ import annotations
 

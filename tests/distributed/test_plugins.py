@@ -1,4 +1,4 @@
-"""The example file of one's own parts trains: estimator, reward rule and rollout engine."""
+"""A run trains with the estimator, reward rule and rollout engine of examples/plugins/parts.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.golden.runs import golden_config
-from tests.registries import forgotten
+from tests.registries import restored_registries
 from tests.training import train
 
 PARTS = Path(__file__).parents[2] / "examples" / "plugins" / "parts.py"
@@ -26,7 +26,7 @@ OWN = {
 
 @pytest.fixture
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 

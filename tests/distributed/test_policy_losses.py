@@ -26,8 +26,9 @@ from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.groups import build_group, update
-from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, read_folder, run_config
+from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.unit.weights.folders_of import read_folder
 
 EPSILON = 1e8  # of Adam, and its rate: the first step is then the gradient itself
 KL_COEF, CLIP = 0.7, 0.2

@@ -25,7 +25,7 @@ from mindspeed_rlxf.roles import objectives
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.llamas import PLAIN, TIED, make_llama, make_pair, run_config
 from tests.distributed.samples import make_experience
 from tests.distributed.test_parity_with_transformers import make_prompts
@@ -189,7 +189,7 @@ def test_roles_may_have_different_layouts(warm_runtime: Any, tmp_path: Path) -> 
     ):
         assert ours["response_length/min"] < ours["response_length/max"]
         for name in ours:
-            if not name.startswith((*OF_THE_MACHINE, "rollout")):
+            if not name.startswith((*MACHINE_METRICS, "rollout")):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
@@ -265,7 +265,7 @@ def test_the_run_from_the_indexed_form_is_that_from_parquet(
         )
         metrics = metrics_of(config, warm_runtime)
         samples = (tmp_path / name / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-        kept = OF_THE_MACHINE
+        kept = MACHINE_METRICS
         runs[name] = (
             [{k: v for k, v in line.items() if not k.startswith(kept)} for line in metrics],
             [json.loads(sample) for sample in samples],

@@ -1,4 +1,4 @@
-"""A whole training runs the programs of responses and scores samples by what they print."""
+"""A training runs programs from responses, and scores samples by what the programs print."""
 
 from __future__ import annotations
 

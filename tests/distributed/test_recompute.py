@@ -1,4 +1,4 @@
-"""What the backward pass computes once more: the numbers stay, and as much is kept as planned."""
+"""Recomputing activations changes no number, and keeps as many bytes as planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was interrupted and started again is the run that was not, bit by bit."""
+"""An interrupted and resumed run equals an uninterrupted one, bit by bit."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ OTHERS = [{**SLICES, "ranks": 4}, {}, {"ranks": 2}, MODEL_PARALLEL]
     ],
     ids=["fp32, one", "fp32", "bf16"],
 )
-def test_weights_and_moments_come_out_of_other_layouts_as_they_went_in(
+def test_other_layouts_load_and_save_weights_and_moments_bitwise(
     run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""A resumed rank reads what it holds, its slices of the slots among it, and unpickles nothing."""
+"""A resumed rank reads only the slices that it needs, and unpickles nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resumed rank goes on with beside tensors: random streams, a count of wrong steps."""
+"""A resumed rank continues its random streams and its count of skipped steps."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_rank_goes_on_with_its_own_random_streams(
     assert len(first) == 6 and not set(first.values()) & set(second.values())
 
 
-def test_streams_of_one_rank_that_lie_are_told_by_all(
+def test_a_bad_random_stream_of_one_rank_is_reported_by_all_ranks(
     warm_runtime: Any, tmp_path: Path, model: Path
 ) -> None:
     """numpy would read behind its words."""

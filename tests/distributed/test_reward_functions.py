@@ -1,4 +1,4 @@
-"""A function that scores as a built-in rule does trains the same policy, beside generation."""
+"""A reward function that scores like a built-in rule trains the same policy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mindspeed_rlxf.cluster.reward_group import RewardsFailed
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.validation_only import validate_only
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden.runs import START, golden_config
-from tests.registries import forgotten
+from tests.registries import restored_registries
 from tests.training import train
 
 TEXT = """
@@ -38,7 +38,7 @@ ONLY = {"+validation.only": True}
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 
@@ -76,7 +76,7 @@ def test_a_function_trains_as_the_rule_that_it_repeats(
         assert function.pop("val/arithmetic/exact", None) == rule.pop(
             "val/arithmetic/accuracy", None
         )
-        untimed = {k: v for k, v in rule.items() if not k.startswith(OF_THE_MACHINE)}
+        untimed = {k: v for k, v in rule.items() if not k.startswith(MACHINE_METRICS)}
         assert untimed == {k: function[k] for k in untimed}
     assert "critic/score/mean" in by_rule[1]
     only = golden_config("grpo", tmp_path / "function", {**TWO_RANKS, **own, **ONLY})

@@ -1,4 +1,4 @@
-"""The native engine behind its protocol, on a real model."""
+"""The native rollout engine generates with a real model behind the engine protocol."""
 
 from __future__ import annotations
 

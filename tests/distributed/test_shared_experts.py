@@ -1,4 +1,4 @@
-"""Ranks that share experts generate what one rank with all experts does, each with its share."""
+"""Ranks that share experts generate what one rank with all experts does."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def assert_in_step(found: list[Seen], ep: int) -> None:
         assert min(each.idle for each in group) == 0
 
 
-def test_a_rank_whose_caller_has_enough_still_serves_the_others(
+def test_a_rank_that_needs_no_more_responses_still_serves_its_experts(
     warm_runtime: Any, tmp_path: Path
 ) -> None:
     make_llama(tmp_path, QWEN3_MOE)

@@ -1,4 +1,4 @@
-"""A rollout on ranks of its own: samples and metrics as on the actor's ranks, faults are seen."""
+"""A rollout on ranks of its own gives the same samples and metrics, and its faults are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that falls ill is saved and ended where `logging.stop_on` asks for it, and can go on."""
+"""A run that meets a rule of `logging.stop_on` is saved and stopped, and can be resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ILL = {
 }
 
 
-def test_a_kl_that_runs_away_ends_the_run_which_then_goes_on(
+def test_a_run_stopped_by_a_high_kl_can_be_resumed(
     warm_runtime: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(train_iters: int) -> RunDirectory:

@@ -46,6 +46,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
 from mindspeed_rlxf.run.directory import RunDirectory
+from tests.processes import read_metrics
 from tests.rows import length_mask
 from tests.training import train
 from tests.trl.record import (
@@ -58,7 +59,6 @@ from tests.trl.record import (
 from tests.trl.runs import (
     SeenEnough,
     Trace,
-    metrics_of,
     prepared,
     recorded_order,
     trl_config,
@@ -123,7 +123,7 @@ def run_like_trl(
     patch.setattr(CriticGroup, "make_experience", listening)
     directory = RunDirectory.create(config)
     train(config, prepared(trace), directory, runtime)
-    return metrics_of(directory), first
+    return read_metrics(directory.path), first
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_deliberate_error_is_seen_within_six_updates(
     directory = RunDirectory.create(config)
     with pytest.raises(SeenEnough):
         train(config, prepared(trace), directory, warm_runtime)
-    metrics = metrics_of(directory)
+    metrics = read_metrics(directory.path)
     assert len(metrics) == 6
     assert bool(differences(trace, metrics)) == (error != "none")
 

@@ -1,4 +1,4 @@
-"""A rank with several chunks of the model: any number of rows, and the files it leaves."""
+"""A rank with several chunks of the model takes any number of rows, and writes the same files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.groups import build_group, layout_of
-from tests.distributed.llamas import PLAIN, TIED, make_llama, read_folder
+from tests.distributed.llamas import PLAIN, TIED, make_llama
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import PROMPT_LENGTHS, RESPONSE_LENGTHS, make_rollouts
 from tests.distributed.test_parity_with_transformers import expected_logits
+from tests.unit.weights.folders_of import read_folder
 
 FOUR = PLAIN.model_copy(update={"num_layers": 4})
 TIED_FOUR = TIED.model_copy(update={"num_layers": 4})

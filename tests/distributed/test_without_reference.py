@@ -1,4 +1,4 @@
-"""Runs in which nothing reads the reference: none is made, and no number changes."""
+"""A run that does not read a reference builds none, and its numbers are the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The most memory that a role takes on a CPU, beside what is planned: NAME of `SHAPES`, FOLDER.
+"""Measure the peak memory of a role on a CPU, and print it with the planned one.
 
-Prints a line of JSON for each phase: its name, allocated bytes, planned bytes. Allocations are
-those that torch's profiler reports, summed up in the order of their times.
+    python -m tests.distributed.traced_peak NAME FOLDER
+
+NAME is a key of SHAPES. Prints a line of JSON for each phase: its name, allocated bytes, planned
+bytes. The peak is computed from the allocations that torch's profiler reports.
 """
 
 from __future__ import annotations
@@ -60,13 +62,13 @@ REAL = ArchitectureConfig(
 
 @dataclass(frozen=True)
 class Shape:
-    """prompt, response: tokens of each of four samples, all in one micro-batch"""
+    """What to measure. prompt, response: tokens of each of four samples, all in one micro-batch"""
 
     architecture: ArchitectureConfig = WIDE
     role: Role = Role.ACTOR_ROLLOUT
     prompt: int = 64
     response: int = 448
-    keys: dict[str, Any] = field(default_factory=dict)  # of the role
+    keys: dict[str, Any] = field(default_factory=dict)  # further keys of the role
 
 
 SHAPES = {
@@ -79,7 +81,7 @@ SHAPES = {
     "actor, offload of the optimizer": Shape(keys={"offload": OffloadConfig(optimizer=True)}),
     "critic": Shape(role=Role.CRITIC),
     "real width, 1 layer": Shape(REAL),
-    # An actor of two layers would need more than 23 GB.
+    # A critic, because an actor of two layers would need more than 23 GB.
     "real width, 2 layers": Shape(
         REAL.model_copy(update={"num_layers": 2}), Role.CRITIC, keys={"recompute": "full"}
     ),
@@ -87,10 +89,12 @@ SHAPES = {
 
 
 class _Traced:
+    """Measures the peaks of a role. Subclasses define its forward pass and its update."""
+
     engine: Any
 
-    def held(self) -> int:
-        """Bytes of weights, gradients and optimizer."""
+    def state_bytes(self) -> int:
+        """Return the bytes of weights, gradients and optimizer state."""
         chain = getattr(self.engine.optimizer, "chained_optimizers", [self.engine.optimizer])
         adams = [part.optimizer for part in chain]
         tensors = [*self.engine.module.parameters()]
@@ -107,7 +111,10 @@ class _Traced:
         raise NotImplementedError
 
     def measure(self, rollouts: Rollouts, experience: Experience) -> RoleOutput:
-        """Peaks of a forward pass and of an update, after one that makes the optimizer's state."""
+        """Report the peak bytes of a forward pass and of an update.
+
+        A first update, which creates the optimizer's state, is not measured.
+        """
         self.update(rollouts, experience)
         phases = {
             "forward": lambda: self.forward(rollouts),
@@ -115,9 +122,9 @@ class _Traced:
         }
         peaks = {}
         for name, phase in phases.items():
-            with residency.holding():  # what may leave the device does
-                held = self.held()
-            peaks[name] = held + traced(phase)
+            with residency.holding():  # offloads every part that may be offloaded
+                before = self.state_bytes()
+            peaks[name] = before + traced_peak(phase)
         return RoleOutput(report=peaks)
 
 
@@ -137,21 +144,21 @@ class TracedCritic(_Traced, CriticRole):
         self.update_critic(rollouts, experience, [list(range(rollouts.num_rows))])
 
 
-def traced(call: Callable[[], None]) -> int:
-    """Return the most bytes that a call has allocated at once, those of before not counted."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+def traced_peak(call: Callable[[], None]) -> int:
+    """Return the peak of the bytes that a call allocates, without what was allocated before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         call()
-    assert found.profiler is not None and found.profiler.kineto_results is not None
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = most = 0
+    assert traced.profiler is not None and traced.profiler.kineto_results is not None
+    events = [e for e in traced.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocated = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+        allocated += event.nbytes()
+        most = max(most, allocated)
     return most
 
 
 def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
-    """Four samples, each as long as the configuration allows."""
+    """Return four samples, each as long as the configuration allows, and random experience."""
     generator, rows = torch.Generator().manual_seed(0), 4
     vocab = shape.architecture.vocab_size
 
@@ -182,9 +189,10 @@ def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
 
 
 def make_config(shape: Shape, folder: Path) -> RunConfig:
+    """Write a random model of the shape to `folder`; return a configuration that loads it."""
     scored = shape.role is Role.CRITIC
     make_llama(folder, shape.architecture, scored=scored)
-    gc.collect()  # the model that was saved
+    gc.collect()  # free the model that was written
     return run_config(
         folder,
         folder,
@@ -212,7 +220,7 @@ def main(name: str, folder: Path) -> None:
     group = build_group(runtime, layout, kind, config, role=shape.role)
     allocated = group.call(kind.measure, *make_rows(shape)).result()[0]
     planned = role_memory(config, shape.role, 0)
-    # An update ends with the step of the optimizer.
+    # An update includes the step of the optimizer, which the plan has as a phase of its own.
     names = {"forward": ("forward",), "update": ("update", "optimizer step")}
     for name, most in allocated.items():
         phases = [phase for phase in planned.phases if phase.name in names[name]]

@@ -1,1 +1,1 @@
-"""Recorded curves of short runs, one for each estimator."""
+"""Golden traces: recorded metrics of short runs, one for each estimator."""

@@ -1,8 +1,9 @@
-"""Records the golden traces anew and prints what moved.
+"""Record golden traces again, and print which metrics have changed.
 
     python -m tests.golden.record [--start] [NAME ...]
 
-Without names all of them. --start first teaches the start weights anew, which moves every trace.
+NAME is a key of `runs.SETTINGS`, default all. --start first trains the start weights again, which
+changes every trace.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ def main() -> None:
         for name in arguments.names or SETTINGS:
             with tempfile.TemporaryDirectory() as folder:
                 curves = run(name, Path(folder) / "run", runtime)
-            print(f"{name}: {moved(name, curves)}", flush=True)
+            print(f"{name}: {describe_change(name, curves)}", flush=True)
             write_trace(name, curves)
     finally:
         ray_runtime.shutdown()
 
 
-def moved(name: str, curves: Curves) -> str:
-    """How far each metric is from the trace that stands."""
+def describe_change(name: str, curves: Curves) -> str:
+    """Say from which iteration on, and by how much, each metric differs from the stored trace."""
     if not (TRACES / f"{name}.json").exists():
         return "recorded for the first time"
     _, before = read_trace(name)
     if before == curves:
-        return "the same"
+        return "unchanged"
     lines = [f"\n  {key}: new" for key in curves.keys() - before.keys()]
     lines += [f"\n  {key}: gone" for key in before.keys() - curves.keys()]
     for key in sorted(curves.keys() & before.keys()):
@@ -61,11 +62,14 @@ def moved(name: str, curves: Curves) -> str:
         if first is not None:
             most = max(abs(new - old) for old, new in pairs)
             lines.append(f"\n  {key}: from iteration {first} on, by {most:.2e} at most")
-    return "moved" + "".join(lines)
+    return "changed" + "".join(lines)
 
 
 def make_start() -> None:
-    """A policy of 42,480 parameters that solves about half of the problems."""
+    """Train a policy of 42,480 parameters until it solves about half of the problems.
+
+    Writes the policy, its tokenizer and the prompts to START.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "tiny"))
     import tiny_task
     import torch
@@ -93,11 +97,11 @@ def make_start() -> None:
     torch.set_num_threads(1)
     train_models.new_policy = small_policy
     split = tiny_task.make_split(1)
-    taught = train_models.teach_policy(split, 1, STEPS)
-    taught.model.save_pretrained(START)
+    pretrained = train_models.pretrain_policy(split, 1, STEPS)
+    pretrained.model.save_pretrained(START)
     tiny_task.make_tokenizer().save_pretrained(START)
     tiny_task.write_jsonl(START / "prompts.jsonl", split.train[:NUM_PROMPTS])
-    print(f"start: solves {taught.accuracy:.1%} of the validation problems")
+    print(f"start: solves {pretrained.accuracy:.1%} of the validation problems")
 
 
 if __name__ == "__main__":

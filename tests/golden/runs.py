@@ -1,4 +1,4 @@
-"""Twenty iterations of the tiny task for each estimator, from recorded weights, on one process."""
+"""Run twenty iterations of the tiny task for an estimator, from stored weights, on one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training import train
 FOLDER = Path(__file__).resolve().parent
 START, TRACES = FOLDER / "start", FOLDER / "traces"
 ITERATIONS = 20
-# As large as recording takes seconds; the shape of the weights in `start`.
+# Small enough that a run takes seconds. The sizes of the model are those of the weights in `start`.
 SMALL = {
     "model.tiny.num_layers": 2,
     "model.tiny.hidden_size": 48,
@@ -46,7 +46,7 @@ PPO = {
     "critic.micro_batch_size": 16,
 }
 GROUPS = {"training.global_batch_size": 16, "actor_rollout.n_samples_per_prompt": 4}
-# name -> configuration and what it changes
+# name -> (configuration, keys that are changed in it)
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gae": ("ppo_trainer_tiny", PPO),
     "gae_full_kl": ("ppo_trainer_tiny", {**PPO, "algorithm.kl_penalty": "full"}),
@@ -111,7 +111,10 @@ def golden_config(name: str, out: Path, more: dict[str, Any]) -> RunConfig:
 
 
 def run(name: str, out: Path, runtime: Any, more: dict[str, Any] | None = None) -> Curves:
-    """One run; the kept metrics of every iteration. more: keys that it changes too."""
+    """Run a setting; return the metrics of KEPT, a list over the iterations for each.
+
+    out: run directory. more: further keys to change. Adds the names of all metrics to WRITTEN.
+    """
     config = golden_config(name, out, more or {})
     prepared = prepare(config)
     directory = RunDirectory.create(config)
@@ -123,7 +126,7 @@ def run(name: str, out: Path, runtime: Any, more: dict[str, Any] | None = None) 
 
 
 def fingerprint() -> dict[str, str]:
-    """What the last bit of a float depends on."""
+    """Return the facts of this machine that the last bit of a float depends on."""
     flags = ""
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -142,12 +145,13 @@ def fingerprint() -> dict[str, str]:
 
 
 def read_trace(name: str) -> tuple[dict[str, str], Curves]:
-    """The fingerprint that it was recorded with, and the curves."""
+    """Return the fingerprint and the curves of a stored trace."""
     tree = json.loads((TRACES / f"{name}.json").read_text(encoding="utf-8"))
     return tree["fingerprint"], tree["curves"]
 
 
 def write_trace(name: str, curves: Curves) -> None:
+    """Store the curves with the fingerprint of this machine."""
     TRACES.mkdir(exist_ok=True)
     tree = {"fingerprint": fingerprint(), "curves": curves}
     text = json.dumps(tree, indent=1)

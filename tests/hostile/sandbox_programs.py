@@ -1,7 +1,8 @@
-"""Hostile programs, each with the threat that it is. `@WORD@` and the like name things of the host.
+"""Hostile programs, each with the threat that it stands for.
 
-A program prints HARM, or the word of the host's secrets, where it got through. Where it did not, it
-prints `stopped: ...` for each attempt, or is ended by a limit.
+The test replaces `@VICTIM@`, `@PORT@`, `@HOME@` and the like by processes, ports and folders of the
+host. A program that succeeds prints HARM, or a secret of the host. A program that is stopped prints
+`stopped: ...` for each attempt, or is ended by a limit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def read(path):
 
 @dataclass(frozen=True)
 class Hostile:
-    """causes: how a run of it may end, beside attempts that all fail"""
+    """A program. causes: limits that may end it; without one all its attempts have to fail"""
 
     name: str
     threat: Threat
@@ -46,7 +47,7 @@ class Hostile:
 
     @property
     def takes_time(self) -> bool:
-        """Whether it goes on until its time is over."""
+        """Whether the program runs until its time limit."""
         return bool(set(self.causes) & set(TIME))
 
 

@@ -13,7 +13,7 @@ END = "<!-- end of the table -->"
 
 
 def table() -> str:
-    """One row for each program, one column for each level."""
+    """Return a Markdown table: which level of the sandbox stops which program."""
     lines = [["a program that", *(level.value for level in PREVENTS)]]
     lines.append(["---"] * len(lines[0]))
     for hostile in HOSTILE:
@@ -23,6 +23,7 @@ def table() -> str:
 
 
 def put_into(text: str) -> str:
+    """Return the document with the table between BEGIN and END replaced."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n{table()}\n{END}{tail}"

@@ -1,4 +1,4 @@
-"""Join a Ray that the commands of the documents start, with and without tokens."""
+"""A run joins a Ray that was started by the commands of the documents, with and without tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets of the workers reach no run directory, plan or console, however they are written."""
+"""Secrets of the workers' variables reach no run directory, plan or console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters, notes and listeners of other users are refused in one line, before Ray is asked."""
+"""Clusters, address files and ports of other users are refused before Ray is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations, templates, prompts and logs that try to hang, to fill memory, or to steer."""
+"""Configurations, templates, prompts and logs that try to hang, fill memory or steer a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run directory that somebody prepared: what the driver and the ranks remember in it lies.
+"""Resume from a run directory in which an attacker has changed the state of driver and ranks.
 
-A small run is made once. Each case changes a file of its checkpoint, writes size and hash of what
-is there now into the manifest, and gives the command again: in a forked process, which may crash.
+A small run is made once. Each case changes a file of its checkpoint, writes the new size and hash
+into the manifest, and gives the command again in a forked process, which may crash.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def test_every_value_of_another_kind_is_refused_by_the_reader(
         if place and place[-1] != "prompts_digest" and not is_harmful(place, name)
     ],
 )
-def test_an_ordinary_value_is_gone_on_from(
+def test_a_run_resumes_from_a_changed_but_valid_value(
     run: Prepared, place: tuple[Any, ...], name: str
 ) -> None:
     run.write(DRIVER, put(run.read(DRIVER), place, VALUES[name]))
@@ -302,7 +302,7 @@ TEXTS: dict[str, tuple[bytes, list[str]]] = {  # and for which files `make test`
         for name, (_, short) in TEXTS.items()
     ],
 )
-def test_what_is_no_state_is_refused(run: Prepared, file: str, name: str) -> None:
+def test_a_file_that_holds_no_state_is_refused(run: Prepared, file: str, name: str) -> None:
     run.write(file, TEXTS[name][0])
     run.sign()
     run.is_refused(Path(file).name, ENDS)
@@ -321,7 +321,7 @@ def test_what_is_no_state_is_refused(run: Prepared, file: str, name: str) -> Non
         (STEPS, ("more",)),
     ],
 )
-def test_a_key_that_nobody_reads_is_refused(
+def test_an_unknown_key_of_a_state_is_refused(
     run: Prepared, file: str, place: tuple[str, ...]
 ) -> None:
     run.write(file, put(run.read(file), place, 1))
@@ -362,7 +362,7 @@ def nothing(file: Path, _: Path) -> None:
         for kind in (pipe, device, link, folder, hole, nothing)
     ],
 )
-def test_what_is_no_plain_file_is_refused(
+def test_a_state_that_is_no_plain_file_is_refused(
     run: Prepared, file: str, kind: Callable[[Path, Path], None]
 ) -> None:
     """A link leads to the very file, elsewhere."""
@@ -506,7 +506,7 @@ LIES: dict[str, Streams] = {
         for number, name in enumerate([*OVERRUNS, *LIES])
     ],
 )
-def test_a_stream_that_lies_is_refused(run: Prepared, name: str) -> None:
+def test_a_random_stream_with_impossible_values_is_refused(run: Prepared, name: str) -> None:
     state = run.read(STREAMS)
     (OVERRUNS | LIES)[name](state)
     run.write(STREAMS, state)
@@ -528,7 +528,7 @@ def lies_of_the_process() -> list[str]:
 
 
 @pytest.mark.parametrize("name", lies_of_the_process())
-def test_a_stream_that_lies_is_refused_by_the_reader(name: str) -> None:
+def test_the_reader_refuses_a_random_stream_with_impossible_values(name: str) -> None:
     """The same without the command; no stream has changed then."""
     before = process_state()
     state: dict[str, Any] = {"process": json.loads(json.dumps(before))}
@@ -589,7 +589,7 @@ def test_a_state_of_another_run_is_refused(
 
 
 @pytest.mark.parametrize("file", [DRIVER, pytest.param(STREAMS, marks=pytest.mark.long)])
-def test_the_checkpoint_before_is_taken(run: Prepared, file: str) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_a_bad_one(run: Prepared, file: str) -> None:
     """As where the disk has damaged the newest one."""
     newer = run.checkpoint.with_name(f"iter_{ITERATION + 1:07d}")
     shutil.copytree(run.checkpoint, newer)
@@ -617,7 +617,7 @@ def test_streams_of_another_kind_of_device_are_left(run: Prepared) -> None:
 
 
 @pytest.mark.long
-def test_the_run_goes_on_where_nothing_lies(run: Prepared) -> None:
+def test_a_run_resumes_from_an_unchanged_checkpoint(run: Prepared) -> None:
     run.sign()
     run.goes_on()
 

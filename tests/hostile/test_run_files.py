@@ -226,7 +226,7 @@ def test_a_data_set_is_not_written_through_a_link(tmp_path: Path, mine: Path, na
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_list_of_moves_moves_nothing_of_elsewhere(tmp_path: Path, mine: Path) -> None:
+def test_a_list_of_moves_cannot_name_files_of_other_folders(tmp_path: Path, mine: Path) -> None:
     folder = tmp_path / ".set_packed.partial"
     folder.mkdir()
     for moves in ('[["../mine", "set_x"]]', '[["a", "../x"]]', f'[["{mine}", "set_x"]]'):

@@ -240,7 +240,7 @@ def processes_named(name: str) -> list[int]:
     return found
 
 
-def test_a_program_takes_the_names_that_are_looked_for(host: Host) -> None:
+def test_a_running_program_is_found_by_its_process_name(host: Host) -> None:
     """The check above would see a process that stays: here one is looked at while it runs."""
     with open_sandbox(STRONGEST) as sandbox, ThreadPoolExecutor(1) as pool:
         program = PRELUDE.replace("@MARK@", f"{MARK}x") + "mark()\ntime.sleep(1)"

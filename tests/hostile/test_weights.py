@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
-from tests.hostile.watched import armed, outcome, read_all
+from tests.hostile.watched import canaries, outcome, read_all
 
 # Programs for the pickle machine --------------------------------------------------------------
 
@@ -146,9 +146,9 @@ def test_a_hostile_program_is_refused(name: str) -> None:
 
 def test_canaries_detect_payloads() -> None:
     """The payloads work where they are let, and the tests would see it."""
-    with pytest.raises(pytest.exit.Exception, match="CANARY"), armed():
+    with pytest.raises(pytest.exit.Exception, match="CANARY"), canaries():
         pickle.loads(PROGRAMS["os.system reduced"])
-    with pytest.raises(pytest.exit.Exception, match="CANARY"), armed():
+    with pytest.raises(pytest.exit.Exception, match="CANARY"), canaries():
         Path("x").write_text("")
 
 

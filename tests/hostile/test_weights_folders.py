@@ -1,4 +1,4 @@
-"""Folders that lie: valid ones that were changed, and indexes that lie about their files."""
+"""Valid weight folders with changed bytes, and indexes with impossible entries, are refused."""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ METADATA = {
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_metadata_that_lies_is_refused(made: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_metadata_with_impossible_entries_is_refused(
+    made: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     folder = find_weights(shutil.copytree(made["sharded"], tmp_path / "x"))[1]
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     METADATA[name](metadata)
@@ -204,7 +206,7 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_header_with_impossible_entries_is_refused(tmp_path: Path, name: str) -> None:
     header = HEADERS[name]
     data = (header if isinstance(header, str) else json.dumps(header)).encode()
     file_of(tmp_path, 0).write_bytes(struct.pack("<Q", len(data)) + data + bytes(4))
@@ -227,7 +229,7 @@ def test_a_header_of_a_wrong_length_is_refused(tmp_path: Path, length: int) -> N
         if kind != "link" or format_ != "hf"
     ],
 )
-def test_what_is_no_file_is_refused(
+def test_a_weights_entry_that_is_no_file_is_refused(
     made: dict[str, Path], tmp_path: Path, name: tuple[str, str], kind: str
 ) -> None:
     """A pipe would be waited for, a link leads to another file of this host."""

@@ -1,4 +1,4 @@
-"""Runs a reader of hostile files under canaries and bounds."""
+"""Run code that reads hostile files, with canaries in place of dangerous calls and with limits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from mindspeed_rlxf.weights.boxes import whole
 from mindspeed_rlxf.weights.folders import open_weights
 from tests.unit.weights.folders_of import architecture_of
 
-SECONDS, BYTES = 5.0, 1 << 30  # of one case
+SECONDS, BYTES = 5.0, 1 << 30  # limits of one read: CPU time, growth of the peak memory
 ARCHITECTURE = architecture_of("llama")
 
 
-def sing(*arguments: Any, **_: Any) -> None:
+def report_canary(*arguments: Any, **_: Any) -> None:
+    """End the whole test run with exit code 9."""
     pytest.exit(f"CANARY: a hostile file ran {arguments!r}", 9)
 
 
@@ -37,40 +38,46 @@ CANARIES = [
 
 
 @contextmanager
-def armed() -> Iterator[None]:
-    """Inside, what payloads name ends the tests, and so does a file that is opened for writing."""
-    opened = io.open
+def canaries() -> Iterator[None]:
+    """Inside the block a call of CANARIES, or a file opened for writing, ends the test run."""
+    original = io.open
 
     def read_only(file: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
-        return sing(file, mode) if set(mode) & set("wax+") else opened(file, mode, *rest, **more)
+        if set(mode) & set("wax+"):
+            return report_canary(file, mode)
+        return original(file, mode, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         for module, name in CANARIES:
-            patch.setattr(module, name, sing)
+            patch.setattr(module, name, report_canary)
         patch.setattr(builtins, "open", read_only)
         patch.setattr(io, "open", read_only)
         yield
 
 
 def outcome(read: Callable[[], Any]) -> str:
-    """The error's one sentence, empty when the data were read; anything else fails the test."""
+    """Call `read` under canaries; return the message of its ValueError, "" when it succeeds.
+
+    Fails the test for another exception, for a message that is empty, long or unprintable, and for
+    a read beyond SECONDS or BYTES.
+    """
     before, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with armed():
+    with canaries():
         try:
             read()
-            said = ""
+            message = ""
         except ValueError as error:
-            said = str(error)
-            assert said, "an error says something"
-            assert all(c.isprintable() for c in said), f"control characters: {said!r}"
-            assert len(said) < 4000
+            message = str(error)
+            assert message, "an error must have a message"
+            assert all(c.isprintable() for c in message), f"control characters: {message!r}"
+            assert len(message) < 4000
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert time.process_time() - before < SECONDS and grown * 1024 < BYTES
-    return said
+    return message
 
 
 def read_all(folder: Path) -> None:
-    """As a conversion does: every number of every tensor."""
+    """Read every tensor of a folder, as a conversion does. Raises ValueError for a missing one."""
     weights = open_weights(folder, ARCHITECTURE)
     for name, shape in hf_shapes(ARCHITECTURE, Head.LANGUAGE_MODEL).items():
         if name not in weights or weights.shape(name) != shape:

@@ -1,4 +1,4 @@
-"""Collected by `make test-hosts` only: these tests need root and a minute or two."""
+"""Collect these tests in `make test-hosts` only: they need root and a minute or two."""
 
 import os
 

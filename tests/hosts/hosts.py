@@ -1,7 +1,7 @@
-"""Hosts made of Linux namespaces: own address, host name, processes and, for one folder, own files.
+"""Simulate hosts by Linux namespaces: each has its own address, name, processes and one own folder.
 
-Nothing here has a name in the system: the namespaces belong to their processes, and the first
-process of a host ends when its standard input closes: nothing is left when a test is killed.
+The namespaces exist only as long as their processes. The first process of a host ends when its
+standard input is closed, so nothing is left when a test is killed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tests.processes import ROOT, start_logged
 
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 NETWORK = "10.77.0"
-TOKEN = "00112233" * 8  # of Ray, on all hosts
+TOKEN = "00112233" * 8  # token of Ray, the same on all hosts
 START_S = 30.0
-# The host's name stands for a loopback address, as Debian has it: what resolves it is not reached.
+# The name of a host resolves to a loopback address on the host itself, as on Debian: a program that
+# publishes this address cannot be reached by the other hosts.
 INIT = """
 set -e
 hostname "$NAME"
@@ -38,11 +39,11 @@ cat > /dev/null
 """
 
 
-def why_not() -> str | None:
-    """What this machine lacks for such hosts; None when nothing."""
+def find_obstacle() -> str | None:
+    """Return why this machine cannot simulate hosts; None when it can."""
     lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
     if lacking:
-        return f"make test-hosts needs {', '.join(lacking)} (packages iproute2, util-linux)"
+        return f"make test-hosts needs {', '.join(lacking)}; install iproute2 and util-linux"
     if os.getuid() != 0:
         return "make test-hosts needs root, for network namespaces; run it as root"
     made = subprocess.run(
@@ -58,25 +59,25 @@ def why_not() -> str | None:
 
 @dataclass
 class Host:
-    """One host; `data` shows other files on each, all else is shared."""
+    """One simulated host. All hosts share the file system but for the folder `data`."""
 
     name: str
     ip: str
-    own: Path  # what `data` shows here, as the others see it
-    data: Path
+    own: Path  # folder that is mounted as `data` on this host; visible to all hosts
+    data: Path  # same path on all hosts, other files on each
     init: subprocess.Popen[str]
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def pid(self) -> int:
-        """Of the first process in the namespaces, the only child of `unshare`."""
+        """The id of the first process in the namespaces, the only child of `unshare`."""
         children = Path(f"/proc/{self.init.pid}/task/{self.init.pid}/children").read_text()
         return int(children.split()[0])
 
     def start(
         self, command: Sequence[str], output: Path, **variables: str
     ) -> subprocess.Popen[bytes]:
-        """Start a command on this host, with its output in a file."""
+        """Start a command on this host; append its output to a file. variables: environment"""
         inside = ["nsenter", "-t", str(self.pid), "--net", "--mount", "--uts", "--pid"]
         inside += ["env", "-C", str(ROOT)]
         environment = {
@@ -96,7 +97,7 @@ class Host:
     def run(
         self, command: Sequence[str], output: Path, timeout_s: float = 240.0, code: int = 0
     ) -> str:
-        """Run a command to its end; returns its output. Fails for another exit code."""
+        """Run a command to its end; return its output. Fails the test for another exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.start(command, output).wait(timeout=timeout_s)
         text, found = output.read_text(encoding="utf-8"), self.children[-1].returncode
@@ -106,9 +107,10 @@ class Host:
     def start_ray(
         self, output: Path, devices: int, head: Host | None = None, model: str | None = None
     ) -> None:
-        """`ray start` as users write it.
+        """Run `ray start` as users write it.
 
-        head: to join, None = this is the head; model: of the devices, as Ray itself names it
+        head:  host to join, None = start the head here
+        model: accelerator type that Ray reports for the devices
         """
         where = [f"--address={head.ip}:6344"] if head else ["--head", "--port", "6344"]
         found = {"rlxf_cpu": devices} if devices else {}
@@ -124,7 +126,7 @@ class Host:
         self.run(["ray", "stop", "--force"], output)
 
     def end(self) -> None:
-        """Ends every process: the kernel kills a pid namespace with its first process."""
+        """End every process of the host: with its first process the kernel kills all others."""
         if self.init.stdin is not None:
             self.init.stdin.close()
         try:
@@ -139,8 +141,11 @@ class Host:
 
 @contextlib.contextmanager
 def make_hosts(count: int) -> Iterator[tuple[list[Host], Path]]:
-    """Hosts node1, node2, ... at 10.77.0.1, .2, ... on one bridge, and a folder that they share."""
-    # Short: Ray's sockets below it may have 107 characters in their path.
+    """Yield hosts node1, node2, ... at 10.77.0.1, .2, ... on one network, and a shared folder.
+
+    Ends all hosts and removes their files after the block.
+    """
+    # A short path, because those of Ray's sockets below it may have 107 characters at most.
     base = Path(tempfile.mkdtemp(prefix="rlxf", dir="/var/tmp"))
     hosts: list[Host] = []
     switch: subprocess.Popen[str] | None = None
@@ -175,6 +180,10 @@ def make_hosts(count: int) -> Iterator[tuple[list[Host], Path]]:
 def _namespaces(
     name: str, own: Path, data: Path, kinds: list[str], script: str
 ) -> subprocess.Popen[str]:
+    """Start a script in new namespaces and wait until it prints `ready`.
+
+    kinds: options of `unshare`. The script gets NAME, OWN and DATA in its environment.
+    """
     process = subprocess.Popen(
         ["unshare", *kinds, "bash", "-c", script],
         stdin=subprocess.PIPE,
@@ -188,7 +197,7 @@ def _namespaces(
 
 
 def _plug(switch_pid: int, host: Host, number: int) -> None:
-    """A cable from the host's eth0 to the switch. A default route lets Ray find its address."""
+    """Connect the host's eth0 to the bridge; a default route lets Ray find the host's address."""
     _ip(
         switch_pid,
         f"link add port{number} type veth peer name eth0 netns {host.pid}",
@@ -204,5 +213,6 @@ def _plug(switch_pid: int, host: Host, number: int) -> None:
 
 
 def _ip(pid: int, *commands: str) -> None:
+    """Run `ip` commands in the network namespace of a process."""
     for command in commands:
         subprocess.run(["nsenter", "-t", str(pid), "--net", "ip", *command.split()], check=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.same_run import lines_of
-from tests.hosts.hosts import Host, make_hosts, why_not
+from tests.hosts.hosts import Host, find_obstacle, make_hosts
 from tests.processes import only_line, read_lines, read_metrics, wait_for
 
 START = Path(__file__).resolve().parents[1] / "golden" / "start"
@@ -72,7 +72,7 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     """A head with Ray running, and a worker that has not joined yet."""
-    lacking = why_not()
+    lacking = find_obstacle()
     if lacking:
         pytest.fail(lacking)
     with make_hosts(2) as (hosts, shared):
@@ -148,7 +148,7 @@ def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab)
     assert found == wanted and len(found) == 3
 
 
-def test_a_worker_of_another_host_dies_and_its_log_is_here(lab: Lab) -> None:
+def test_the_log_of_a_worker_that_died_on_another_host_is_copied(lab: Lab) -> None:
     log, folder = lab.log("killed"), lab.head.data / "killed"
     changes = {
         "training.output_dir": str(folder),

@@ -1,4 +1,4 @@
-"""Whole runs under Ray that something is to happen to."""
+"""Start whole runs under Ray, into which tests then put faults."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.chaos.tiny_run import command
 from tests.processes import only_line, start_logged, wait_for, with_sources
 
 START_S, END_S = 240.0, 150.0
-# With a supervisor, which the faults are to reach.
+# One restart is allowed, so that a supervisor runs and has to handle the faults too.
 SETTINGS = ("training.train_iters=1000", "runtime.timeout_s=120", "training.max_restarts=1")
 
 
 @dataclass
 class Run:
-    """A command that was started, with its folder and its output."""
+    """A started run, with its run directory and the file of its output."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -30,17 +30,23 @@ class Run:
 
     @property
     def tree(self) -> list[psutil.Process]:
+        """All processes that descend from the command."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def named(self, word: str) -> list[psutil.Process]:
+        """Return the processes of `tree` whose command line contains the word."""
         return [p for p in self.tree if word in " ".join(p.cmdline())]
 
     def failure(self) -> dict[str, Any]:
+        """Return the content of failure.json."""
         found: dict[str, Any] = json.loads((self.folder / "failure.json").read_text())
         return found
 
     def end(self, code: int) -> str:
-        """Wait for the end; returns the output. Fails for another code, or processes that stay."""
+        """Wait for the end; return the output.
+
+        Fails the test for an exit code other than `code`, or for a process that does not end.
+        """
         tree = self.tree
         found = self.process.wait(timeout=END_S)
         assert_ended(tree, 20)
@@ -49,7 +55,7 @@ class Run:
         return text
 
     def end_with_failure(self, within_s: float = END_S) -> str:
-        """The one line of the failure of a run that fails."""
+        """Wait for the run to fail; return the one line of its output that begins `failed: `."""
         started = time.monotonic()
         text = self.end(1)
         assert time.monotonic() - started < within_s, text
@@ -63,9 +69,9 @@ def assert_ended(processes: list[psutil.Process], timeout_s: float) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    """Start the run; returns when the output has `until`: two workers compute then.
+    """Start a run and return when its output contains `until`; two workers compute by then.
 
-    folder: of the run; variables: of its environment
+    more: overrides; folder: run directory; variables: environment. All runs are killed at the end.
     """
     started: list[Run] = []
 

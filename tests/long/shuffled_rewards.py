@@ -1,6 +1,6 @@
-"""`ray_gpt.py` in one process, with each score given to another sample than the one that earned it.
+"""Run `ray_gpt.py` in one process with the training scores of a batch shuffled among its samples.
 
-Validation is scored as it is. Used by test_demo_learns.
+Validation scores stay correct. `test_demo_learns` expects that nothing is learnt from such rewards.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ original = reward.RewardRole.score
 
 
 def score(self: reward.RewardRole, rollouts: Rollouts) -> RoleOutput:
+    """Score as RewardRole does, then permute the scores, seeded by the first sample id."""
     output = original(self, rollouts)
     generator = torch.Generator().manual_seed(rollouts.sample_ids[0])
     order = torch.randperm(rollouts.num_rows, generator=generator)

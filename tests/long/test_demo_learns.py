@@ -1,4 +1,4 @@
-"""The demo's claim: PPO learns the tiny task, and learns it from the reward alone."""
+"""PPO learns the tiny task of the demo, and learns it only from a correct reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of the documents that need no download, on the tiny models, as users give them."""
+"""The commands of the documents that need no download run on the tiny models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.documents.checks import environment
+from tests.processes import with_sources
 from tests.unit.documents.commands import ROOT, SHELL, blocks, commands, documents
 
 pytestmark = pytest.mark.long
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("ray_gpt.py", "examples", "configs"):
         (place / name).symlink_to(ROOT / name)
     make = [sys.executable, "examples/tiny/make.py", "--output", "outputs/tiny"]
-    subprocess.run(make, cwd=place, env=environment(), check=True, timeout=600)
+    subprocess.run(make, cwd=place, env=with_sources(), check=True, timeout=600)
     return place
 
 
@@ -49,6 +49,6 @@ def test_a_command_of_the_documents_trains(words: list[str], folder: Path) -> No
         short += ["training.train_iters=1", "validation.max_samples=8"]
     command = [sys.executable, *words[1:], *short]
     done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
+        command, cwd=folder, env=with_sources(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,7 +1,7 @@
-"""The scripts of `examples/mcore`, run for real on stand-ins of their models.
+"""The scripts of `examples/mcore` run on tiny models in place of their own.
 
-Those of one node follow their folder's other scripts, in order and with their defaults: only sizes
-and lengths are ours. Those of two nodes start a configuration with one device on each.
+The scripts of a folder for one node run in order and with their defaults, but with smaller sizes
+and lengths. The scripts for two nodes start a configuration with one device on each node.
 """
 
 from __future__ import annotations
@@ -165,5 +165,5 @@ def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> No
             process.wait(timeout=ENDS_S)
     said = (tmp_path / "worker").read_text()
     assert f"waiting for Ray at 127.0.0.1:{PORT}" in said
-    assert "node 0 has ended; its console tells how the run went" in said
+    assert "node 0 has ended; see its console for the result of the run" in said
     assert left_of_ray() == []

@@ -1,6 +1,6 @@
-"""swanlab and trackio, offline: what a run gives them is read back from what they wrote.
+"""swanlab and trackio, offline: the metrics of a run can be read back from their files.
 
-They are in no set, and skipped where they are not installed:
+No set of constraints/ has them; the tests are skipped where they are not installed:
 `pip install -c constraints/extras/trackers.txt swanlab trackio` in an environment of its own.
 TensorBoard and wandb are in the sets: `tests/unit/reporting/test_tracker_packages.py`.
 """

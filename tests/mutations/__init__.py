@@ -1,1 +1,1 @@
-"""Faults that are put into the core one at a time, and the tests that see them."""
+"""Put known faults into the core one at a time, and find the tests that fail."""

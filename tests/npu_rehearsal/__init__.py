@@ -1,2 +1,2 @@
-"""PPO over MindSpeed's own paths on CPU: real MindSpeed and Megatron-LM sources, and a torch_npu
+"""Rehearse PPO on NPUs on a CPU: run the real sources of MindSpeed and Megatron-LM on a torch_npu
 that computes what the NPU's operators are documented to compute (`tests/npu_standin`)."""

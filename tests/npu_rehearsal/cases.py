@@ -1,4 +1,4 @@
-"""What is rehearsed."""
+"""The cases that `run` rehearses: layouts, architectures and options of a run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ PP2 = {"pipeline_model_parallel_size": 2}
 
 @dataclass(frozen=True)
 class Case:
+    """One run, on CPU and on the rehearsed NPU."""
+
     ranks: int = 1
     layout: dict[str, Any] = field(default_factory=dict)  # keys of every role
-    sections: dict[str, Any] = field(default_factory=dict)
-    architecture: str = "PLAIN"  # of tests.distributed.llamas
-    generates: bool = False  # responses of its own, else fixed ones
-    uncalled: tuple[str, ...] = ()  # operators of the list below that it has no use for
+    sections: dict[str, Any] = field(default_factory=dict)  # keys by section
+    architecture: str = "PLAIN"  # a name of tests.distributed.llamas
+    generates: bool = False  # whether it samples responses, instead of using fixed ones
+    uncalled: tuple[str, ...] = ()  # names of OPERATORS that this case does not call
 
 
-# What every rank of every case has to call: torch_npu's operators, and the functions of PATHS.
+# What every rank has to call: operators of torch_npu, and the functions of PATHS.
 OPERATORS = ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "rotary", "optimizer")
-# MindSpeed's paths that end in no operator of torch_npu, each by (module, name) that it looks up at
-# every call: its rotary function computes in plain torch unless told to fuse, and its AdamW calls
-# torch's fused one. Megatron's own function and optimizer use neither.
+# Functions of MindSpeed that call no operator of torch_npu, by the (module, name) that it looks up
+# at every call: its rotary function computes in plain torch unless fusion is configured, and its
+# AdamW calls torch's fused one. Megatron's own rotary function and optimizer call neither.
 PATHS = {
     "rotary": ("mindspeed.core.fusions.fused_rope", "_rotate_half"),
     "optimizer": ("torch", "_fused_adamw_"),
@@ -31,7 +33,10 @@ PATHS = {
 
 
 def operators_of(real: bool, names: tuple[str, ...] = OPERATORS) -> tuple[str, ...]:
-    """Those that have to be called. real: by MindSpeed itself, else by the small adaptor"""
+    """Return the operators that have to be called.
+
+    real: MindSpeed itself runs; else the small adaptor of tests/npu_sim, which has none of PATHS
+    """
     return names if real else tuple(name for name in names if name not in PATHS)
 
 
@@ -46,7 +51,7 @@ CASES = {
         2, sections={"optimizer": {"use_distributed_optimizer": True}}
     ),
     "qwen3": Case(architecture="QWEN3"),
-    # Experts weigh what they activate: Megatron has another function for it.
+    # Megatron has another activation function for experts, which also applies their weights.
     "experts": Case(architecture="QWEN3_MOE", uncalled=("npu_swiglu",)),
     "experts ep2": Case(
         2,

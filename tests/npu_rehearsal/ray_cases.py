@@ -1,4 +1,4 @@
-"""What is rehearsed through Ray, beside the same command on CPU."""
+"""The cases that `ray_run` rehearses through Ray and compares with the same command on CPU."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ from dataclasses import dataclass, field
 
 ROLES = ("actor_rollout", "ref", "critic")
 NOSET = {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}
-REWARD = "REWARD"  # in settings: the folder of a reward model that is made for the run
+REWARD = "REWARD"  # in settings: replaced by the folder of a reward model that is made for the run
 
 
 @dataclass(frozen=True)
 class Case:
-    settings: tuple[str, ...] = ()  # added to the command
-    variables: dict[str, str] = field(default_factory=dict)
-    pools: tuple[int, ...] = (2,)  # devices of each pool, all of one host
-    devices: tuple[str, ...] = ("device 0 of 0", "device 0 of 1")  # as the workers see them
-    uncalled: tuple[str, ...] = ()  # operators that not every worker calls
-    stopped: bool = False  # on NPU by SIGTERM in the second iteration; the same command goes on
+    """One run of `ray_gpt.py`, on CPU and on rehearsed NPUs."""
+
+    settings: tuple[str, ...] = ()  # further overrides
+    variables: dict[str, str] = field(default_factory=dict)  # environment
+    pools: tuple[int, ...] = (2,)  # number of devices of each pool, all on one host
+    devices: tuple[str, ...] = ("device 0 of 0", "device 0 of 1")  # "device INDEX of VISIBLE"
+    uncalled: tuple[str, ...] = ()  # operators that some workers do not call
+    stopped: bool = False  # the NPU run gets SIGTERM in its second iteration, then resumes
 
 
-def each(setting: str) -> tuple[str, ...]:
+def for_each_role(setting: str) -> tuple[str, ...]:
+    """Return the override once for each of ROLES."""
     return tuple(f"{role}.{setting}" for role in ROLES)
 
 
 CASES = {
     "dp2": Case(),
-    "tp2": Case(each("tensor_model_parallel_size=2")),
-    "pp2": Case(each("pipeline_model_parallel_size=2")),
+    "tp2": Case(for_each_role("tensor_model_parallel_size=2")),
+    "pp2": Case(for_each_role("pipeline_model_parallel_size=2")),
     "all devices visible": Case(
         variables=NOSET, devices=("device 0 of all", "device 1 of all")
     ),
-    # Actor and reference on two devices, critic and reward model on a third. A tenth of the usual
-    # rate for the critic: Adam's first steps are as long where a gradient is rounding alone, and
-    # with scores of a model 9.6e-6 of that was seen.
+    # Actor and reference on two devices, critic and reward model on a third. The critic has a tenth
+    # of the usual rate: the length of Adam's first steps does not depend on the gradient's size, so
+    # a gradient of rounding errors moves a weight as far (9.6e-6 was seen with a reward model).
     "reward model": Case(
         (
             "reward.kind=model", "reward.model=auto", f"reward.load={REWARD}",

@@ -1,9 +1,9 @@
-"""PPO as users start it on NPUs, `ray start` and `ray_gpt.py`, beside the same command on CPU.
+"""Rehearse PPO as users start it on NPUs, by `ray start` and `ray_gpt.py`, and compare it with CPU.
 
     RLXF_MINDSPEED=... RLXF_MEGATRON_LM=... python -m tests.npu_rehearsal.ray_run [case ...]
 
-`run` compares more, without Ray. Here everything is the command's own: Ray hands out the NPUs, the
-driver counts them by `npu-smi`, each worker sets up its device and MindSpeed by itself.
+`run` compares more numbers, without Ray. Here the command does everything itself: Ray assigns the
+NPUs, the driver counts them by `npu-smi`, and each worker sets up its device and MindSpeed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.unit.device.npu_recorder import smi_table
 ITERATIONS = 5
 TIMEOUT_S = 600
 START_S = 60
-STOPPED = 75  # exit status
+STOPPED = 75  # exit status of a run that was stopped and can resume
 OPERATORS = ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "optimizer")
 BRING_UP = "bring-up"
 MAKE_REWARD = """
@@ -44,9 +44,9 @@ LlamaForSequenceClassification(config).save_pretrained(sys.argv[2])
 
 
 def train(scratch: Path, name: str, kind: str) -> Path:
-    """The run directory of the finished run. Raises RuntimeError with what the command said.
+    """Run a case to its end, with a Ray cluster unless on CPU; return its run directory.
 
-    kind: as `run.environment` has it
+    kind: cpu, npu or sim, as in `run.environment`. Raises RuntimeError with the end of the log.
     """
     case = CASES[name]
     out, log = scratch / f"{kind} run", scratch / f"{kind}.log"
@@ -58,33 +58,38 @@ def train(scratch: Path, name: str, kind: str) -> Path:
     with contextlib.ExitStack() as ends:
         address = "local"
         if kind != "cpu":
-            environment |= stand_ins(scratch, sum(case.pools))
-            # Else a token of this user is asked for where there is one, and not given.
+            environment |= install_stand_ins(scratch, sum(case.pools))
+            # A token of its own: Ray would take one of this user, which the workers do not have.
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             address = ends.enter_context(cluster(scratch, environment, sum(case.pools)))
-            # Its kernels are imported by workers alone; torch would take them for its own here.
+            # Only workers import the stand-in for triton; in the driver torch would try to use it.
             paths = environment["PYTHONPATH"].split(os.pathsep)
             kept = [path for path in paths if path != str(run.STANDIN / "kernels")]
             environment["PYTHONPATH"] = os.pathsep.join(kept)
         command.append(f"runtime.address={address}")
         codes = []
         if case.stopped and kind != "cpu":
-            codes.append(give(command, environment, log, out / "metrics.jsonl") - STOPPED)
-        codes.append(give(command, environment, log))
+            codes.append(run_command(command, environment, log, out / "metrics.jsonl") - STOPPED)
+        codes.append(run_command(command, environment, log))
     if any(codes):
         raise RuntimeError(f"{kind} {name}: {codes}\n{log.read_text()[-6000:]}")
     return out
 
 
-def give(command: list[str], environment: dict[str, str], log: Path, watched: Any = None) -> int:
-    """The exit status of a command. With `watched` it is told to stop when that has a line."""
+def run_command(
+    command: list[str], environment: dict[str, str], log: Path, stop_at: Path | None = None
+) -> int:
+    """Run a command to its end, TIMEOUT_S at most; return its exit status.
+
+    stop_at: file; send SIGTERM when it has a line. Raises RuntimeError where it never gets one.
+    """
     deadline = time.monotonic() + TIMEOUT_S
     process = start_logged(command, log, environment)
     try:
-        if watched is not None:
-            while not (watched.exists() and watched.read_text().count("\n")):
+        if stop_at is not None:
+            while not (stop_at.exists() and stop_at.read_text().count("\n")):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"no iteration to stop after\n{log.read_text()[-6000:]}")
+                    raise RuntimeError(f"no iteration was done\n{log.read_text()[-6000:]}")
                 time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
         return process.wait(max(deadline - time.monotonic(), 0))
@@ -93,23 +98,23 @@ def give(command: list[str], environment: dict[str, str], log: Path, watched: An
         process.wait()
 
 
-def stand_ins(scratch: Path, devices: int) -> dict[str, str]:
-    """The driver's tool, and a folder for what the workers tell."""
-    tool, told = scratch / "bin" / "npu-smi", scratch / "told"
+def install_stand_ins(scratch: Path, devices: int) -> dict[str, str]:
+    """Write an `npu-smi` and make a folder for the workers' records; return their variables."""
+    tool, records = scratch / "bin" / "npu-smi", scratch / "records"
     tool.parent.mkdir(exist_ok=True)
-    told.mkdir(exist_ok=True)
+    records.mkdir(exist_ok=True)
     tool.write_text(f"#!/bin/sh\ncat <<'TABLE'\n{smi_table(devices)}TABLE\n")
     tool.chmod(0o755)
     return {
         "PATH": f"{tool.parent}:{Path(sys.executable).parent}:/usr/bin:/bin",
-        "RLXF_STANDIN_TOLD": str(told),
+        "RLXF_STANDIN_RECORDS": str(records),
         "RLXF_STANDIN_DEVICES": str(devices),
     }
 
 
 @contextlib.contextmanager
 def cluster(scratch: Path, environment: dict[str, str], devices: int) -> Iterator[str]:
-    """`ray start` with NPUs, in a process that ends here. Gives the address."""
+    """Start Ray with NPUs by `ray start`, yield its address, and end it after the block."""
     port, log = run.free_port(), scratch / "ray.log"
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
@@ -131,22 +136,26 @@ def cluster(scratch: Path, environment: dict[str, str], devices: int) -> Iterato
 
 
 def differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
-    """Largest relative difference of each metric and weight; samples have to be the same."""
+    """Return the largest relative difference of each metric and weight.
+
+    Samples that differ are listed with an infinite difference.
+    """
     found = run.result_differences(ours, theirs)
     assert len(read_lines(ours / "metrics.jsonl")) == ITERATIONS
-    samples = [texts(out) for out in (ours, theirs)]
+    samples = [read_samples(out) for out in (ours, theirs)]
     if samples[0] != samples[1]:
         found.append(("samples differ", float("inf")))
     return found
 
 
-def texts(out: Path) -> list[Any]:
+def read_samples(out: Path) -> list[Any]:
+    """Return (iteration, prompt, response) of each logged sample."""
     lines = read_lines(out / "samples.jsonl")
     return [(line["iteration"], line["prompt"], line["response"]) for line in lines]
 
 
-def told(folder: Path) -> dict[str, list[str]]:
-    """What each process of the run told: its device, and the operators that it called."""
+def read_records(folder: Path) -> dict[str, list[str]]:
+    """Return pid -> records of each process: its device, its operators, restored random states."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
         pid, _, what = path.name.partition(" ")
@@ -155,18 +164,21 @@ def told(folder: Path) -> dict[str, list[str]]:
 
 
 def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
-    """Whether both runs agree, on the devices and through the operators of the case."""
+    """Run a case on CPU and on `kind`, print the comparison, and return whether both agree.
+
+    Every worker must also have used the devices, and called the operators, of the case.
+    """
     if name == BRING_UP:
-        return bring_up(scratch)
+        return rehearse_bring_up(scratch)
     if REWARD in " ".join(CASES[name].settings):
         command = [sys.executable, "-c", MAKE_REWARD, str(START), str(scratch / "reward")]
         subprocess.run(command, env=run.environment("cpu", scratch), check=True, timeout=TIMEOUT_S)
     ours, theirs = train(scratch, name, "cpu"), train(scratch, name, kind)
     found = differences(ours, theirs)
     worst = max(found, key=lambda each: each[1])
-    workers = [what for what in told(scratch / "told").values() if len(what) > 1]
+    workers = [found for found in read_records(scratch / "records").values() if len(found) > 1]
     devices = sorted(what for each in workers for what in each if what.startswith("device"))
-    print(f"{name}: {len(found)} things, largest difference {worst[1]:.1e} ({worst[0]}); {devices}")
+    print(f"{name}: {len(found)} values, largest difference {worst[1]:.1e} ({worst[0]}); {devices}")
     lacking = [
         f"a worker never called {operator}"
         for worker in workers
@@ -176,36 +188,36 @@ def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
     if devices != sorted(CASES[name].devices):
         lacking.append(f"devices must be {CASES[name].devices}")
     if CASES[name].stopped:
-        lacking += not_restored(theirs, [what for worker in workers for what in worker])
+        lacking += find_unrestored_states(theirs, [what for worker in workers for what in worker])
     print("".join(f"  {what}\n" for what in lacking), end="", flush=True)
-    return all(value <= run.TOLERANCE for _, value in found) and not lacking  # NaN is not
+    return all(value <= run.TOLERANCE for _, value in found) and not lacking  # NaN is False
 
 
-def not_restored(out: Path, what: list[str]) -> list[str]:
-    """Random streams of the device in the checkpoint of the stop that no worker was given."""
+def find_unrestored_states(out: Path, records: list[str]) -> list[str]:
+    """Return the device's random states in the first checkpoint that no worker has restored."""
     checkpoints = sorted((out / "checkpoints").glob("iter_*"))
     files = sorted(checkpoints[0].rglob("rank_*.json"))
-    assert len(checkpoints) > 1 and files, "that of the stop, and the last"
-    print(f"  went on from {checkpoints[0].name}")
+    assert len(checkpoints) > 1 and files, "there must be the checkpoint of the stop and the last"
+    print(f"  resumed from {checkpoints[0].name}")
     states = [bytes.fromhex(json.loads(f.read_text())["process"]["device"]) for f in files]
     sums = {f"random state {zlib.crc32(state):08x}" for state in states}
-    return [f"{lost} was saved and not restored" for lost in sums - set(what)]
+    return [f"{lost} was saved and not restored" for lost in sums - set(records)]
 
 
-def bring_up(scratch: Path) -> bool:
-    """`make bring-up DEVICE=npu`: every stage, through the operators of MindSpeed."""
-    environment = {**run.environment("npu", scratch), **stand_ins(scratch, 2)}
+def rehearse_bring_up(scratch: Path) -> bool:
+    """Run every stage of `make bring-up DEVICE=npu`; return whether all pass and call OPERATORS."""
+    environment = {**run.environment("npu", scratch), **install_stand_ins(scratch, 2)}
     command = [sys.executable, "examples/tiny/bring_up.py", "--device", "npu"]
-    code = give(command, environment, scratch / "bring_up.log")
+    code = run_command(command, environment, scratch / "bring_up.log")
     print((scratch / "bring_up.log").read_text(), end="", flush=True)
-    called = {what for each in told(scratch / "told").values() for what in each}
+    called = {what for each in read_records(scratch / "records").values() for what in each}
     lacking = [operator for operator in OPERATORS if operator not in called]
     print("".join(f"  {operator} was never called\n" for operator in lacking), end="", flush=True)
     return code == 0 and not lacking
 
 
 def main(names: Sequence[str]) -> int:
-    # Ray's sockets below it may have 107 characters in their path.
+    # A short path, because those of Ray's sockets below it may have 107 characters at most.
     return run.rehearse_all(names or (*CASES, BRING_UP), rehearse, "/var/tmp")
 
 

@@ -2,8 +2,8 @@
 
     RLXF_MINDSPEED=... RLXF_MEGATRON_LM=... python -m tests.npu_rehearsal.run [case ...]
 
-The variables name checkouts of MindSpeed and of the Megatron-LM that it pairs with. Packages beside
-ours that these import: einops, scipy, sentencepiece, six.
+The variables name checkouts of MindSpeed and of the Megatron-LM version that it requires. These
+also import einops, scipy, sentencepiece and six, which have to be installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.npu_rehearsal.cases import CASES, REQUIRED, operators_of
 from tests.npu_sim import processes
 from tests.npu_standin import FOLDER as STANDIN
@@ -27,31 +27,31 @@ from tests.processes import ROOT, read_lines, start_logged
 
 SOURCES = {"mindspeed": "RLXF_MINDSPEED", "megatron": "RLXF_MEGATRON_LM"}
 VARIABLES = tuple(SOURCES.values())
-MAX_DEVICES = 4  # simulated ones that a process sees
+MAX_DEVICES = 4  # simulated devices that a process sees
 TIMEOUT_S = 900
 TOLERANCE = 1e-5
 
 
 def missing() -> list[str]:
-    """Variables that name no folder."""
+    """Return those of VARIABLES that do not name an existing folder."""
     return [name for name in VARIABLES if not Path(os.environ.get(name, "/nowhere")).is_dir()]
 
 
 def environment(kind: str, scratch: Path) -> dict[str, str]:
-    """Of a process: the sources it imports, and on NPU a CANN that holds nothing.
+    """Return the environment of a process: the sources that it imports, on NPU an empty CANN too.
 
-    kind: cpu; npu = the stand-in's; sim = on simulated devices, with the small adaptor where no
-          checkout of MindSpeed is named
+    kind: cpu; npu = stand-in for torch_npu on the CPU; sim = simulated devices, with the small
+          adaptor where no checkout of MindSpeed is named
     """
     if kind == "sim":
-        return simulated(scratch)
+        return simulated_environment(scratch)
     path = [ROOT]
-    if checkout := os.environ.get("RLXF_MEGATRON_LM"):  # else the installed one, for the CPU path
-        path.append(only("megatron", checkout, scratch))
+    if checkout := os.environ.get("RLXF_MEGATRON_LM"):  # else the CPU path uses the installed one
+        path.append(link_package("megatron", checkout, scratch))
     found = dict(os.environ)
     if kind == "npu":
-        path += [only("mindspeed", os.environ["RLXF_MINDSPEED"], scratch), STANDIN]
-        if wants_kernels():
+        path += [link_package("mindspeed", os.environ["RLXF_MINDSPEED"], scratch), STANDIN]
+        if needs_triton():
             path.append(STANDIN / "kernels")
         library = scratch / "cann" / "lib64" / "libascendcl.so"
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -62,22 +62,26 @@ def environment(kind: str, scratch: Path) -> dict[str, str]:
     return {**found, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
-def simulated(scratch: Path) -> dict[str, str]:
+def simulated_environment(scratch: Path) -> dict[str, str]:
+    """Return the environment of a process with simulated devices and delayed copies."""
     sources: list[Path] = []
     if not missing():
-        sources = [only(name, os.environ[v], scratch) for name, v in SOURCES.items()]
-        sources += [STANDIN / "kernels"] if wants_kernels() else []
+        sources = [link_package(name, os.environ[v], scratch) for name, v in SOURCES.items()]
+        sources += [STANDIN / "kernels"] if needs_triton() else []
     return processes.environment(scratch, MAX_DEVICES, sources, RLXF_SIM_DELAYED="1")
 
 
-def wants_kernels() -> bool:
-    """MindSpeed for core 0.16 imports kernels of triton-ascend when it starts."""
+def needs_triton() -> bool:
+    """Whether this MindSpeed imports triton-ascend when it starts, as that for core 0.16 does."""
     start = Path("mindspeed", "features_manager", "megatron_basic", "requirements_basic.py")
     return "ops.triton" in Path(os.environ["RLXF_MINDSPEED"], start).read_text(encoding="utf-8")
 
 
-def only(package: str, checkout: str, scratch: Path) -> Path:
-    """A folder with one package of a checkout: those of Megatron-LM have a `tests` too."""
+def link_package(package: str, checkout: str, scratch: Path) -> Path:
+    """Return a folder with a link to one package of a checkout.
+
+    A checkout of Megatron-LM itself also has a package `tests`, which would hide ours.
+    """
     link = scratch / "sources" / package / package
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.is_symlink():
@@ -92,7 +96,10 @@ def free_port() -> int:
 
 
 def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> None:
-    """Raises RuntimeError with the output of the first process that fails."""
+    """Run all ranks of a case, with models of `folder`; results go to `out`.
+
+    kind: as in `environment`. Raises RuntimeError with the output of the first rank that fails.
+    """
     ranks = CASES[name].ranks
     world = {
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
@@ -104,7 +111,7 @@ def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> No
     started = []
     try:
         for rank, log in enumerate(logs):
-            local = rank if kind == "sim" else 0  # the stand-in has one device
+            local = rank if kind == "sim" else 0  # the stand-in has only device 0
             own = {**world, "RANK": str(rank), "LOCAL_RANK": str(local)}
             started.append(start_logged(command, log, own))
         codes = [process.wait(TIMEOUT_S) for process in started]
@@ -118,40 +125,40 @@ def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> No
 
 
 def differences(ours: Path, theirs: Path, ranks: int) -> list[tuple[str, float]]:
-    """Largest relative difference of each thing that a run leaves, in the order it was made."""
+    """Return the largest relative difference of each forward pass, metric and weight."""
     found = []
     for rank in range(ranks):
         pair = [json.loads((out / f"reads.{rank}.json").read_text()) for out in (ours, theirs)]
-        assert [len(r) for r in pair[0]] == [len(r) for r in pair[1]], "passes read other numbers"
+        assert [len(r) for r in pair[0]] == [len(r) for r in pair[1]], "passes of other sizes"
         for number, (one, other) in enumerate(zip(*pair, strict=True)):
             found.append((f"forward pass {number} of rank {rank}", distance(one, other)))
     return found + result_differences(ours, theirs)
 
 
 def result_differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
-    """Largest relative difference of each metric and of each tensor of the final weights."""
+    """Return the largest relative difference of each metric and each final weight tensor."""
     found = []
     lines = [read_lines(out / "metrics.jsonl") for out in (ours, theirs)]
     for one, other in zip(*lines, strict=True):
         for name, value in one["metrics"].items():
-            if not name.startswith(OF_THE_MACHINE):
+            if not name.startswith(MACHINE_METRICS):
                 subject = f"iteration {one['iteration']} {name}"
                 found.append((subject, distance([value], [other["metrics"][name]])))
     for role in ("actor", "critic"):
-        tensors = [load(out / "final" / f"{role}_hf") for out in (ours, theirs)]
+        tensors = [read_tensors(out / "final" / f"{role}_hf") for out in (ours, theirs)]
         for name, tensor in tensors[0].items():
             pair = [t.flatten().tolist() for t in (tensor, tensors[1][name])]
             found.append((f"{role} {name}", distance(*pair)))
     return found
 
 
-def operators(
+def read_operators(
     out: Path, ranks: int, real: bool = True, uncalled: Sequence[str] = ()
 ) -> tuple[list[dict[str, int]], list[str]]:
-    """How often each rank called each operator, and which of those it has to it never called.
+    """Return how often each rank called each operator, and a message for each that it lacks.
 
-    real:     by MindSpeed itself, else by the small adaptor
-    uncalled: those that it has no use for
+    real:     MindSpeed itself ran, else the small adaptor
+    uncalled: operators that the case does not have to call
     """
     counts = [json.loads((out / f"operators.{rank}.json").read_text()) for rank in range(ranks)]
     lacking = [
@@ -164,12 +171,13 @@ def operators(
 
 
 def distance(one: list[float], other: list[float]) -> float:
-    """Largest difference, relative to the largest number where that is above 1."""
+    """Return the largest difference, divided by the largest |number| of `one` if that exceeds 1."""
     scale = max([1.0, *map(abs, one)])
     return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0) / scale
 
 
-def load(folder: Path) -> dict[str, Any]:
+def read_tensors(folder: Path) -> dict[str, Any]:
+    """Return all tensors of the safetensors files of a folder; imports torch only here."""
     from safetensors.torch import load_file
 
     return {
@@ -178,7 +186,10 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def make_models(folder: Path, architecture: str, scratch: Path) -> None:
-    """In a process of its own, as Megatron is imported on the way."""
+    """Write tokenizer, policy, value and reward model to `folder`, in a process of its own.
+
+    The process imports Megatron, which this one must not.
+    """
     code = (
         "import sys; from pathlib import Path; from tests.distributed import llamas\n"
         "from tests.trl.record import make_tokenizer\n"
@@ -193,7 +204,10 @@ def make_models(folder: Path, architecture: str, scratch: Path) -> None:
 
 
 def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
-    """Both paths of one case; True where they agree, and every rank took those of MindSpeed."""
+    """Run a case on CPU and on `kind`, print the comparison, and return whether both agree.
+
+    Every rank must also have called the operators of the case.
+    """
     architecture = CASES[name].architecture
     folder = scratch / architecture
     make_models(folder, architecture, scratch)
@@ -206,11 +220,11 @@ def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
         for each in runs:
             each.result()
     real = kind == "npu" or not missing()
-    counts, uncalled = operators(outs[1], CASES[name].ranks, real, CASES[name].uncalled)
+    counts, uncalled = read_operators(outs[1], CASES[name].ranks, real, CASES[name].uncalled)
     found = differences(outs[0], outs[1], CASES[name].ranks)
     over = [(what, by) for what, by in found if by > TOLERANCE]
     worst = max(by for _, by in found)
-    print(f"{name}: {len(found)} things, largest difference {worst:.1e}; operators {counts}")
+    print(f"{name}: {len(found)} values, largest difference {worst:.1e}; operators {counts}")
     for what, by in over[:5]:
         print(f"  {what}: {by:.1e} is over {TOLERANCE:.0e}")
     for what in uncalled:
@@ -221,7 +235,10 @@ def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
 def rehearse_all(
     names: Sequence[str], rehearse_one: Callable[[str, Path], bool], parent: str | None = None
 ) -> int:
-    """Exit status after rehearsing every case. parent: of the scratch folders"""
+    """Rehearse the cases; return the exit status, 2 where a variable names no checkout.
+
+    parent: folder for the scratch folders, None = that of temporary files
+    """
     if missing():
         print(f"error: {', '.join(missing())} must name a folder; see docs/npu.md")
         return 2
@@ -231,7 +248,10 @@ def rehearse_all(
 def rehearse_each(
     names: Sequence[str], rehearse_one: Callable[[str, Path], bool], parent: str | None = None
 ) -> bool:
-    """Rehearse cases, each in a scratch folder of its own; whether all agree."""
+    """Rehearse the cases, each in a scratch folder of its own; return whether all agree.
+
+    A case that raises RuntimeError or SubprocessError is printed and counts as one that differs.
+    """
     failed = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="rlxf", dir=parent) as scratch:

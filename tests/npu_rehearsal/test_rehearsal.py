@@ -1,4 +1,4 @@
-"""PPO through MindSpeed's attention, norm, activation, rotary and optimizer equals our CPU path."""
+"""PPO with MindSpeed's attention, norm, activation, rotary and optimizer equals the CPU path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One rank of a rehearsed run: KIND FOLDER OUT CASE. Started by `run`, as torchrun would."""
+"""One rank of a rehearsed run, which `run.run_case` starts with the variables of torchrun.
+
+python -m tests.npu_rehearsal.worker KIND MODELS OUTPUT CASE
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,22 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
     config, prepared = fixed_run(
         folder, out, getattr(llamas, case.architecture), case.ranks, case.layout, case.sections
     )
-    config = llamas.locally(config).model_copy(update={"device": DeviceConfig(kind=kind)})
+    config = llamas.with_local_runtime(config)
+    config = config.model_copy(update={"device": DeviceConfig(kind=kind)})
     if case.generates:
         prepared = dataclasses.replace(prepared, fixed_responses=None)
     directory = runtime.from_first(lambda: RunDirectory.create(config))
-    log_probs = record_log_probs()
+    passes = record_forward_passes()
     train(config, prepared, directory, runtime, writes=runtime.is_first)
-    write(out, runtime.world.rank, log_probs)
+    write(out, runtime.world.rank, passes)
     runtime.shutdown()
 
 
 def count_operators() -> None:
-    """A rehearsal in which one is not called does not rehearse it; `run` looks at every rank's."""
+    """Count the calls of every operator of torch_npu and every function of PATHS in `calls`.
+
+    `run` compares the counts of every rank: an operator that nobody calls is not rehearsed.
+    """
     import torch_npu
 
     def counted(name: str, operator: Any) -> Any:
@@ -59,14 +66,17 @@ def count_operators() -> None:
         if name.startswith("npu_"):
             setattr(torch_npu, name, counted(name, getattr(torch_npu, name)))
     if importlib.util.find_spec("mindspeed.core") is None:
-        return  # the small adaptor of the simulated device
-    for path, (place, name) in PATHS.items():
-        module = importlib.import_module(place)
+        return  # the small adaptor of the simulated device has none of PATHS
+    for path, (module_name, name) in PATHS.items():
+        module = importlib.import_module(module_name)
         setattr(module, name, counted(path, getattr(module, name)))
 
 
-def record_log_probs() -> list[list[float]]:
-    """What every forward-only pass reads: log-probs of actor and reference, values, scores."""
+def record_forward_passes() -> list[list[float]]:
+    """Patch MegatronEngine.forward to append what each pass returns to the list; return the list.
+
+    These are log-probs of actor and reference, values and scores.
+    """
     from mindspeed_rlxf.engine.engine import MegatronEngine
 
     recorded: list[list[float]] = []
@@ -81,8 +91,9 @@ def record_log_probs() -> list[list[float]]:
     return recorded
 
 
-def write(out: Path, rank: int, log_probs: list[list[float]]) -> None:
-    (out / f"reads.{rank}.json").write_text(json.dumps(log_probs))
+def write(out: Path, rank: int, passes: list[list[float]]) -> None:
+    """Write the recorded passes, and the calls of operators, of this rank."""
+    (out / f"reads.{rank}.json").write_text(json.dumps(passes))
     (out / f"operators.{rank}.json").write_text(json.dumps(calls))
 
 

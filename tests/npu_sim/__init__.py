@@ -1,6 +1,6 @@
 """A simulated NPU: a torch device named `npu` with its own memory, streams, HCCL and rules.
 
-`build` compiles the device (`device/`). `library/` holds its torch_npu, `adaptor/` a MindSpeed of
-few patches for tests without the real one; both go on the path of the processes that
-`processes.environment` describes, and of nothing else. `rules` says what the device refuses.
+`build` compiles the device from `device/`. `library/` has the torch_npu for it, `adaptor/` a small
+replacement of MindSpeed for tests without the real one. Only processes with the environment of
+`processes.environment` import these two. `rules` lists what the device refuses.
 """

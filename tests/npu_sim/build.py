@@ -1,4 +1,4 @@
-"""Build the simulated device from its sources, once for each state of them and version of torch."""
+"""Build the simulated device, once for each content of its sources and version of torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch.utils import cpp_extension
 
 SOURCES = Path(__file__).resolve().parent / "device"
 NAME = "npu_sim_device"
-TORCH = "2.13."  # other versions have other headers
-CORE = "0.16."  # the stand-in of MindSpeed is that for it
+TORCH = "2.13."  # the sources need the headers of this version
+CORE = "0.16."  # the small adaptor replaces the MindSpeed of this Megatron-core
 TIMEOUT_S = 900
 CACHE = "RLXF_NPU_SIM_CACHE"
 
 
 def missing() -> str:
-    """What keeps this machine from building the device; empty = nothing."""
+    """Return why this machine cannot build the device; "" = it can."""
     if not torch.__version__.startswith(TORCH):
         return f"the simulated NPU is written for torch {TORCH}x, not {torch.__version__}"
     if _compiler() is None:
@@ -36,14 +36,14 @@ def missing() -> str:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "the simulated NPU needs Python.h: install Python's development files"
     if not (core := version("megatron-core")).startswith(CORE):
-        return f"the simulated NPU has the MindSpeed of megatron-core {CORE}x, not {core}"
+        return f"the simulated NPU needs megatron-core {CORE}x, not {core}; install the set cpu"
     return ""
 
 
 def library() -> Path:
-    """The built device; builds it where the cache does not hold it.
+    """Return the file of the built device; build it where the cache does not have it.
 
-    Raises RuntimeError with the compiler's words.
+    Waits while another process builds it. Raises RuntimeError with the compiler's message.
     """
     target = _cache() / _key() / f"{NAME}.so"
     if target.is_file():
@@ -60,7 +60,7 @@ def library() -> Path:
 
 @functools.cache
 def load() -> Any:
-    """The module, in this process. Its operators are registered with torch for good."""
+    """Load the module into this process, which registers its operators with torch for good."""
     spec = importlib.util.spec_from_file_location(NAME, library())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -76,7 +76,7 @@ def _cache() -> Path:
 
 
 def _key() -> str:
-    """Of the sources, torch, Python and the compiler's name."""
+    """Return a hash of the sources, the versions of torch and Python, and the compiler's path."""
     digest = hashlib.sha256()
     for file in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(file.read_bytes())

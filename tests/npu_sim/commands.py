@@ -1,4 +1,4 @@
-"""The command `ray_gpt.py` with `runtime: local`, on a CPU and on a simulated NPU."""
+"""Run `ray_gpt.py` with `runtime: local` on a CPU and on a simulated NPU, and compare the runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.npu_sim.processes import environment
 from tests.processes import ROOT
 
 ITERATIONS = 3
-STOPPED = 75  # exit status
+STOPPED = 75  # exit status of a run that was stopped and can resume
 TIMEOUT_S = 600
 
 
 def command(name: str, out: Path, kind: str, changes: Mapping[str, Any]) -> list[str]:
-    """Of a golden run, for a few iterations. kind: cpu, or sim"""
+    """Return the command of a golden run with ITERATIONS iterations. kind: cpu or sim"""
     base, settings = SETTINGS[name]
-    # A tenth of the critic's rate: Adam's first steps are as long where a gradient is rounding
-    # alone, and with the usual one a weight was 1.6e-5 apart.
+    # The critic has a tenth of its rate: the length of Adam's first steps does not depend on the
+    # gradient's size, so rounding errors moved a weight by 1.6e-5 with the usual rate.
     rate = {"critic.lr": 1e-4} if base.startswith("ppo") else {}
     keys = {
         **SMALL,
@@ -40,6 +40,7 @@ def command(name: str, out: Path, kind: str, changes: Mapping[str, Any]) -> list
 
 
 def variables(kind: str, scratch: Path, **more: str) -> dict[str, str]:
+    """Return the environment of a run. kind: cpu or sim; more: further variables of sim"""
     if kind == "cpu":
         return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return environment(scratch, 1, RLXF_SIM_DELAYED="1", **more)
@@ -48,27 +49,33 @@ def variables(kind: str, scratch: Path, **more: str) -> dict[str, str]:
 def finish(
     name: str, scratch: Path, kind: str, changes: Mapping[str, Any], stopped: bool = False
 ) -> Path:
-    """The run directory of the finished run. stopped: by SIGTERM on the way; then it goes on."""
+    """Run to the end; return the run directory.
+
+    stopped: stop the run by SIGTERM after its first iteration, and resume it
+    """
     out, log = scratch / f"{kind} run", scratch / f"{kind}.log"
     line, where = command(name, out, kind, changes), variables(kind, scratch)
     codes = []
     if stopped:
-        codes.append(ray_run.give(line, where, log, out / "metrics.jsonl") - STOPPED)
-    codes.append(ray_run.give(line, where, log))
+        codes.append(ray_run.run_command(line, where, log, out / "metrics.jsonl") - STOPPED)
+    codes.append(ray_run.run_command(line, where, log))
     assert not any(codes), f"{codes}\n{log.read_text()[-6000:]}"
     return out
 
 
 def largest_difference(name: str, scratch: Path, changes: Mapping[str, Any], **more: Any) -> float:
-    """Between metrics and final weights of both; samples have to be the same words."""
+    """Run on CPU and on the simulated NPU; return the largest difference of metrics and weights.
+
+    Fails the test where the samples differ. more: keyword arguments of `finish` on the NPU
+    """
     ours = finish(name, scratch, "cpu", changes)
     theirs = finish(name, scratch, "sim", changes, **more)
-    assert ray_run.texts(ours) == ray_run.texts(theirs)
+    assert ray_run.read_samples(ours) == ray_run.read_samples(theirs)
     return max(by for _, by in run.result_differences(ours, theirs))
 
 
 def convert(source: Path, target: Path, scratch: Path, *more: str) -> None:
-    """`convert_ckpt.py` from a Hugging Face folder to Megatron's layout, beside the device."""
+    """Run `convert_ckpt.py` from Hugging Face to Megatron's layout where torch_npu is installed."""
     done = subprocess.run(
         [sys.executable, "convert_ckpt.py", "--load-model-type", "hf", "--save-model-type", "mg",
          "--load-dir", str(source), "--save-dir", str(target), *more],

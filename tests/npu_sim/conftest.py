@@ -13,12 +13,12 @@ from tests.npu_sim import build
 
 @pytest.fixture(scope="session")
 def simulated() -> Path:
-    """The built device. Without a compiler tests are skipped, and fail where CI is set."""
+    """The library of the built device. Where it cannot be built, skip, or fail if CI is set."""
     require(build.missing(), os.environ)
     return build.library()
 
 
 def require(reason: str, environment: Mapping[str, str]) -> None:
-    """reason: what is missing; empty = nothing"""
+    """Skip the test for a reason, or fail it where the variable CI is set; "" = do nothing."""
     if reason:
         (pytest.fail if environment.get("CI") else pytest.skip)(reason)

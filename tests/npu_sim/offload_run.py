@@ -1,6 +1,9 @@
-"""A run with four roles on one simulated NPU, whose memory is compared with the plan: OUT MODE.
+"""Run four roles on one simulated NPU, and print the planned and the measured peak memory.
 
-Prints one JSON object: bytes planned without those of the process, and the largest use.
+    python -m tests.npu_sim.offload_run OUTPUT MODE
+
+MODE is a key of MODES. Prints a JSON list: bytes planned, without those of the process and of
+HCCL, and the measured peak.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ SHAPE = {
     "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 8,
     "num_query_groups": 8, "vocab_size": 4096,
 }  # fmt: skip
-# mode -> weights, optimizer, keys of every role
+# mode -> (offload weights, offload optimizer, further keys of every role)
 MODES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "nothing": (False, False, {}),
     "weights": (True, False, {}),
@@ -31,8 +34,8 @@ MODES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
 
 
 def configured(out: Path, mode: str) -> tuple[RunConfig, Any]:
-    """The run of a mode, and its prompts; models are made in `out`."""
-    from tests.distributed.llamas import PLAIN, locally, make_models
+    """Make models in `out`; return the configuration of a mode and what `prepare` would return."""
+    from tests.distributed.llamas import PLAIN, make_models, with_local_runtime
     from tests.distributed.test_layout_invariance import fixed_run
 
     weights, optimizer, layout = MODES[mode]
@@ -46,11 +49,14 @@ def configured(out: Path, mode: str) -> tuple[RunConfig, Any]:
     folder = make_models(out / "models", shape)
     config, prepared = fixed_run(folder, out / "run", shape, 1, layout, sections)
     device = DeviceConfig(kind=DeviceKind.NPU)
-    return locally(config).model_copy(update={"device": device}), prepared
+    return with_local_runtime(config).model_copy(update={"device": device}), prepared
 
 
 def planned(config: RunConfig) -> int:
-    """Bytes of the pool's rank; the simulated device has none of the process and of HCCL."""
+    """Return the planned bytes of a rank, without those of the process and of HCCL.
+
+    The simulated device does not count these.
+    """
     from mindspeed_rlxf.ops.planning.memory import pool_memory
 
     pool = pool_memory(config, "main")
@@ -69,7 +75,7 @@ def main(out: Path, mode: str) -> None:
     runtime = LocalRuntime(DeviceKind.NPU, timeout_s=300.0)
     directory = runtime.from_first(lambda: RunDirectory.create(config))
     torch.npu.reset_peak_memory_stats()
-    device.reset_peak_memory = lambda: None  # of the whole run
+    device.reset_peak_memory = lambda: None  # keep the peak of the whole run
     train(config, prepared, directory, runtime)
     print(json.dumps([planned(config), torch.npu.max_memory_allocated()]))
     runtime.shutdown()

@@ -1,4 +1,4 @@
-"""Describe processes that have simulated NPUs."""
+"""Return the environment of processes that have simulated NPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ LIBRARY, ADAPTOR = HERE / "library", HERE / "adaptor"
 def environment(
     scratch: Path, devices: int = 1, sources: Sequence[Path] = (), **variables: str
 ) -> dict[str, str]:
-    """Of a process with simulated NPUs: its path of imports, and a CANN that holds nothing.
+    """Return the environment of a process with simulated NPUs: PYTHONPATH, and an empty CANN.
 
-    scratch: a folder for links and files that the process finds
-    sources: folders of MindSpeed and of the Megatron-LM that it pairs with; none = the installed
-             megatron-core and the small adaptor
+    scratch:   folder in which links and files for the process are made
+    sources:   folders with MindSpeed and with the Megatron-LM that it requires; () = the installed
+               megatron-core and the small adaptor
+    variables: further variables, which replace others of the same name
     """
     library = scratch / "cann" / "lib64" / "libascendcl.so"
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +41,7 @@ def environment(
 
 
 def megatron(scratch: Path) -> Path:
-    """A folder in which the installed megatron.core has an (empty) megatron.training beside it."""
+    """Return a folder with the installed megatron.core (a link) and an empty megatron.training."""
     folder = scratch / "sources"
     training = folder / "megatron" / "training" / "__init__.py"
     if not training.is_file():

@@ -1,7 +1,7 @@
-"""Rules of the device, as data: what it takes, where that is written, and of which version.
+"""Rules of the device as data: which dtypes its operators take, with the source and its version.
 
-A rule without a source is not one. `OPERATORS` holds operators that runs of this project emit, with
-the dtypes that the vendor lists for them; what has no entry is computed. Rules of HCCL are in
+Every rule has a source. OPERATORS lists operators that runs of this project call, with the dtypes
+that the vendor documents; an operator without an entry takes every dtype. The rules of HCCL are in
 `device/module.cpp`, those of memory and copies in `device/device.cpp`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Words of the vendor's table -> names that torch has for the dtypes in C++.
+# dtype in the vendor's table -> its name in torch's C++ code
 DTYPES = {
     "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "uint8": "Byte",
     "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "bool": "Bool",
@@ -28,13 +28,13 @@ TABLE = "Ascend/pytorch v2.7.1-7.3.0, docs/zh/native_apis/pytorch_2-7-1"
 
 @dataclass(frozen=True)
 class Rule:
-    """dtypes: of the first tensor, in the table's words. api: row of the table in `file`"""
+    """Which dtypes the first tensor of an operator may have, in the words of the vendor's table."""
 
-    operator: str  # of aten, without overload
+    operator: str  # name in aten, without overload
     dtypes: str
-    api: str
-    file: str = "torch.md"
-    takes_dtype: bool = True
+    api: str  # row of the table
+    file: str = "torch.md"  # file of the table
+    takes_dtype: bool = True  # whether the argument `dtype` is accepted
 
 
 OPERATORS = (
@@ -101,12 +101,12 @@ OPERATORS = (
     Rule("zero_", ALL, "Tensor.zero_", "torch-Tensor.md"),
 )  # fmt: skip
 
-MASKS_EXPANDED = (9, 1)  # CANN whose torch_npu (26.1.0) expands a mask: op-plugin 9f593387
+MASKS_EXPANDED = (9, 1)  # first CANN whose torch_npu (26.1.0) expands masks: op-plugin 9f593387
 MASK_SOURCE = "ops-transformer, flash_attention_score_tiling_general.cpp; diffusers#13490"
 
 
 def of_operators() -> dict[str, tuple[set[str], bool, str]]:
-    """As the device takes them: operator -> dtypes, whether it has an argument `dtype`, source."""
+    """Return the rules for the device: operator -> (dtypes, whether it takes `dtype`, source)."""
     return {
         rule.operator: (
             {DTYPES[word] for word in rule.dtypes.split()},
@@ -118,12 +118,12 @@ def of_operators() -> dict[str, tuple[set[str], bool, str]]:
 
 
 def cann() -> tuple[int, ...]:
-    """The simulated CANN, by RLXF_SIM_CANN."""
+    """Return the version of the simulated CANN, from RLXF_SIM_CANN (8.5)."""
     return tuple(int(part) for part in os.environ.get("RLXF_SIM_CANN", "8.5").split(".")[:2])
 
 
 def checked_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's attention with CANN's rule on bool masks of device tensors."""
+    """Wrap torch's attention: before CANN 9.1 check the shape of the mask of device tensors."""
 
     @functools.wraps(attention)
     def wrapper(

@@ -1,4 +1,4 @@
-"""What tests say of a machine that cannot build the device, and when it is built anew."""
+"""When the simulated device is built again, and what tests report where it cannot be built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as users start them give on a simulated NPU what they give on a CPU."""
+"""Commands of users give the same results on a simulated NPU as on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.same_run import OF_THE_MACHINE
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.test_bf16 import BAND
 from tests.golden.runs import START
 from tests.npu_rehearsal import ray_run, run
@@ -62,7 +62,7 @@ def test_converted_weights_train_as_those_they_were_made_of(
         changes = {"actor_rollout.load": load, "ref.load": load}
         runs.append(read_metrics(commands.finish("grpo", scratch, "sim", changes)))
     kept = [
-        [{k: v for k, v in m.items() if not k.startswith(OF_THE_MACHINE)} for m in r] for r in runs
+        [{k: v for k, v in m.items() if not k.startswith(MACHINE_METRICS)} for m in r] for r in runs
     ]
     assert kept[0] == kept[1]
 

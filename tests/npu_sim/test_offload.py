@@ -1,4 +1,4 @@
-"""Four roles on a device that holds what the plan says, whatever they offload."""
+"""Four roles need as much memory of a device as planned, whatever they offload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a device would not make, where its silence would hide a fault of ours."""
+"""Checks that a real device does not make, for faults that would stay unnoticed on it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 from tests.npu_sim import build
 
-# Not `numpy`, which shares the memory and reads nothing yet: Megatron's dispatcher of experts takes
-# it before it waits.
+# Without `numpy`, which shares the memory and does not read it yet: Megatron's dispatcher of
+# experts calls it before it waits for the copy.
 HOST_READS = ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")
-_lengths: list[tuple[int, ...]] = []  # of the packs that attend, the innermost last
+_lengths: list[tuple[int, ...]] = []  # lengths of the packs being attended, the innermost last
 
 
-def host_reads() -> None:
-    """Refuse to read a tensor of the host before the copy that fills it has ended."""
+def check_host_reads() -> None:
+    """Patch Tensor: reading a host tensor before the copy into it has ended raises RuntimeError."""
     for name in HOST_READS:
         setattr(torch.Tensor, name, _after_copies(name, getattr(torch.Tensor, name)))
 
@@ -39,10 +39,10 @@ def _after_copies(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def packs() -> None:
-    """Refuse a pack that reaches the fused attention with other lengths than those it has.
+def check_packs() -> None:
+    """Patch the fused attention: wrong lengths for the sequences of a pack raise RuntimeError.
 
-    The operator would let the tokens of one sequence see another.
+    The operator itself would let the tokens of one sequence attend to another sequence.
     """
     import torch_npu
 
@@ -69,7 +69,11 @@ def packs() -> None:
 
 
 def check_pack(ends: list[int], lengths: tuple[int, ...]) -> None:
-    """ends: cumulative lengths of one call, which has some of the pack's sequences"""
+    """Raise RuntimeError unless the call attends neighbouring sequences of the pack.
+
+    ends:    cumulative lengths that the call got
+    lengths: lengths of all sequences of the pack
+    """
     given = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     whole = list(lengths)
     found = any(whole[i : i + len(given)] == given for i in range(len(whole)))
@@ -82,5 +86,6 @@ def check_pack(ends: list[int], lengths: tuple[int, ...]) -> None:
 
 
 def follow_environment() -> None:
+    """Check reads of the host where RLXF_SIM_DELAYED=1."""
     if os.environ.get("RLXF_SIM_DELAYED") == "1":
-        host_reads()
+        check_host_reads()

@@ -1,4 +1,4 @@
-"""Names of packages that are imported and never run: torchair (graph mode) and triton-ascend."""
+"""Placeholders for names of torchair (graph mode) and triton-ascend, imported and never called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 class Imported:
-    """A name of such a package. Using it as a number or a tensor is an error."""
+    """A placeholder that gives further placeholders as attributes and results of calls.
+
+    Using one as a number or a tensor is an error.
+    """
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -17,7 +20,7 @@ class Imported:
         return Imported(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`register_...(what)` is a decorator that gives back its function."""
+        """Return a placeholder; a call of `register_...` returns a decorator without effect."""
         if self.__name__.rpartition(".")[2].startswith("register_"):
             return lambda function: function
         return Imported(f"{self.__name__}()")

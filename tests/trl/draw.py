@@ -1,8 +1,10 @@
-"""Draw both curves over each other: `python tests/trl/draw.py docs/trl_parity.png`.
+"""Draw our loss curves over those of TRL, and their difference below.
 
-Below each pair of curves is their difference. Ours come from the twenty updates of each setting,
-run here in one process; TRL's come from the recorded run of its trainer. Prints one JSON line with
-the relative differences. Needs the extra `docs`.
+    python tests/trl/draw.py docs/trl_parity.png
+
+Our curves come from the twenty updates of each setting, run here in one process; TRL's from the
+recorded run of its trainer. Prints one line of JSON with the relative differences. Needs the extra
+`docs`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from mindspeed_rlxf.cluster import role_groups
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.run.directory import RunDirectory
+from tests.processes import read_metrics
 from tests.training import train
 from tests.trl.record import SETTINGS, UPDATES, make_tokenizer
-from tests.trl.runs import Trace, metrics_of, prepared, recorded_order, trl_config
+from tests.trl.runs import Trace, prepared, recorded_order, trl_config
 
 CURVES = {
     "|policy loss|": ("actor/pg_loss_abs", "pg_loss"),
@@ -47,7 +50,10 @@ def main() -> None:
 
 
 def both_curves(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Title -> (ours, TRL's), each [UPDATES]."""
+    """Run a setting; return title -> (our curve, TRL's curve), each [UPDATES].
+
+    Replaces `role_groups.mini_batch_order` by the recorded order during the run.
+    """
     trace, original = Trace(name), role_groups.mini_batch_order
     role_groups.mini_batch_order = recorded_order(trace, UPDATES)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +66,7 @@ def both_curves(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         finally:
             runtime.shutdown()
             role_groups.mini_batch_order = original
-        metrics = metrics_of(directory)
+        metrics = read_metrics(directory.path)
     return {
         title: (np.array([line[ours] for line in metrics]), trace.curve(theirs))
         for title, (ours, theirs) in CURVES.items()
@@ -68,6 +74,7 @@ def both_curves(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def draw(output: Path, curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> None:
+    """Write the picture: a column for each setting, a row of curves and of differences per loss."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -88,7 +95,7 @@ def draw(output: Path, curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]
         axes[-1][column].set_xlabel("update")
         axes[-1][column].xaxis.get_major_locator().set_params(integer=True)
     figure.tight_layout()
-    figure.savefig(output, dpi=90)  # below 200 kB
+    figure.savefig(output, dpi=90)  # keeps the file below 200 kB
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Records 20 updates of TRL's PPO trainer on fixed responses.
+"""Record 20 updates of TRL's PPO trainer on fixed responses.
 
     python tests/trl/record.py [NAME ...]
 
-Without names all settings. Needs the extra `trl` (TRL 1.12.0 is the last release with PPO). Nothing
-of TRL is changed but where its numbers come from: generation is replaced by fixed responses with
-the scores of one forward pass. What TRL computes on the way is written to `traces/`, which the
-parity test reads.
+NAME is a key of SETTINGS, default all. Needs the extra `trl` (TRL 1.12.0 is the last release with
+PPO). TRL is unchanged but for generation, which is replaced by fixed responses and the logits of
+one forward pass. Writes what TRL computes on the way to `traces/`, which the parity test reads.
 
-Settings: `minibatch` steps once per mini-batch; `epoch` is stock TRL, whose accumulation counter
-makes one step per epoch of all mini-batches, and whitens token rewards.
+Setting `minibatch`: one optimizer step per mini-batch. Setting `epoch`: TRL as it is, whose
+accumulation counter makes one step per epoch of all mini-batches, with whitened token rewards.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from transformers import (
 TRACES = Path(__file__).parent / "traces"
 PAD, EOS, VOCAB = 0, 2, 32
 UPDATES, BATCH, MICRO, EPOCHS = 20, 16, 2, 2
-MINI_BATCHES = {"minibatch": 4, "epoch": 2}  # TRL whitens rewards from 8 samples in each on
+MINI_BATCHES = {"minibatch": 4, "epoch": 2}  # to whiten rewards, TRL needs 8 samples in each
 LONGEST_PROMPT, LONGEST_RESPONSE = 8, 12
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -59,7 +58,7 @@ SHARED = {
     "missing_eos_penalty": 1.0,
     "learning_rate": 2e-3,
 }
-# TRL's functions that the recorder stands in for
+# TRL's functions that methods of Recorder replace
 REPLACED = (
     "batch_generation", "selective_log_softmax", "get_reward", "masked_whiten", "masked_mean",
 )  # fmt: skip
@@ -75,7 +74,7 @@ def main() -> None:
 
 
 def make_models() -> dict[str, Any]:
-    """Policy, value and reward model: random fp32 Llamas whose layers matter."""
+    """Return policy, value and reward model: random fp32 Llamas whose every layer has an effect."""
     config = LlamaConfig(
         num_hidden_layers=2,
         hidden_size=16,
@@ -109,7 +108,7 @@ def make_models() -> dict[str, Any]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Every id is a word: `7` is token 7."""
+    """Return a tokenizer whose words are the ids themselves: `7` is token 7."""
     vocabulary = {str(i): i for i in range(VOCAB)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="1")),
@@ -120,28 +119,29 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_models(models: dict[str, Any]) -> None:
+    """Write the models to `traces/start`."""
     for name, model in models.items():
         model.save_pretrained(TRACES / "start" / name)
 
 
 class Recorder:
-    """What TRL computes, in the order it does; its methods stand in for TRL's functions."""
+    """Records what TRL computes. Methods named like functions of TRL replace these functions."""
 
     def __init__(self, module: Any, trainer: Any, rng: np.random.Generator) -> None:
-        """module: TRL's, whose functions `trainer` calls; rng: of the fixed responses."""
+        """module: module of TRL whose functions `trainer` calls; rng: draws the fixed responses"""
         self.module, self.trainer, self.rng = module, trainer, rng
         self.queries: list[list[int]] = []
         self.responses: list[list[int]] = []
-        self.orders: list[list[int]] = []  # of the samples, one for each epoch of each update
-        self.losses: list[dict[str, float]] = []  # one for each micro-batch
-        self.norms: list[dict[str, float]] = []  # one for each optimizer step, not clipped
+        self.orders: list[list[int]] = []  # order of the samples in each epoch of each update
+        self.losses: list[dict[str, float]] = []  # one entry for each micro-batch
+        self.norms: list[dict[str, float]] = []  # gradient norms of each step, before clipping
         self.first: dict[str, Tensor] = {}  # tensors of the first update
         self.originals = {name: getattr(module, name) for name in REPLACED}
         self._in_update, self._means = False, []
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """TRL with our ears at its functions, and fixed responses for its generation."""
+        """Replace TRL's functions by the methods of the recorder inside the block."""
         optimizer = self.trainer.optimizer.optimizer
         permutation, step = np.random.permutation, optimizer.step
 
@@ -167,6 +167,7 @@ class Recorder:
                 setattr(self.module, name, function)
 
     def batch_generation(self, policy: Any, queries: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Return queries with fixed responses, and the logits of one forward pass; record both."""
         self._in_update = False
         rows = [fixed_response(self.rng, kind % 5) for kind in range(len(queries))]
         self.queries += [[int(t) for t in row if t != PAD] for row in queries]
@@ -180,12 +181,13 @@ class Recorder:
         return both, logits / (self.trainer.args.temperature + 1e-7)
 
     def selective_log_softmax(self, *arguments: Any) -> Tensor:
+        """Record the log-probs of the policy, then those of the reference."""
         result = self.originals["selective_log_softmax"](*arguments)
         self._keep("ref_log_probs" if "old_log_probs" in self.first else "old_log_probs", result)
         return result
 
     def get_reward(self, *arguments: Any) -> Any:
-        """Called for the value model, then for the reward model."""
+        """Record the values of the first call, by the value model, and the scores of the second."""
         result = self.originals["get_reward"](*arguments)
         if "values" in self.first:
             self._keep("scores", result[1])
@@ -194,7 +196,8 @@ class Recorder:
         return result
 
     def masked_whiten(self, values: Tensor, mask: Tensor, **keys: Any) -> Tensor:
-        """Called for the advantages and, before, for the rewards where they are whitened."""
+        """Record mask, raw and whitened advantages. A call for rewards, which keeps the mean, comes
+        first where rewards are whitened, and is not recorded."""
         result = self.originals["masked_whiten"](values, mask, **keys)
         if not keys.get("shift_mean", True):
             return result
@@ -203,7 +206,8 @@ class Recorder:
         return result
 
     def masked_mean(self, *arguments: Any) -> Tensor:
-        """For each micro-batch: value loss, its clip fraction, policy loss, its clip fraction."""
+        """Record the four means of each micro-batch of an update: value loss, its clip fraction,
+        policy loss, its clip fraction."""
         result = self.originals["masked_mean"](*arguments)
         if self._in_update:
             self._means.append(float(result))
@@ -215,17 +219,19 @@ class Recorder:
         return result
 
     def _keep(self, name: str, value: Tensor) -> None:
+        """Store a copy of the tensor, unless the name has one from an earlier update."""
         self.first.setdefault(name, value.detach().clone().contiguous())
 
 
 def fixed_response(rng: np.random.Generator, kind: int) -> list[int]:
-    """Kinds: 0 = no EOS, 1 = EOS in the last slot, others = EOS earlier."""
+    """Draw a response. kind: 0 = full length without EOS, 1 = EOS in the last slot, else earlier"""
     length = LONGEST_RESPONSE if kind < 2 else int(rng.integers(1, LONGEST_RESPONSE))
     tokens = rng.integers(3, VOCAB, size=length).tolist()
     return tokens if kind == 0 else [*tokens[:-1], EOS]
 
 
 def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
+    """Train the models by TRL with a recorder, and write the trace."""
     from datasets import Dataset
 
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
@@ -235,7 +241,7 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
     rng = np.random.default_rng(11)
     prompts = [
         rng.integers(3, VOCAB, size=rng.integers(2, LONGEST_PROMPT + 1)).tolist()
-        for _ in range((UPDATES + 4) * BATCH)  # more than are used: TRL steps oddly on the last
+        for _ in range((UPDATES + 4) * BATCH)  # spare ones: TRL treats the last batch otherwise
     ]
     with tempfile.TemporaryDirectory() as output:
         config = PPOConfig(
@@ -276,11 +282,13 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
 
 
 def gradient_norm(model: torch.nn.Module) -> float:
+    """Return the L2 norm of all gradients, computed in fp64."""
     squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
     return float(torch.stack(squares).sum().sqrt())
 
 
 def write(name: str, settings: dict[str, Any], recorder: Recorder, models: dict[str, Any]) -> None:
+    """Write the trained models, the tensors of the first update, and the trace to `traces/NAME`."""
     folder = TRACES / name
     for part in ("policy", "value"):
         models[part].save_pretrained(folder / part)

@@ -1,4 +1,4 @@
-"""Our side of the comparison: the recorded traces, and the configuration that gives TRL's way."""
+"""Read TRL's recorded traces, and configure runs of ours that compute the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.distributed.llamas import run_config
 from tests.trl.record import (
@@ -47,13 +46,13 @@ ARCHITECTURE = ArchitectureConfig(
     norm_epsilon=1e-6,
     untie_embeddings_and_output_weights=True,
 )
-# samples of one optimizer step
+# number of samples in an optimizer step
 MINI_BATCH = {"minibatch": BATCH // MINI_BATCHES["minibatch"], "epoch": BATCH}
 KL = {"k1": KlPenalty.KL, "k3": KlPenalty.LOW_VAR_KL}
 
 
 class Trace:
-    """What TRL did under one of the recorder's settings."""
+    """The recorded trace of one setting; the fields are those of `record.Recorder`."""
 
     def __init__(self, name: str) -> None:
         self.name, self.folder = name, TRACES / name
@@ -69,16 +68,21 @@ class Trace:
     norms: list[dict[str, float]]
 
     def curve(self, key: str) -> np.ndarray:
-        """Per update: mean over its optimizer steps of |loss of the step|."""
+        """Return [UPDATES] means over the optimizer steps of an update of |loss of the step|."""
         values = np.array([loss[key] for loss in self.losses])
         return np.abs(values.reshape(UPDATES, -1, MINI_BATCH[self.name] // MICRO).mean(2)).mean(1)
 
-    def norm_curve(self, part: str) -> np.ndarray:
-        return np.array([norm[part] for norm in self.norms]).reshape(UPDATES, -1).mean(1)
+    def norm_curve(self, model: str) -> np.ndarray:
+        """Return [UPDATES] mean gradient norms of a model, `policy` or `value`."""
+        return np.array([norm[model] for norm in self.norms]).reshape(UPDATES, -1).mean(1)
 
 
 def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) -> RunConfig:
-    """The switches that give TRL's way."""
+    """Return a configuration that computes what TRL computes.
+
+    folder: for the run directory, and with the tokenizer; size: number of devices; layout: keys of
+    every role
+    """
     settings, start = trace.settings, TRACES / "start"
     optimizer = OptimizerConfig(
         lr=settings["learning_rate"], lr_decay_style=LrDecayStyle.LINEAR, clip_grad=0.0
@@ -128,6 +132,7 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
 
 
 def prepared(trace: Trace) -> Prepared:
+    """Return the recorded prompts and responses as `prepare` would return them."""
     prompts = [
         Prompt(i, "", np.array(ids, dtype=np.int64), "", "test")
         for i, ids in enumerate(trace.queries)
@@ -142,7 +147,10 @@ def prepared(trace: Trace) -> Prepared:
 
 
 def recorded_order(trace: Trace, updates: int) -> Callable[..., list[list[int]]]:
-    """In place of `mini_batch_order`: TRL's permutations, and an end after `updates`."""
+    """Return a function with TRL's permutations, to replace `mini_batch_order`.
+
+    The function raises SeenEnough after `updates` updates.
+    """
 
     def order(
         samples: int, epochs: int, _shuffle: bool, _seed: int, k: int, _together: int = 1
@@ -155,9 +163,5 @@ def recorded_order(trace: Trace, updates: int) -> Callable[..., list[list[int]]]
     return order
 
 
-def metrics_of(directory: RunDirectory) -> list[dict[str, float]]:
-    return [json.loads(line)["metrics"] for line in directory.metrics.read_text().splitlines()]
-
-
 class SeenEnough(Exception):
-    """Ends a run whose first updates are all that is asked for."""
+    """Ends a run after the updates that a test needs."""

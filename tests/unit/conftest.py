@@ -1,4 +1,4 @@
-"""A complete configuration, small, with its run directory under tmp_path."""
+"""A small complete configuration whose run directory is below `tmp_path`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MakeConfig = Callable[..., RunConfig]
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> MakeConfig:
-    """Keyword arguments are keys of the training section."""
+    """Return a function that makes a RunConfig; its keyword arguments are keys of `training`."""
     architecture = ArchitectureConfig(
         num_layers=1,
         hidden_size=8,

@@ -1,4 +1,4 @@
-"""From the command to the clipped loss in seven calls, each to be followed by its name."""
+"""The clipped loss is seven calls from the command, and each call can be followed by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the killer of runs reads from a run's folder."""
+"""`tests.chaos.moments.Watch` reads lost iterations, recovery and phase from a run's folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def test_lost_iterations_and_recovery_are_counted_from_the_last_attempt(tmp_path
     directory.metrics.write_text("{}\n" * 5)
     watch = Watch(directory)
     assert watch.phase() is Phase.START
-    iterations(6)  # before anybody noticed the kill
+    iterations(6)  # written before the supervisor noticed the kill
     (directory.logs / "failures.jsonl").write_text("{}\n")
     watch.iterations()
-    assert watch.recovery_s() is None and watch.lost() == 0
+    assert watch.recovery_s() is None and watch.lost_iterations() == 0
     iterations(4)
-    assert watch.recovery_s() is None and watch.lost() == 2 and watch.phase() is Phase.START
+    assert (
+        watch.recovery_s() is None and watch.lost_iterations() == 2 and watch.phase() is Phase.START
+    )
     iterations(5)
     assert watch.recovery_s() is not None and watch.phase() is Phase.ITERATION
     (directory.checkpoints / ".iter_0000006").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Keys, defaults, configs and tests that the documents name are there."""
+"""Keys, defaults, configurations and tests that the documents name exist."""
 
 from __future__ import annotations
 

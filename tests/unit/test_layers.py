@@ -1,4 +1,4 @@
-"""Imports point down only, and devices and Ray are each known to one package."""
+"""Imports point downward only; each device library and Ray is imported by one package."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_algorithms_import_torch_and_words_of_the_configuration_only(name: str) 
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_ray_is_known_to_one_room_and_the_older_toolkit_to_the_commands(name: str) -> None:
+def test_only_cluster_ray_imports_ray_and_only_commands_import_compat(name: str) -> None:
     imported = imports_of(name)
     if not name.startswith(f"{PACKAGE}.cluster.ray."):
         assert "ray" not in {module.split(".")[0] for module in imported}

@@ -1,4 +1,4 @@
-"""Versions of what would be imported: a checkout counts before the wheel that it hides."""
+"""Versions of installed packages: a checkout on the path counts before an installed wheel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_mindspeed_on_the_path_tells_its_version_in_its_setup(sources: Path) -> 
     assert packages.version("mindspeed") == "0.16.0"
 
 
-def test_nothing_heavy_is_imported_for_it() -> None:
+def test_report_node_imports_neither_torch_nor_megatron_nor_ray() -> None:
     code = (
         "import sys\n"
         "from mindspeed_rlxf.cluster.node_check import report_node\n"

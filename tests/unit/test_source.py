@@ -76,7 +76,7 @@ def test_no_text_or_file_is_run_as_code(name: str) -> None:
     assert not {call for call in found if (name, call) not in ALLOWED}
 
 
-def test_what_runs_code_is_seen() -> None:
+def test_the_check_finds_calls_that_run_code() -> None:
     source = "x = eval('1')\ntorch.load(f)\nfrom_pretrained(p, trust_remote_code=flag)\nm.eval()"
     assert dangers(source) == {"eval", "torch.load", "trust_remote_code"}
 
@@ -91,7 +91,7 @@ def test_what_runs_code_is_seen() -> None:
         *("FileSystemReader(p).read_metadata()", "from torch import load as get"),
     ],
 )
-def test_what_unpickles_is_seen(source: str) -> None:
+def test_the_check_finds_calls_that_unpickle(source: str) -> None:
     assert dangers(source)
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# A run on hosts that ssh reaches without a password; call it on the first of them.
+# Run ray_gpt.py on hosts that ssh reaches without a password; call this script on the first host.
 #
 #   HOSTS="node1 node2" DEVICE=npu DEVICES_PER_NODE=8 \
 #     bash examples/launch/ssh/train.sh --config-name ppo_trainer_llama3_8b [key=value ...]
 #
-# HOSTS        hosts of the run, the first is this one; or HOST_FILE, one host a line
-# MASTER_ADDR  address of this host that the others reach (what they resolve its name to)
-# RAY_AUTH_TOKEN_PATH  file with the token of Ray, on every host; otherwise one is made for the run
+# HOSTS        hosts of the run, this one first; or HOST_FILE, a file with one host per line
+# MASTER_ADDR  address of this host that the others can reach (default: that of the first host's name)
+# RAY_AUTH_TOKEN_PATH  file with Ray's token on every host; without it a token is made for the run
 # SSH          command that runs a command on a host (ssh -o BatchMode=yes -o ConnectTimeout=10)
-# The repository, and PYTHON, have to stand at the same place on every host. Ray is started on all
-# of them, and ends with the run; the exit code is that of ray_gpt.py.
+# The repository and PYTHON must have the same path on every host. Ray is started on all hosts and
+# ends with the run; the exit code is that of ray_gpt.py.
 set -euo pipefail
 # shellcheck source=../common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
@@ -22,13 +22,13 @@ read -r -a hosts <<<"${HOSTS//$'\n'/ }"
 read -r -a ssh_command <<<"${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10}"
 NODES=${#hosts[@]}
 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
-if [[ ! $MASTER_ADDR =~ ^[0-9.]+$|: ]]; then # Ray wants a number
+if [[ ! $MASTER_ADDR =~ ^[0-9.]+$|: ]]; then # a name: Ray needs a numeric address
   resolved=$(getent ahostsv4 "$MASTER_ADDR" | awk 'NR == 1 {print $1}') || true
-  [ -n "$resolved" ] || fail "MASTER_ADDR=$MASTER_ADDR must be an address; its name is not known here"
+  [ -n "$resolved" ] || fail "MASTER_ADDR=$MASTER_ADDR must be an address or a name that resolves here"
   MASTER_ADDR=$resolved
 fi
 
-# ssh hands on a line for the remote shell, so every word is quoted for it.
+# ssh passes one line to the remote shell, so every word is quoted.
 start_nodes() {
   local host name line
   for host in "${hosts[@]:1}"; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 3 reward model in HF_DIR becomes a Megatron checkpoint of TP x PP ranks in SAVE_DIR. Variables:
+# Convert Llama 3 reward model in HF_DIR to a Megatron checkpoint of TP x PP ranks in SAVE_DIR. Variables:
 # HF_DIR SAVE_DIR TP PP PYTHON; further arguments go to convert_ckpt.py (for example
 # --params-dtype bf16, or --ckpt-format torch_dist).
 set -euo pipefail

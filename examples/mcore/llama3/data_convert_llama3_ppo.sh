@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prompts for PPO with Llama 3: rows of INPUT become the indexed data set OUTPUT_PREFIX, which
+# Prompts for PPO with Llama 3: convert rows of INPUT to the indexed data set OUTPUT_PREFIX, which
 # data.data_path takes. Variables: INPUT TOKENIZER OUTPUT_PREFIX WORKERS MAP_KEYS PYTHON; further
 # arguments go to preprocess_data.py (for example --seq-length 512).
 set -euo pipefail

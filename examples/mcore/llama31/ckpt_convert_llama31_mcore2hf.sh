@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Megatron checkpoint of Llama 3.1 in LOAD_DIR becomes a Hugging Face folder: HF_DIR/mg2hf, where
+# Convert a Megatron checkpoint of Llama 3.1 in LOAD_DIR to a Hugging Face folder: HF_DIR/mg2hf, where
 # HF_DIR is the original. Variables: LOAD_DIR HF_DIR PYTHON; further arguments go to convert_ckpt.py
 # (for example --orm for a reward model).
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""What every runtime has to do; run on Ray and on the local runtime alike."""
+"""Checks of role groups that every runtime has to pass: Ray's and the local one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests.distributed.cluster.stand_ins import Numbers, StandIn, Unbuildable
 
 
 def build(pool: Pool, role: Role = Role.ACTOR_ROLLOUT, tp: int = 1, offset: int = 0) -> RoleGroup:
+    """Build a StandIn on every rank of the pool. offset: what the StandIn adds to its rows"""
     group = RoleGroup(role, ParallelLayout(pool.world_size, tp), pool)
     group.build(StandIn, offset).result()
     return group
 
 
 def make_rows(group: RoleGroup, per_replica: int) -> RowsRef:
-    """Rows 0, 1, 2, ... over the replicas of the group."""
+    """Let each replica of the group make `per_replica` rows; return all rows 0, 1, 2, ..."""
     parts = [torch.arange(per_replica) + i * per_replica for i in range(group.layout.dp)]
     return group.call(StandIn.make, Sharded([Numbers(part) for part in parts])).rows()
 
@@ -38,7 +39,8 @@ def check_ranks_and_leaders(pool: Pool) -> None:
 
 
 def check_rows_between_layouts(producer_pool: Pool, consumer_pool: Pool) -> None:
-    """Producer: one replica per rank. Consumer: first one replica in all, then one per rank."""
+    """Rows of a producer with one replica per rank arrive in order at consumers of two layouts:
+    one replica of all ranks, and one replica per rank."""
     producer = build(producer_pool)
     rows = make_rows(producer, 6)
     count = 6 * producer.layout.dp
@@ -64,7 +66,10 @@ def check_two_roles_in_one_process(pool: Pool) -> None:
 
 
 def check_failures(pool: Pool) -> None:
-    """These leave no rank waiting for another, so that the pool lives on."""
+    """An error of all ranks, of one rank, and of a build is reported, and the pool stays usable.
+
+    None of these errors leaves a rank waiting for another.
+    """
     group = build(pool)
     with pytest.raises(WorkerError, match=r"actor_rollout\.leak must report plain Python") as leak:
         group.call(StandIn.leak).result()
@@ -84,7 +89,8 @@ BIG = 50_000_000  # bytes
 
 
 def check_host_agents(pool: Pool) -> None:
-    """Functions on hosts: results, failures, deadlines, and a result that another call takes."""
+    """A host agent returns results, reports failures, keeps deadlines, and passes the result of
+    one call on as an argument of another."""
     assert len(pool.hosts) == pool.world_size
     (agent,) = set(pool.hosts)
     assert call_each([agent, agent], sorted, [2, 1], timeout_s=60.0) == [[1, 2]] * 2
@@ -102,4 +108,4 @@ def check_host_agents(pool: Pool) -> None:
     with pytest.raises(HostError, match=message) as late:
         agent.call(time.sleep, 30.0, timeout_s=0.5)
     assert late.value.is_late and 0.4 < time.monotonic() - started < 3
-    assert agent.call(abs, -1, timeout_s=10.0) == 1, "it answers beside a function that hangs"
+    assert agent.call(abs, -1, timeout_s=10.0) == 1, "a hanging function must not block the next"

@@ -1,4 +1,7 @@
-"""The group checks on the local runtime; run by `test_local_runtime`, alone or by torchrun."""
+"""Run the group checks on the local runtime, in one process or as a rank of torchrun.
+
+`test_local_runtime` starts it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def main() -> None:
 
 
 def check_hang(runtime: LocalRuntime, rank: int) -> None:
-    """The last rank stays away from a call."""
+    """A call that rank 1 never enters times out on rank 0 with the missing rank in its message."""
     pool = runtime.create_pools({"hang": [2]})["hang"]
     group = build(pool)
     if rank == 1:

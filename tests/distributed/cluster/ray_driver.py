@@ -1,7 +1,7 @@
-"""A driver for the tests that end it.
+"""A driver that tests interrupt or kill.
 
-Starts a cluster, or joins the one at RAY_ADDRESS, prints one JSON line when its worker is busy and
-waits. After an interrupt it shuts down and does the same again.
+It starts a Ray cluster, or joins the one at RAY_ADDRESS, prints a line of JSON when its worker is
+busy, and waits. After the first SIGINT it shuts its runtime down and does the same once more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.distributed.cluster.stand_ins import StandIn
 
 
 def serve() -> None:
+    """Start a runtime with one worker, print facts about both as JSON, and wait up to 600 s."""
     runtime = RayRuntime(DeviceConfig(kind=DeviceKind.CPU), RuntimeConfig(), 1)
     try:
         pool = runtime.create_pools({"pool": [1]})["pool"]
@@ -39,7 +40,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    # A test run in the background of a shell ignores interrupts, and hands that down.
+    # A process in the background of a shell ignores SIGINT, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         serve()

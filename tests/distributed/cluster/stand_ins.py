@@ -1,4 +1,4 @@
-"""Roles that do nothing but what the runtime tests need."""
+"""Roles whose methods succeed, fail, wait or die, for tests of runtimes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from mindspeed_rlxf.data.batch import RoleOutput, Rows
 
 @dataclass(frozen=True)
 class Numbers(Rows):
+    """Rows with one number each."""
+
     numbers: torch.Tensor  # [batch] int64
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a rank read from a rows reference."""
+    """The rows that a rank got from a rows reference."""
 
     numbers: list[int]
-    total: int  # of the ranks together
+    total: int  # sum of the numbers of all ranks
 
 
 class StandIn:
+    """A role without a model. offset: what `make` adds to its numbers"""
+
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset
 
@@ -57,27 +61,28 @@ class StandIn:
         return RoleOutput(numbers)
 
     def make_one_late(self, numbers: Numbers, rank: int, seconds: float) -> RoleOutput:
-        """As `make_late` on one rank; the others return at once."""
+        """Return rows, on one rank after some seconds, on the others at once."""
         return self.make_late(numbers, seconds if dist.get_rank() == rank else 0.0)
 
     def leak(self) -> RoleOutput:
+        """Report a tensor, which a report must not contain."""
         return RoleOutput(report={"losses": [torch.zeros(1)]})
 
     def fail_on(self, rank: int) -> RoleOutput:
-        """One rank raises while the others wait for it."""
+        """Raise ValueError on one rank while the others wait for it in a barrier."""
         if dist.get_rank() == rank:
             raise ValueError("a bad number")
         dist.barrier()
         return RoleOutput()
 
     def enter_barrier(self, rank: int) -> RoleOutput:
-        """One rank enters the barrier that the others of `fail_on` wait in."""
+        """Let one rank enter the barrier in which the others wait after `fail_on`."""
         if dist.get_rank() == rank:
             dist.barrier()
         return RoleOutput()
 
     def fail_alone(self, rank: int) -> RoleOutput:
-        """One rank raises; the others end well."""
+        """Raise ValueError on one rank; the others return."""
         if dist.get_rank() == rank:
             raise ValueError("only here")
         return RoleOutput()
@@ -86,36 +91,36 @@ class StandIn:
         raise ValueError("no rows today")
 
     def die_on(self, rank: int) -> RoleOutput:
-        """One rank is killed while the others wait for it."""
+        """Kill one rank by SIGKILL while the others wait for it in a barrier."""
         if dist.get_rank() == rank:
             os.kill(os.getpid(), 9)
         dist.barrier()
         return RoleOutput()
 
-    def nap_on(self, rank: int, seconds: float) -> RoleOutput:
-        if dist.get_rank() == rank:
-            time.sleep(seconds)
-        return RoleOutput()
-
     def stop_on(self, rank: int) -> RoleOutput:
-        """One rank is stopped while the others wait for it in a collective."""
+        """Stop one rank by SIGSTOP while the others wait for it in a barrier."""
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
         return RoleOutput()
 
     def process(self) -> RoleOutput:
+        """Report the process id."""
         return RoleOutput(report=os.getpid())
 
     def environment(self, name: str) -> RoleOutput:
+        """Report the environment variable `name`, None without it."""
         return RoleOutput(report=os.environ.get(name))
 
     def say(self, text: str) -> RoleOutput:
+        """Print the text from Python, and a line to file descriptor 2 without Python's streams."""
         print(text)
         os.write(2, b"from C\n")
         return RoleOutput()
 
 
 class Unbuildable:
+    """A role whose constructor raises ValueError."""
+
     def __init__(self) -> None:
         raise ValueError("no such model")

@@ -1,4 +1,4 @@
-"""The own cluster of a run is open to no other user of the host."""
+"""No other user of the host can enter the cluster that a run starts."""
 
 from __future__ import annotations
 

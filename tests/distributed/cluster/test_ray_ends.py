@@ -1,4 +1,4 @@
-"""Nothing of an own cluster outlives its driver; a joined cluster outlives it unharmed."""
+"""A cluster that a driver started ends with it; a cluster that it joined stays unharmed."""
 
 from __future__ import annotations
 

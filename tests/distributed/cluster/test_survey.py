@@ -1,4 +1,4 @@
-"""The cluster part of `doctor` on real processes, which stand for hosts or are on Ray nodes."""
+"""The cluster checks of `doctor`, with real processes as hosts or on Ray nodes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 // The simulated NPU's memory, streams and events.
 //
-// An operator computes when it is called. A copy between host and device that does not block is
-// different: in delayed mode it waits in the queue of its stream. Until then its target holds
-// poison. An operator on that stream, or on one that waits for it, comes after the copies to the
-// device; a copy to the host ends at a synchronisation only.
+// An operator computes when it is called. In delayed mode a non-blocking copy between host and device
+// does not: it is put into the queue of its stream, and its target is filled with poison. Copies to
+// the device are done before the next operator on that stream, or on a stream that waits for it;
+// copies to the host are done only by a synchronisation.
 #include "simulated.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -40,7 +40,7 @@ int64_t rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
 void claim(int index, int64_t bytes) {
   std::lock_guard<std::mutex> guard(lock);
   auto& m = memories[index];
-  // Text: NPUCachingAllocator.cpp of Ascend/pytorch, branch v2.7.1-7.3.0.
+  // The message is that of NPUCachingAllocator.cpp in Ascend/pytorch, branch v2.7.1-7.3.0.
   TORCH_CHECK(m.used + bytes <= m.limit, "NPU out of memory. Tried to allocate ", size_text(bytes),
               " (NPU ", index, "; ", size_text(m.limit), " total capacity; ", size_text(m.used),
               " already allocated; ", size_text(m.used), " current active; ",
@@ -51,10 +51,10 @@ void claim(int index, int64_t bytes) {
   m.peak = std::max(m.peak, m.used);
 }
 
-struct Block {  // what a pointer of the device owns
+struct Block {  // the memory behind a pointer of the device
   int index;
   int64_t bytes;
-  c10::Storage host;  // of an operator's result; else the memory is ours
+  c10::Storage host;  // the result of an operator on the host; without one, `data` was allocated here
   void* data;
 };
 
@@ -87,12 +87,12 @@ using Id = std::pair<int, int64_t>;  // device, stream
 
 struct Copy {
   int64_t number;
-  at::Tensor source, target;  // tensors of the host; the views keep the device's memory alive
+  at::Tensor source, target;  // views as tensors of the host; they keep the device's memory alive
   bool to_host;
 };
 struct Queue {
   std::deque<Copy> copies;
-  std::map<Id, int64_t> waits_for;  // stream -> number of its last copy that has to come first
+  std::map<Id, int64_t> waits_for;  // other stream -> number of its last copy that has to be done first
 };
 struct Event {
   Id stream;
@@ -120,8 +120,8 @@ void poison(const at::Tensor& t) {
   }
 }
 
-// Copies of a stream up to `number`, and those that it waits for. for_device: leave those to the
-// host in the queue, as nobody has waited for them.
+// Do the copies of a stream up to `number`, and before them those of other streams that it waits for.
+// for_device: do only copies to the device; copies to the host stay in the queue.
 void finish(const Id& id, int64_t number, bool for_device) {
   auto found = queues.find(id);
   if (found == queues.end()) return;
@@ -325,7 +325,8 @@ c10::Stream current_stream(int index) { return Guard::stream(c10::Device(NPU, in
 void enqueue(const at::Tensor& source, const at::Tensor& target, int index) {
   settle(index);
   const bool to_host = target.device().is_cpu();
-  // To the host: what the device holds now. From the host: what the host holds when it is read.
+  // A copy to the host takes the values of the device now. A copy to the device reads the host's
+  // values when it is done, so that a value which the host overwrites too early is seen.
   auto from = to_host ? host_view(source).to(target.scalar_type(), false, true) : source.detach();
   auto into = host_view(target);
   poison(into);

@@ -1,4 +1,4 @@
-// HCCL over gloo within HCCL's rules, and the names that Python calls.
+// HCCL simulated by gloo, with the checks of HCCL, and the functions that Python calls.
 //
 // Rules: ProcessGroupHCCL.cpp of Ascend/pytorch, branch v2.7.1-7.3.0.
 #include "simulated.h"
@@ -14,7 +14,8 @@ using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Pending = c10::intrusive_ptr<c10d::Work>;
 
-// Ends when the work of gloo does; keeps the tensors alive and finishes what gloo left open.
+// Ends when the work of gloo ends. Keeps the tensors alive, then runs `then`, which turns the result
+// of gloo into that of HCCL.
 struct HcclWork final : c10d::Work {
   HcclWork(std::vector<Pending> parts, Tensors kept, Tensors results, std::function<void()> then)
       : parts_(std::move(parts)), kept_(std::move(kept)), results_(std::move(results)), then_(std::move(then)) {}
@@ -56,7 +57,7 @@ struct Hccl final : c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
 
-  // --- what is refused ---
+  // --- checks of arguments ---
   static Tensor dense(const Tensor& t) {
     TORCH_CHECK(t.device().type() == NPU && !t.is_sparse(), "HCCL: Tensors must be NPU and dense, not of ", t.device());
     TORCH_CHECK(t.is_contiguous(), "HCCL: Tensors must be contiguous");
@@ -79,7 +80,7 @@ struct Hccl final : c10d::Backend {
                     op == c10d::ReduceOp::MIN || op == c10d::ReduceOp::PRODUCT,
                 "HCCL ", function, ": Unhandled ReduceOp; it has SUM, AVG, MAX, MIN and PRODUCT");
   }
-  // AVG is a sum, divided afterwards.
+  // gloo computes AVG as a sum; `average` divides it afterwards.
   static c10d::ReduceOp reduction(const c10d::ReduceOp& op) { return op == c10d::ReduceOp::AVG ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op; }
   std::function<void()> average(const c10d::ReduceOp& op, Tensors views) const {
     if (!(op == c10d::ReduceOp::AVG)) return nullptr;
@@ -126,7 +127,7 @@ struct Hccl final : c10d::Backend {
     check_sum(tensors[0], opts.reduceOp, "reduce");
     return work({gloo_->reduce(views, opts)}, views, tensors);
   }
-  // Parts of different sizes are broadcast one by one.
+  // Outputs of different sizes are broadcast one by one, each from its rank.
   Pending allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto mine = dense(inputs);
     auto parts = outputs.at(0);
@@ -172,7 +173,7 @@ struct Hccl final : c10d::Backend {
     for (auto& each : inputs) from.push_back(dense(each));
     return work({gloo_->scatter(to, from, opts)}, to, outputs);
   }
-  // A sum over all, of which a rank keeps its part; parts may differ in size.
+  // Reduce the inputs over all ranks; each rank keeps its own. Their sizes may differ.
   Pending sum_and_keep(const Tensor& whole, int64_t start, Tensor kept, const c10d::ReduceOp& op, Tensors results) {
     Tensors copy = {whole};
     c10d::AllreduceOptions options;

@@ -1,4 +1,5 @@
-// Operators of the simulated NPU: the host's, over the device's memory, within the device's rules.
+// Operators of the simulated NPU: the rules of the device are checked, then the operator of the host
+// computes on the device's memory.
 #include "simulated.h"
 
 #include <ATen/EmptyTensor.h>
@@ -45,8 +46,8 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::option
                                            c10::dtype_or_default(dtype));
 }
 
-// torch_npu, CopyKernelOpApi.cpp (v2.7.1-7.3.0): a copy that blocks waits for the current stream
-// first, one that does not is a task of that stream; on one device a copy is an operator.
+// As in torch_npu, CopyKernelOpApi.cpp (v2.7.1-7.3.0): a blocking copy first waits for the current
+// stream, a non-blocking copy is a task of that stream; a copy within one device is an operator.
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   const bool crosses = self.device().is_cpu() != target.device().is_cpu();
   const int index = self.device().type() == NPU ? self.device().index() : target.device().index();
@@ -80,7 +81,7 @@ Tensor& set_source(Tensor& self, at::Storage s) {
 }
 void record_stream(Tensor&, at::Stream) {}
 
-// torch_npu, ToKernelNpu.cpp (2.7.1-7.2.0 to 26.1.0): a change of the dtype alone to fp64 gives fp32.
+// As in torch_npu, ToKernelNpu.cpp (2.7.1-7.2.0 to 26.1.0): `to` with only the dtype fp64 gives fp32.
 Tensor to_copy(const Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
                std::optional<at::Device> device, std::optional<bool> pin, bool non_blocking, Format format) {
   if (dtype == at::kDouble && self.scalar_type() != at::kDouble && !layout && !device) {
@@ -90,18 +91,19 @@ Tensor to_copy(const Tensor& self, std::optional<at::ScalarType> dtype, std::opt
   return at::native::_to_copy(self, dtype, layout, device, pin, non_blocking, format);
 }
 
-// torch_npu, HasCompatibleShallowCopyType.cpp: `tensor.data` may go from one device to the other.
+// As in torch_npu, HasCompatibleShallowCopyType.cpp: `tensor.data = other` may change the device.
 bool has_compatible_type(const Tensor& a, const Tensor& b) {
   auto dense = [](c10::DispatchKeySet k) { return k.has(c10::DispatchKey::CPU) || k.has(c10::DispatchKey::PrivateUse1); };
   return a.key_set() == b.key_set() || (dense(a.key_set()) && dense(b.key_set()));
 }
 
-// One call of an operator: its arguments become tensors of the host, its results of the device.
+// One call of an operator: turns its arguments into tensors of the host, its results into tensors of
+// the device.
 struct Call {
   const c10::OperatorHandle& op;
   torch::jit::Stack* stack;
-  std::vector<std::pair<Tensor, Tensor>> views;  // (tensor of the device, its view)
-  std::vector<std::pair<Tensor, Tensor>> fresh;  // empty outputs, and what is written in their place
+  std::vector<std::pair<Tensor, Tensor>> views;  // (tensor of the device, the same as one of the host)
+  std::vector<std::pair<Tensor, Tensor>> fresh;  // (empty output, tensor of the host written instead)
   int index = -1;
   bool on_host = false;
   std::string name;
@@ -127,7 +129,7 @@ struct Call {
   void judge(const Tensor& tensor) {
     const std::string dtype = c10::toString(tensor.scalar_type());
     std::lock_guard<std::mutex> guard(lock);
-    if (std::exchange(judged, true)) return;  // the first tensor decides
+    if (std::exchange(judged, true)) return;  // only the dtype of the first tensor is checked
     if (recording) pairs.insert({name, dtype});
     auto found = rules.find(name);
     if (found == rules.end()) return;
@@ -200,7 +202,7 @@ struct Call {
     if (index < 0) index = current_device();
     TORCH_CHECK(!on_host || views.empty(), "simulated NPU: ", name,
                 " got tensors of the host and of npu:", index, " in one call; move them to one device");
-    for (size_t i = 0; i < schema.arguments().size(); ++i) {  // the device's own random stream
+    for (size_t i = 0; i < schema.arguments().size(); ++i) {  // the random stream of the device
       auto& slot = (*stack)[first + i];
       if (schema.arguments()[i].name() == "generator" && slot.isNone()) slot = generator(index);
     }

@@ -1,4 +1,5 @@
-// What the parts of the simulated NPU share. Its memory is the host's, under another device type.
+// Declarations that the files of the simulated NPU share. Its memory is host memory under another
+// device type.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -28,30 +29,30 @@ void set_device(int index);
 Memory memory_of(int index);
 void reset_peak(int index);
 c10::Allocator* allocator();
-// A tensor of the device over memory that an operator of the host has made; counts its bytes.
+// Turn a tensor that an operator of the host has made into one of the device; counts its bytes.
 at::Tensor adopt(const at::Tensor& host, int index);
-// The same memory as a tensor of the host. Operators must not resize it.
+// Return a tensor of the host on the same memory. Operators must not resize it.
 at::Tensor host_view(const at::Tensor& tensor);
 const at::Generator& generator(int index);
 void start_hooks();
 
-// --- delayed copies: a copy that does not block ends when its stream is waited for ---
+// --- delayed copies: a non-blocking copy is done when its stream is waited for ---
 void set_delayed(bool on);
 bool is_delayed();
 int64_t pending_copies();
-// Whether the host would read a tensor of its own that a copy has yet to fill.
+// Whether a copy into this tensor of the host has not been done yet.
 bool is_pending(const at::Tensor& host);
 c10::Stream current_stream(int index);
-// Take a copy into the queue of the current stream of the device; the target is poisoned.
+// Put a copy into the queue of the device's current stream, and fill the target with poison.
 void enqueue(const at::Tensor& source, const at::Tensor& target, int index);
-// What an operator on the current stream may rely on: copies to the device that come before it.
+// Do the copies to the device that come before an operator on the current stream.
 void settle(int index);
 void synchronize_stream(const c10::Stream& stream);
 void synchronize_device(int index);
 
 // --- rules of operators ---
 // operator, without its namespace -> the dtypes that its first tensor may have, whether it takes an
-// argument `dtype`, and where that is written
+// argument `dtype`, and the source of the rule
 struct Rule {
   std::set<std::string> dtypes;
   bool takes_dtype;

@@ -1,1 +1,1 @@
-"""Tests that run in a process with simulated NPUs, started by `tests/npu_sim/test_inside.py`."""
+"""Tests of a process with simulated NPUs, which `tests/npu_sim/test_inside.py` starts."""

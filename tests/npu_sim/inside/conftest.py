@@ -1,4 +1,4 @@
-"""The process's device, and functions of the package with one line taken back."""
+"""Set up the simulated device of this process, and put faults into functions of the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 INSIDE = "RLXF_SIM_INSIDE"
 collect_ignore_glob = [] if os.environ.get(INSIDE) else ["test_*.py"]
-if not collect_ignore_glob:  # an ordinary test process has no torch_npu
+if not collect_ignore_glob:  # other test processes have no torch_npu
     assert importlib.util.find_spec("torch_npu") is not None
 
     from mindspeed_rlxf import device as facade
@@ -28,7 +28,7 @@ def claimed() -> None:
 
 @pytest.fixture
 def device(claimed: None) -> Iterator[Any]:
-    """The compiled module; copies end at once again after the test."""
+    """The compiled module of the device; copies are not delayed any more after the test."""
     from tests.npu_sim import build
 
     module = build.load()
@@ -37,16 +37,16 @@ def device(claimed: None) -> Iterator[Any]:
 
 
 @pytest.fixture
-def take_back(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replace text in a function of the package: `take_back(owner, "name", old, new)`."""
+def put_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replace text in a function of the package: `put_fault(owner, "name", old, new)`."""
 
     def replace(owner: Any, name: str, old: str, new: str) -> None:
         function = getattr(owner, name)
         source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(old) == 1, f"{name} has {source.count(old)} times {old!r}"
+        assert source.count(old) == 1, f"{name} has {old!r} {source.count(old)} times, not once"
         scope: dict[str, Any] = {}
         code = f"from __future__ import annotations\n{source.replace(old, new)}"
-        exec(code, function.__globals__, scope)  # its own source, with a line of the test
+        exec(code, function.__globals__, scope)  # the source of the package with a changed line
         monkeypatch.setattr(owner, name, scope[name])
 
     return replace

@@ -1,4 +1,4 @@
-"""The simulated device: memory, copies, streams, and what it refuses."""
+"""The simulated device: memory, copies, streams, and the calls that it refuses."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_read_before_the_wait_is_an_error(device: Any, monkeypatch: pytest.Mon
 
     for name in watch.HOST_READS:
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
-    watch.host_reads()
+    watch.check_host_reads()
     device.set_delayed(True)
     sizes = torch.tensor([3, 4], device="npu").to("cpu", non_blocking=True)
     with pytest.raises(RuntimeError, match=r"tolist reads a copy from npu that has not ended"):

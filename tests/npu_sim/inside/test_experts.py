@@ -1,4 +1,4 @@
-"""Megatron's experts copy their sizes to the host beside the computation, and wait for them."""
+"""Megatron's experts copy their sizes to the host asynchronously, and wait for the copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_experts_wait_for_the_copies_of_their_sizes(
-    engine: Any, device: Any, monkeypatch: pytest.MonkeyPatch, take_back: Any
+    engine: Any, device: Any, monkeypatch: pytest.MonkeyPatch, put_fault: Any
 ) -> None:
     """One wait removed after a copy that does not block."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -44,10 +44,10 @@ def test_experts_wait_for_the_copies_of_their_sizes(
     at_once = engine.log_probs(rollouts, 1.0).log_probs
     for name in watch.HOST_READS:
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
-    watch.host_reads()
+    watch.check_host_reads()
     device.set_delayed(True)
     assert torch.equal(engine.log_probs(rollouts, 1.0).log_probs, at_once)
-    take_back(
+    put_fault(
         MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize",
         "self.d2h_event.synchronize()", "pass",
     )  # fmt: skip

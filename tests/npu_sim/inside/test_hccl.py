@@ -1,4 +1,4 @@
-"""HCCL's rules: dtypes, reductions, tensors of the host, groups, timeouts."""
+"""The simulated HCCL checks dtypes, reductions, devices, groups and timeouts."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def test_tensors_with_gaps_are_refused() -> None:
         dist.all_reduce(torch.ones(4, 4, device="npu")[:, 1])
 
 
-def test_a_group_without_ranks_is_the_global_one(take_back: Any) -> None:
+def test_a_group_without_ranks_is_the_global_one(put_fault: Any) -> None:
     """With the list of ranks left out, as it once was, the group of a split pool is refused."""
     worlds.leave()
-    take_back(worlds, "_group_across", "ranks = list(range(size))", "ranks = []")
+    put_fault(worlds, "_group_across", "ranks = list(range(size))", "ranks = []")
     with pytest.raises(RuntimeError, match="a group with an empty list of ranks"):
         worlds.join("hccl", dist.HashStore(), 0, (1, 1), TIMEOUT)
 
 
 def test_timeouts_of_megatrons_groups_are_set_where_gloo_has_no_backend_of_npu(
-    take_back: Any,
+    put_fault: Any,
 ) -> None:
     groups = [dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(minutes=9))]
     worlds.set_timeout(groups)
     gloo = groups[1]._get_backend(torch.device("cpu"))
     assert gloo.options._timeout == timedelta(minutes=1)
-    take_back(
+    put_fault(
         worlds, "set_timeout", "kinds = {device.type for device in group._device_types}",
         "kinds = {'cuda'}",
     )  # fmt: skip
@@ -82,7 +82,7 @@ def test_timeouts_of_megatrons_groups_are_set_where_gloo_has_no_backend_of_npu(
 
 
 def test_hccl_waits_for_events_longer_than_for_execution(
-    monkeypatch: pytest.MonkeyPatch, take_back: Any
+    monkeypatch: pytest.MonkeyPatch, put_fault: Any
 ) -> None:
     """A user's HCCL_EVENT_TIMEOUT limits the other; a deadline above it broke the rule before."""
     import os
@@ -96,7 +96,7 @@ def test_hccl_waits_for_events_longer_than_for_execution(
     worlds.join("hccl", dist.HashStore(), 0, (1,), TIMEOUT)
     worlds.leave()
     monkeypatch.delenv(npu.EXECUTE)
-    take_back(
+    put_fault(
         npu, "set_timeouts",
         "str(max(math.ceil(min(deadline, event - 1)), 1) if event else deadline)", "str(deadline)",
     )  # fmt: skip

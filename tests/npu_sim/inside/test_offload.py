@@ -1,4 +1,4 @@
-"""Offloaded parts on the device: memory that is gone, and copies that end late."""
+"""Offloading on the simulated device: freed memory, and copies that end late."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_memory_is_gone_and_comes_back(device: Any, moved: tuple[Any, Offload]) 
     assert numbers(weights) == list(range(16 * KIB))
 
 
-def test_numbers_are_there_after_the_wait_alone(device: Any, moved: tuple[Any, Offload]) -> None:
+def test_onloaded_numbers_are_complete_only_after_the_wait(
+    device: Any, moved: tuple[Any, Offload]
+) -> None:
     weights, parts = moved
     parts.offload(Part)
     assert device.pending_copies() == 0  # storages are freed after the copies

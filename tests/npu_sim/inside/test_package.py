@@ -1,4 +1,4 @@
-"""The package on the device: its paths work, and break where a mend is taken back."""
+"""The package works on the simulated device, and fails there when a needed line is removed."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def cache_and_step() -> tuple[Any, Any, list[Tensor]]:
     return cache, step, heads
 
 
-def test_a_decode_step_gives_a_mask_row_to_each_query(take_back: Any) -> None:
+def test_a_decode_step_gives_a_mask_row_to_each_query(put_fault: Any) -> None:
     from mindspeed_rlxf.rollout.kv_cache import DecodeStep
 
     _, step, heads = cache_and_step()
     assert step.attend(1, *heads).shape == (2, 4, 4)
-    take_back(DecodeStep, "attend", "self._mask.expand(-1, -1, queries.size(2), -1)", "self._mask")
+    put_fault(DecodeStep, "attend", "self._mask.expand(-1, -1, queries.size(2), -1)", "self._mask")
     with pytest.raises(RuntimeError, match="a mask has a row for each query"):
         step.attend(1, *heads)
 
@@ -95,7 +95,7 @@ def test_weights_are_written_from_the_host(tmp_path: Path) -> None:
         write_safetensors(tmp_path / "a.safetensors", {"a": planned}, lambda _: None)
 
 
-def test_a_pack_is_attended_sequence_by_sequence(take_back: Any) -> None:
+def test_a_pack_is_attended_sequence_by_sequence(put_fault: Any) -> None:
     from mindspeed_rlxf.models.attention import FusedAttention, PackedSequences
 
     attention = fused_attention()
@@ -105,7 +105,7 @@ def test_a_pack_is_attended_sequence_by_sequence(take_back: Any) -> None:
     alone = [attention(*(x[part] for x in heads), None, packed_seq_params=PackedSequences(
         lengths=(part.stop - part.start,))) for part in (slice(0, 2), slice(2, 5))]  # fmt: skip
     torch.testing.assert_close(together.cpu(), torch.cat(alone).cpu())
-    take_back(FusedAttention, "_attend_pack", "list(accumulate(lengths))", "[sum(lengths)]")
+    put_fault(FusedAttention, "_attend_pack", "list(accumulate(lengths))", "[sum(lengths)]")
     plain = FusedAttention._attend_pack
     base = super(FusedAttention, attention).forward
 
@@ -116,7 +116,7 @@ def test_a_pack_is_attended_sequence_by_sequence(take_back: Any) -> None:
         finally:
             del plain.__globals__["super"]
 
-    FusedAttention._attend_pack = attend_pack  # undone with `take_back`
+    FusedAttention._attend_pack = attend_pack  # undone with `put_fault`
     with pytest.raises(RuntimeError, match="must be attended sequence by sequence"):
         attention(*heads, None, packed_seq_params=pack)
 
@@ -146,11 +146,11 @@ def test_the_adaptor_comes_before_megatron() -> None:
     import megatron.core.parallel_state  # noqa: F401
 
     adaptor = sys.modules["mindspeed.megatron_adaptor"]
-    with pytest.raises(RuntimeError, match="must be imported before Megatron, megatron"):
+    with pytest.raises(RuntimeError, match="must be imported before Megatron, but megatron"):
         importlib.reload(adaptor)
 
 
-def test_a_sleeping_rollout_module_lies_on_the_device(take_back: Any) -> None:
+def test_a_sleeping_rollout_module_lies_on_the_device(put_fault: Any) -> None:
     """Megatron makes it on the host, and generation asks it for its device."""
     from mindspeed_rlxf.rollout.hybrid import SharedWeights
 
@@ -159,7 +159,7 @@ def test_a_sleeping_rollout_module_lies_on_the_device(take_back: Any) -> None:
     source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
     source.sleep()
     assert source._by_source[("w",)].device.type == "npu"
-    take_back(SharedWeights, "sleep", "new_empty(0, device=where)", "new_empty(0)")
+    put_fault(SharedWeights, "sleep", "new_empty(0, device=where)", "new_empty(0)")
     source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
     source.sleep()
     assert source._by_source[("w",)].device.type == "cpu"

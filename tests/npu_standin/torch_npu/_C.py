@@ -1,4 +1,4 @@
-"""`torch_npu._C`: options of HCCL groups, which gloo is not told."""
+"""`torch_npu._C`: options of HCCL groups, which are not passed on to gloo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Options:
-    hccl_config: dict[str, Any] = {}  # noqa: RUF012 (MindSpeed asks the class whether it has one)
+    hccl_config: dict[str, Any] = {}  # noqa: RUF012 (MindSpeed looks for it on the class)
 
     def __init__(self) -> None:
         self.hccl_config = {}

@@ -1,4 +1,4 @@
-"""Stand-in for torch_npu: operators computed on CPU, device calls answered by the CPU."""
+"""Stand-in for torch_npu: its operators compute on the CPU, its device is the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import _C, compiled, npu, profiler, told
+from . import _C, compiled, npu, profiler, records
 from .attention import (
     npu_fusion_attention,
     npu_fusion_attention_grad,
@@ -53,8 +53,8 @@ torch._register_device_module("npu", npu)
 torch.Tensor.npu = lambda self, *args, **kwargs: self
 torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
 compiled.apply()
-if told.FOLDER:
+if records.FOLDER:
     for name in __all__:
         if name.startswith("npu_"):
-            globals()[name] = told.telling(name, globals()[name])
-    torch._fused_adamw_ = told.telling("optimizer", torch._fused_adamw_)
+            globals()[name] = records.recorded(name, globals()[name])
+    torch._fused_adamw_ = records.recorded("optimizer", torch._fused_adamw_)

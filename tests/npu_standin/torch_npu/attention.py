@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COMPRESSED = (2048, 2048)  # the mask that causal modes want: strictly upper triangular
-MAX_SEQUENCES = 1024  # of one packed call
+COMPRESSED = (2048, 2048)  # shape of the mask that causal modes take: strictly upper triangular
+MAX_SEQUENCES = 1024  # in one packed call
 MAX_HEAD_DIM = 768
-# sparse_mode -> what of the pair (query, key) counts beside the mask
+# Values of sparse_mode: a window, no rule but the mask, causal from the first token or to the last.
 DEFAULT, ALL, LEFT_UP, RIGHT_DOWN = 0, 1, 2, 3
 
 
@@ -43,16 +43,17 @@ def npu_fusion_attention(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """softmax(scale * query key^T, masked) value, in the layout of its inputs.
+    """Return softmax(scale * query key^T, masked) value, in the layout of the inputs.
 
     actual_seq_qlen, actual_seq_kvlen: for TND, cumulative lengths WITHOUT a leading 0
-    Returns (attention, softmax maximum, softmax sum, unused, seed, offset, mask length); of the
-    statistics [..., 8] the last axis repeats one number, as on the device.
+    Returns (attention, softmax maximum, softmax sum, unused, seed, offset, mask length). Maximum
+    and sum are [..., 8]; the last axis repeats one number, as on the device. Raises
+    NotImplementedError for options that the stand-in does not compute.
     """
-    _refuse(pse is None and padding_mask is None and prefix is None, "pse, padding_mask, prefix")
-    _refuse(keep_prob == 1.0, f"dropout (keep_prob={keep_prob})")
-    _refuse(not softmax_layout and sink is None, "softmax_layout, sink")
-    _refuse(query.dtype == key.dtype == value.dtype, "inputs of several types")
+    _require(pse is None and padding_mask is None and prefix is None, "pse, padding_mask, prefix")
+    _require(keep_prob == 1.0, f"dropout (keep_prob={keep_prob})")
+    _require(not softmax_layout and sink is None, "softmax_layout, sink")
+    _require(query.dtype == key.dtype == value.dtype, "inputs of several types")
     mask_of = _Mask(atten_mask, sparse_mode, pre_tockens, next_tockens, input_layout)
     if input_layout == "TND":
         out, high, total = _packed(
@@ -98,9 +99,9 @@ def npu_fusion_attention_grad(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    """Gradients of query, key, value, and of pse and sink, which are not there.
+    """Return the gradients of query, key and value, and None for those of pse and sink.
 
-    The statistics of the forward pass are computed again.
+    The forward pass is computed again; the given statistics are not used.
     """
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
@@ -119,8 +120,11 @@ _TORCHS_OWN = F.scaled_dot_product_attention
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """torch's own, with CANN's rule on masks: a bool mask goes to the fused operator as it is
-    (op-plugin up to 26.0.0), whose tiling takes the shapes BNSS, B1SS, 11SS and SS alone."""
+    """Call torch's attention, but raise RuntimeError for a bool mask that CANN refuses.
+
+    op-plugin up to 26.0.0 hands a bool mask unchanged to the fused operator, which takes only the
+    shapes BNSS, B1SS, 11SS and SS.
+    """
     if attn_mask is not None and attn_mask.dtype is torch.bool and query.dim() == 4:
         batch, heads = query.shape[:2]
         scores = (query.size(2), key.size(2))
@@ -133,30 +137,32 @@ def scaled_dot_product_attention(
     return _TORCHS_OWN(query, key, value, attn_mask, **options)
 
 
-def _refuse(supported: bool, what: str) -> None:
+def _require(supported: bool, what: str) -> None:
+    """Raise NotImplementedError unless the option is supported."""
     if not supported:
         raise NotImplementedError(f"the stand-in's npu_fusion_attention does not do {what}")
 
 
 class _Mask:
-    """True where a score does not count, for one sequence of S queries and keys."""
+    """Makes the mask of one sequence from the arguments of the operator, and checks these."""
 
     def __init__(
         self, mask: Tensor | None, sparse_mode: int, before: int, after: int, layout: str
     ) -> None:
-        _refuse(sparse_mode in (DEFAULT, ALL, LEFT_UP, RIGHT_DOWN), f"sparse_mode={sparse_mode}")
+        _require(sparse_mode in (DEFAULT, ALL, LEFT_UP, RIGHT_DOWN), f"sparse_mode={sparse_mode}")
         if mask is not None:
             assert mask.dtype in (torch.bool, torch.uint8), f"a mask of {mask.dtype}"
-            assert layout != "TND" or mask.dim() == 2, "a mask of packed sequences has two axes"
+            assert layout != "TND" or mask.dim() == 2, "a mask of packed sequences must have 2 axes"
             mask = mask.bool()
         if sparse_mode in (LEFT_UP, RIGHT_DOWN) and mask is not None:
-            assert mask.shape == COMPRESSED, f"a causal mode wants a mask of {COMPRESSED}"
+            assert mask.shape == COMPRESSED, f"a causal mode needs a mask of {COMPRESSED}"
             wanted = torch.ones(COMPRESSED, dtype=torch.bool, device=mask.device).triu(1)
-            assert torch.equal(mask, wanted), "the compressed mask is True above the diagonal"
+            assert torch.equal(mask, wanted), "a compressed mask must be True above the diagonal"
         self._mask, self._mode, self._before, self._after = mask, sparse_mode, before, after
 
     def __call__(self, queries: int, keys: int) -> Tensor | None:
-        if self._mask is None:  # modes and windows are without effect then
+        """Return a mask [..., queries, keys], True where a score does not count; None = no mask."""
+        if self._mask is None:  # modes and windows have no effect without a mask
             return None
         if self._mode in (LEFT_UP, RIGHT_DOWN):
             shift = keys - queries if self._mode == RIGHT_DOWN else 0
@@ -168,16 +174,19 @@ class _Mask:
             places = torch.arange(max(queries, keys), device=mask.device)
             distance = places[None, :keys] - places[:queries, None]
             outside = (distance > self._after) | (distance < -self._before)
-            assert (mask | ~outside).all(), "the mask leaves open what the window shuts out"
+            assert (mask | ~outside).all(), "the mask must exclude all that the window excludes"
         return mask
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query [B, N, S, D], key and value with N / g heads -> out, maximum and sum [B, N, S]."""
+    """Compute the attention of query [B, N, S, D]; key and value may have fewer heads.
+
+    mask: True where a score does not count. Returns out, and softmax maximum and sum [B, N, S].
+    """
     heads, groups = query.size(1), key.size(1)
-    assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
+    assert heads % groups == 0, f"{heads} query heads must be a multiple of {groups} key heads"
     assert 1 <= query.size(-1) <= MAX_HEAD_DIM, f"head_dim {query.size(-1)}"
     key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
     precise = torch.promote_types(query.dtype, torch.float32)
@@ -202,17 +211,17 @@ def _packed(
     key_ends: Sequence[int] | None,
     mask_of: _Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequence after sequence of tensors [T, N, D]."""
+    """Compute the attention of tensors [T, N, D] sequence by sequence; ends: cumulative lengths."""
     assert query_ends is not None and key_ends is not None, "TND needs actual_seq_qlen and _kvlen"
-    assert all(isinstance(end, int) for end in (*query_ends, *key_ends)), "lengths are numbers"
+    assert all(isinstance(end, int) for end in (*query_ends, *key_ends)), "lengths must be ints"
     assert len(query_ends) == len(key_ends) <= MAX_SEQUENCES, "at most 1024 sequences"
-    assert query.dim() == 3 and query.size(1) == head_num, "query is [T, N, D]"
-    assert query_ends[0] > 0, "cumulative lengths have no leading 0"
-    assert query_ends[-1] == query.size(0) and key_ends[-1] == key.size(0), "lengths sum up to T"
+    assert query.dim() == 3 and query.size(1) == head_num, "query must be [T, N, D]"
+    assert query_ends[0] > 0, "cumulative lengths must not begin with 0"
+    assert query_ends[-1] == query.size(0) and key_ends[-1] == key.size(0), "lengths must sum to T"
     parts = []
     for lengths in zip(_spans(query_ends), _spans(key_ends), strict=True):
         (q0, q1), (k0, k1) = lengths
-        assert q0 <= q1 and k0 <= k1, "cumulative lengths do not fall"
+        assert q0 <= q1 and k0 <= k1, "cumulative lengths must not fall"
         sequence = (query[q0:q1], key[k0:k1], value[k0:k1])
         rows = [x.transpose(0, 1)[None] for x in sequence]
         parts.append(_attend(*rows, scale, mask_of(q1 - q0, k1 - k0)))
@@ -225,10 +234,12 @@ def _packed(
 
 
 def _spans(ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Turn cumulative lengths into (start, end) of each sequence."""
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _as_bnsd(x: Tensor, layout: str, head_num: int, query: Tensor) -> Tensor:
+    """Turn a tensor of a layout into [B, N, S, D]; D follows from the query."""
     if layout == "BNSD":
         return x
     if layout == "BSND":
@@ -240,6 +251,7 @@ def _as_bnsd(x: Tensor, layout: str, head_num: int, query: Tensor) -> Tensor:
 
 
 def _from_bnsd(x: Tensor, layout: str) -> Tensor:
+    """Turn [B, N, S, D] into a tensor of a layout."""
     if layout == "BNSD":
         return x
     if layout == "BSND":

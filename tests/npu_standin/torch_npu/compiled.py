@@ -1,7 +1,7 @@
-"""Operators that MindSpeed compiles from its own C++ sources against CANN: none is compiled here.
+"""Replace the operators that MindSpeed compiles from its own C++ sources against CANN.
 
-It calls `torch.utils.cpp_extension.load` by name and sources; the stand-in answers with modules
-that compute the same.
+MindSpeed calls `torch.utils.cpp_extension.load` with a name and sources; the replacement returns a
+module that computes the same in plain torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ MODULES = {
 
 
 def load(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the module of an operator. Raises AttributeError for one that has no replacement."""
     if name not in MODULES:
         raise AttributeError(f"the stand-in has no compiled operator {name!r}")
     return MODULES[name]
 
 
-def whole_steps(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The NPU's fused AdamW counts steps in int64, the CPU's in fp32."""
+def with_int64_steps(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the CPU's fused AdamW, which counts steps in fp32, to take int64 counts as on NPU."""
 
     @functools.wraps(step)
     def wrapper(
@@ -44,4 +45,4 @@ def whole_steps(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def apply() -> None:
     cpp_extension.load = load
-    torch._fused_adamw_ = whole_steps(torch._fused_adamw_)
+    torch._fused_adamw_ = with_int64_steps(torch._fused_adamw_)

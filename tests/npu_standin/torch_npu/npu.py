@@ -1,6 +1,7 @@
-"""`torch_npu.npu`, also `torch.npu`: every device is the CPU.
+"""`torch_npu.npu`, which is also `torch.npu`: every device is the CPU.
 
-`RLXF_STANDIN_DEVICES` says how many the host has (1), ASCEND_RT_VISIBLE_DEVICES which are seen.
+RLXF_STANDIN_DEVICES is the number of devices of the host (1), ASCEND_RT_VISIBLE_DEVICES lists those
+that the process sees.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import told
+from . import records
 
 Event = torch.cpu.Event
 _initialized = False
@@ -33,7 +34,7 @@ class Stream(torch.cpu.Stream):
         return torch.cpu.Event()
 
     def synchronize(self) -> None:
-        """All work is done when a call returns."""
+        """Do nothing: every call returns when its work is done."""
 
 
 class device(contextlib.nullcontext):
@@ -70,23 +71,24 @@ def current_device() -> int:
 
 
 def set_device(index: Any) -> None:
+    """Select a device, by number or torch.device, and record it. Fails for one not visible."""
     global _device
     number = getattr(index, "index", index) or 0
     assert number < device_count(), f"the stand-in shows {device_count()} devices, not {index}"
     _device = number
-    told.tell(f"device {number} of {os.environ.get('ASCEND_RT_VISIBLE_DEVICES', 'all')}")
+    records.record(f"device {number} of {os.environ.get('ASCEND_RT_VISIBLE_DEVICES', 'all')}")
 
 
 def set_compile_mode(jit_compile: bool = False) -> None:
-    """Nothing is compiled."""
+    """Do nothing: no operator is compiled."""
 
 
 def synchronize(device: Any = None) -> None:
-    """All work is done when a call returns."""
+    """Do nothing: every call returns when its work is done."""
 
 
 def empty_cache() -> None:
-    """The CPU keeps no cache."""
+    """Do nothing: the CPU has no cache of tensors."""
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -101,7 +103,7 @@ max_memory_allocated = memory_allocated
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Nothing is counted."""
+    """Do nothing: memory is not counted."""
 
 
 def get_device_name(device: Any = None) -> str:
@@ -109,7 +111,7 @@ def get_device_name(device: Any = None) -> str:
 
 
 def manual_seed(seed: int) -> None:
-    # not torch.manual_seed, which seeds every device and would come back here
+    # not torch.manual_seed, which seeds every device and would call this function
     torch.default_generator.manual_seed(seed)
 
 
@@ -121,12 +123,12 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    told.tell(f"random state {zlib.crc32(state.numpy().tobytes()):08x}")
+    records.record(f"random state {zlib.crc32(state.numpy().tobytes()):08x}")
     torch.set_rng_state(state)
 
 
 class mstx:
-    """Marks for the profiler, which is not there."""
+    """Marks for a profiler, without effect."""
 
     @staticmethod
     def range_start(message: str = "", stream: Any = None) -> int:
@@ -134,7 +136,7 @@ class mstx:
 
     @staticmethod
     def range_end(number: int = 0) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 default_generators = (torch.default_generator,)

@@ -1,6 +1,6 @@
 """Norm, activation, rotary, softmax, optimizer and expert operators of torch_npu in plain torch.
 
-Written after their documentation; autograd follows from torch.
+They follow the documentation of torch_npu; gradients come from torch's autograd.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ MODES = {0: "half", 1: "interleave"}  # of rotary operators
 
 
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * gamma over the axes of gamma, and 1 / rms in fp32; computed in fp32."""
+    """Return x / rms(x) * gamma over the axes of gamma, and 1 / rms in fp32; compute in fp32."""
     assert self.dtype == gamma.dtype, f"input is {self.dtype}, gamma is {gamma.dtype}"
     axes = tuple(range(-gamma.dim(), 0))
-    assert self.shape[-gamma.dim() :] == gamma.shape, "gamma has the last axes of the input"
+    assert self.shape[-gamma.dim() :] == gamma.shape, "gamma must have the input's last axes"
     precise = torch.promote_types(self.dtype, torch.float32)
     wide = self.to(precise)
     reverse_rms = torch.rsqrt(wide.square().mean(axes, keepdim=True) + epsilon)
@@ -28,7 +28,7 @@ def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Te
 def npu_rms_norm_backward(
     dy: Tensor, self: Tensor, gamma: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of input and gamma, from the 1 / rms of the forward pass."""
+    """Return the gradients of input and gamma. rstd: 1 / rms of the forward pass"""
     precise = torch.promote_types(self.dtype, torch.float32)
     grad, normed = dy.to(precise) * gamma.to(precise), self.to(precise) * rstd
     axes = tuple(range(-gamma.dim(), 0))
@@ -38,13 +38,13 @@ def npu_rms_norm_backward(
 
 
 def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
-    """swish(a) * b of the two halves of one axis."""
+    """Return swish(a) * b, where a and b are the two halves of one axis."""
     gate, up = self.chunk(2, dim)
     return gate * torch.sigmoid(gate) * up
 
 
 def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
-    """x * r1 + rotated(x) * r2; four axes, where r1 and r2 are 1 they are repeated."""
+    """Return x * r1 + rotated(x) * r2, all of four axes; r1 and r2 are broadcast."""
     assert self.dim() == r1.dim() == r2.dim() == 4, "the operator takes four axes"
     assert self.size(-1) % 2 == 0 and self.size(-1) < 896, f"head_dim {self.size(-1)}"
     if rotary_mode == "half":
@@ -57,14 +57,14 @@ def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "hal
 
 
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
-    """The operator that MindSpeed compiles from its own sources; the same rule."""
+    """Compute npu_rotary_mul under the name and arguments that MindSpeed compiles it with."""
     return npu_rotary_mul(x, cos, sin, MODES[mode])
 
 
 def npu_scaled_masked_softmax(
     x: Tensor, mask: Tensor, scale: float = 1.0, fixed_triu_mask: bool = False
 ) -> Tensor:
-    """softmax over the last axis of scale * x; True in the mask shuts a score out with -10000."""
+    """Return the softmax of scale * x over the last axis; masked (True) scores become -10000."""
     assert x.dim() == 4, "the operator takes four axes"
     if fixed_triu_mask:
         mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
@@ -88,7 +88,7 @@ def npu_apply_adam_w(
     *,
     out: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One AdamW step in place on out = (var, m, v): parameter, mean, mean of squares."""
+    """Do one AdamW step in place on out = (var, m, v): parameter, mean and mean of squares."""
     assert not amsgrad and max_grad_norm is None, "the stand-in does no amsgrad"
     var, m, v = out
     grad = (-grad if maximize else grad).to(m.dtype)
@@ -112,10 +112,11 @@ def npu_grouped_matmul(
     group_list_type: int = 0,
     **unsupported: Any,
 ) -> list[Tensor]:
-    """One matmul for each group: its rows of x by its weight (group_type 0), or its rows of two
-    tensors with each other (group_type 2).
+    """Return one matmul for each group of rows.
 
-    group_list: ends of the groups, or with group_list_type 1 their sizes
+    group_type: 0 = the group's rows of x times its own weight; 2 = the group's columns of x times
+                its rows of weight
+    group_list: ends of the groups, with group_list_type 1 their sizes
     """
     given = [name for name, value in unsupported.items() if value is not None]
     assert not given and not bias, f"the stand-in's npu_grouped_matmul does not do {given or bias}"
@@ -135,7 +136,7 @@ def npu_grouped_matmul(
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Tokens sorted by expert, and for each (token, choice) in order where it went.
+    """Return the tokens sorted by expert, and the new position of each (token, choice).
 
     indices: [tokens] or [tokens, choices] expert numbers
     """
@@ -154,7 +155,7 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> Tensor:
-    """The way back: each token is the sum over its choices, weighted by `probs`."""
+    """Undo npu_moe_token_permute: return the sum of each token's choices, weighted by `probs`."""
     assert not padded_mode, "the stand-in does no padded mode"
     choices = 1 if probs is None else probs.size(1)
     tokens = permuted_tokens.index_select(0, sorted_indices.long())

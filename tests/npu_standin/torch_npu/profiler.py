@@ -1,1 +1,1 @@
-"""`torch_npu.profiler`: imported, and used by nothing that is rehearsed."""
+"""`torch_npu.profiler`: imported, and not used by any rehearsal."""

@@ -1,4 +1,4 @@
-"""torchair, graph mode of torch_npu: imported by MindSpeed, run by nothing that is rehearsed."""
+"""torchair, graph mode of torch_npu: imported by MindSpeed, and not used by any rehearsal."""
 
 from imported import Imported
 

@@ -1,4 +1,4 @@
-"""One masked mean and one whitening, alone and spread over ranks."""
+"""Masked mean and whitening, on one process and over several ranks."""
 
 from __future__ import annotations
 

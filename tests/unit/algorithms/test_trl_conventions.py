@@ -1,7 +1,7 @@
-"""The critic's experience against TRL's way of making it, written out over padded tensors.
+"""The critic's experience equals TRL's, which is written out here over padded tensors.
 
-TRL (experimental.ppo 1.12.0): log-probs are 1 where padded, the score stands one slot after EOS
-where that is within the batch's width, GAE runs over the whole width without a mask.
+In TRL (experimental.ppo 1.12.0) padded log-probs are 1, the score is one slot after EOS where the
+batch is wide enough, and GAE runs over the whole width without a mask.
 """
 
 from __future__ import annotations

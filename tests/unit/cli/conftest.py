@@ -1,4 +1,4 @@
-"""What tests of the same command share."""
+"""Fixtures that tests of one command share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mindspeed_rlxf.cli import preprocess
 
 @pytest.fixture
 def preprocess_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The command sets these for its process; the test's own get them back."""
+    """Restore after the test the variables that `preprocess` sets; work in `tmp_path`.
+
+    Progress lines are switched off.
+    """
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     monkeypatch.setattr(preprocess, "LINE_S", 1e9)

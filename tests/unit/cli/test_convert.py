@@ -1,4 +1,4 @@
-"""The command line of `convert`: what is refused, and in which words."""
+"""The command line of `convert`: options, refusals and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent for tests without Ray."""
+"""A host agent for tests without Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall, Thr
 
 
 class InProcess(HostAgent):
-    """Runs functions in a thread of the test."""
+    """Runs functions in threads of the test process."""
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
         given = [arg.result() if isinstance(arg, ThreadCall) else arg for arg in args]

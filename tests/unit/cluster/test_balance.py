@@ -1,4 +1,4 @@
-"""What each replica gets of an iteration's samples, and in which order the rows come back."""
+"""Which samples each replica gets in an update, and the order in which rows come back."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The deadline of a call follows from the time of earlier calls of its kind."""
+
 from __future__ import annotations
 
 import pytest
@@ -46,13 +48,13 @@ OF_FILES = ["build", "export", "begin_save", "end_save", "load_state"]
 
 
 @pytest.mark.parametrize("method", OF_FILES)
-def test_what_waits_for_storage_always_has_the_longest(method: str) -> None:
+def test_calls_that_wait_for_storage_always_have_the_longest_deadline(method: str) -> None:
     deadlines = Deadlines(longest_s=600.0)
     deadlines.record(call(method), 1.0)
     assert deadlines.seconds_for(call(method)) == 600.0
 
 
-def test_what_waits_for_storage_are_methods_of_engines() -> None:
+def test_the_names_of_calls_that_wait_for_storage_are_methods_of_engines() -> None:
     assert sorted(ON_STORAGE) == sorted(OF_FILES)
     assert [name for name in OF_FILES if not hasattr(TrainEngine, name)] == ["build"]
 
@@ -64,7 +66,7 @@ def test_samples_that_time_out_end_before_the_wait_for_their_scorers() -> None:
     assert deadlines.seconds_for(call("score", role=Role.SCORER)) == 600.0
 
 
-def test_other_roles_methods_and_sizes_are_other_phases() -> None:
+def test_another_role_method_or_size_has_a_deadline_of_its_own() -> None:
     deadlines = Deadlines(longest_s=600.0)
     deadlines.record(call("values", rows=8), 1.0)
     assert deadlines.seconds_for(call("values", rows=15)) == 60.0

@@ -48,7 +48,7 @@ def test_a_process_of_torchrun_takes_its_local_rank(
     assert setups == [((DeviceKind.NPU, 1, 3), {"deadline_s": 120.0})]
 
 
-def test_what_is_missing_is_the_users_to_put_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_device_setup_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def setup(*_args: Any, **_kwargs: Any) -> None:
         raise ValueError("no CANN")
 

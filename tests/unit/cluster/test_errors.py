@@ -1,3 +1,5 @@
+"""Errors of workers and hosts name role, rank, host, phase and cause."""
+
 from __future__ import annotations
 
 import pickle

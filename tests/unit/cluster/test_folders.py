@@ -1,4 +1,4 @@
-"""Which folders every node has to have."""
+"""Which folders every node must have."""
 
 from __future__ import annotations
 

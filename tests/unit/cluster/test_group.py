@@ -1,3 +1,5 @@
+"""Role groups split arguments over ranks and join what the ranks return."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -83,7 +85,7 @@ def test_only_leaders_keep_rows_and_reports_come_in_data_parallel_order() -> Non
     assert pending.seconds == 7.0  # the slowest of all ranks, leader or not
 
 
-def test_rows_do_not_wait_when_their_number_follows_from_the_inputs() -> None:
+def test_a_call_does_not_wait_when_the_inputs_give_the_number_of_rows() -> None:
     group, pool = make_group(2, tp=1, pp=1)
     rows = group.call(SomeRole.work, ref(4, 2)).rows()
     assert rows == RowsRef((Piece("rank 0", 3), Piece("rank 1", 3)))

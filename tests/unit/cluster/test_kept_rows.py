@@ -1,3 +1,5 @@
+"""The store in which a worker keeps the rows that others may request."""
+
 from __future__ import annotations
 
 import threading
@@ -41,7 +43,7 @@ def test_a_reader_gets_what_exists_when_its_time_is_over() -> None:
     assert kept.wait_for([1, 2], 0.01) == {1: None}
 
 
-def test_dropped_rows_are_gone_and_do_not_come_back_in_another_form() -> None:
+def test_dropped_rows_cannot_be_replaced() -> None:
     kept = KeptRows()
     for key in (1, 2):
         kept.put(key, None)

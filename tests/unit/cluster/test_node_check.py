@@ -68,7 +68,7 @@ def test_bad_nodes_are_left_out_and_each_is_reported(caplog: pytest.LogCaptureFi
     assert check.check(NODES) == [NODES[0]] and len(caplog.messages) == 4  # reported once
 
 
-def test_without_leave_they_are_refused() -> None:
+def test_nodes_that_do_not_answer_are_refused_by_default() -> None:
     with pytest.raises(UserError, match="no answer") as refused:
         checked(None)
     assert len(refused.value.problems) == 2  # b, and the build of e; devices were not asked for

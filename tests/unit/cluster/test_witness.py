@@ -205,7 +205,7 @@ class Lost(InProcess):
         return super().start(int, "its node went away", timeout_s=timeout_s)
 
 
-def test_hosts_that_answer_are_heard_and_the_others_are_named(
+def test_workers_on_answering_hosts_are_inspected_and_lost_hosts_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "log").write_text("last words\n")
@@ -223,7 +223,7 @@ def test_hosts_that_answer_are_heard_and_the_others_are_named(
     assert said.startswith("cannot fetch stacks and logs of the ranks on node2: ValueError: ")
 
 
-def test_a_death_on_a_host_that_killed_for_memory_says_so() -> None:
+def test_a_death_is_explained_by_processes_that_the_kernel_killed_for_memory() -> None:
     died = WorkerError("critic", 1, "b", "values", f"{DIED} (killed)", "all that is known")
     assert explain_death(died, 0) is died
     found = explain_death(died, 2)

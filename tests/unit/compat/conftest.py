@@ -1,4 +1,4 @@
-"""The small valid tree of the configuration's tests."""
+"""Use the fixtures of tests/unit/config: a small valid tree, and the problems of changing it."""
 
 from tests.unit.config.conftest import check_case, make_tree, no_cluster, problems
 

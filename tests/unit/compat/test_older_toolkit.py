@@ -1,4 +1,4 @@
-"""YAML of MindSpeed-LLM's Ray PPO: no key of it is lost, none changes a number unseen."""
+"""Every key of MindSpeed-LLM's Ray PPO is used, noted or refused; none is ignored silently."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ GRPO = {
 }  # fmt: skip
 
 
-def test_group_norm_is_grpo_whitened_with_their_kl(make_tree: MakeTree) -> None:
+def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree: MakeTree) -> None:
     algorithm = resolve(make_tree(GRPO, WITHOUT_CRITIC_KEYS), "test", older_toolkit).algorithm
     assert algorithm.adv_estimator == AdvEstimator.GRPO
     assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
@@ -266,7 +266,7 @@ def test_group_norm_is_grpo_whitened_with_their_kl(make_tree: MakeTree) -> None:
     assert whiten is AdvantageWhiten.NONE
 
 
-def test_a_verifier_has_no_model_and_a_note_says_so(make_tree: MakeTree) -> None:
+def test_keys_of_a_model_are_noted_as_idle_with_a_verifier(make_tree: MakeTree) -> None:
     reward = {"verifier": True, "load": "ckpt", "model": "small", "tensor_model_parallel_size": 2}
     pools = {"main": 8, "reward": []}
     tree = make_tree({"reward": reward, "resource_pool": pools})
@@ -278,7 +278,7 @@ def test_a_verifier_has_no_model_and_a_note_says_so(make_tree: MakeTree) -> None
     ]
 
 
-def test_their_default_of_a_key_that_a_stage_never_reads_stops_no_run(
+def test_the_older_default_of_an_idle_key_is_noted_and_another_value_refused(
     make_tree: MakeTree, problems: Problems
 ) -> None:
     pairs = {
@@ -489,7 +489,7 @@ def test_their_real_files_resolve(in_their_folder: Path) -> None:
     ), failed  # fmt: skip
 
 
-def test_a_tokenizer_that_cannot_tell_the_vocabulary_is_named(in_their_folder: Path) -> None:
+def test_a_tokenizer_without_a_vocabulary_size_is_named(in_their_folder: Path) -> None:
     write(in_their_folder / "theirs")
     place = in_their_folder / "models" / "llama-2-7b"
 

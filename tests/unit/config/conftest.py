@@ -51,7 +51,7 @@ WITHOUT_CRITIC = ("critic", "placement.critic")
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the rules independent of the host that runs the tests."""
+    """Hide Ray clusters, torchrun and the installed Megatron of this host from the rules."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "find_local_cluster", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -60,7 +60,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_tree() -> Callable[..., Tree]:
-    """The valid tree with dotted keys set: `make_tree({"training.lr": 1})`."""
+    """Return a copy of the valid tree with dotted keys set, `make_tree({"training.lr": 1})`, and
+    the keys of `drop` removed."""
 
     def make(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> Tree:
         tree = copy.deepcopy(TREE)
@@ -79,7 +80,7 @@ def make_tree() -> Callable[..., Tree]:
 
 @pytest.fixture
 def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
-    """The problems of the changed tree; none when it is valid."""
+    """Return the problems of the tree with these changes, as text; [] = it is valid."""
 
     def run(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> list[str]:
         try:
@@ -93,9 +94,9 @@ def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def check_case(problems: Callable[..., list[str]]) -> Callable[[Tree, list[str]], None]:
-    """Assert that a changed tree has these problems, each given by its start or as a whole.
+    """Assert that a changed tree has these problems, each given by the start of its text.
 
-    A change of the stage drops the critic.
+    A change of `training.stage` also removes the critic.
     """
 
     def check(changes: Tree, expected: list[str]) -> None:

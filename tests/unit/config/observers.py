@@ -1,7 +1,8 @@
-"""Numbers and texts that the package computes from a configuration, for keys to change.
+"""Functions that compute from a configuration what the package makes of it.
 
-Each function builds the part of the package that reads the keys, with stand-ins for what needs a
-device, and returns what came out. Nothing returns the configuration itself.
+`test_every_key_works` changes one key and asserts that the result of a function changes too. Each
+function runs the code of the package that reads certain keys, with stand-ins for all that needs a
+device, and returns its results. No function returns the configuration itself.
 """
 
 from __future__ import annotations
@@ -59,36 +60,37 @@ NUM_PROMPTS = 200
 
 
 class Over(Exception):
-    """Enough was seen."""
+    """Ends the observed code as soon as the observer has seen enough."""
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
+    """Return random numbers in [0, 1) of this shape."""
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def planned(config: RunConfig) -> str:
-    """On a host whose memory and disk do not change meanwhile."""
+    """Return the text of the plan, on a host with fixed memory and disk."""
     sizes = dict.fromkeys(("free_disk", "host_memory"), lambda _: 2**40)
     with patch.multiple(available, **sizes):
         return plan(config).text
 
 
 def megatron(config: RunConfig) -> Any:
-    """Megatron's configuration of the actor, its weights and its rotary frequencies."""
+    """Return Megatron's configuration of the actor, its weight shapes and rotary frequencies."""
     architecture = config.actor_rollout.architecture
-    told = vars(transformer_config(architecture)).items()
-    numbers = {key: value for key, value in told if not callable(value)}
+    fields = vars(transformer_config(architecture)).items()
+    numbers = {key: value for key, value in fields if not callable(value)}
     shapes = [repr(part) for part in stage_parameters(architecture, Head.LANGUAGE_MODEL, 0, 1)]
     return repr(numbers), shapes, inverse_frequencies(architecture).tolist()
 
 
 def recomputed(config: RunConfig) -> Any:
-    """What Megatron is told to compute once more."""
+    """Return the settings for recomputing activations that Megatron gets for actor and critic."""
     return [recompute_settings(role) for role in (config.actor_rollout, config.value_model)]
 
 
 def fresh_head(config: RunConfig) -> Any:
-    """The critic's score head where its folder has none."""
+    """Return the weights of the critic's score head where its folder has none."""
     head = SimpleNamespace(weight=torch.zeros(1, 4))
     stub: Any = SimpleNamespace(
         weights=SimpleNamespace(load=lambda folder: ["score.weight"]),
@@ -102,7 +104,7 @@ def fresh_head(config: RunConfig) -> Any:
 
 
 def rates(config: RunConfig) -> list[Any]:
-    """Learning rate and weight decay of the actor, iteration after iteration."""
+    """Return the learning rate and weight decay of the actor in each iteration."""
     keys = config.actor_rollout.optimizer
     stub: Any = SimpleNamespace(param_groups=[{"lr": -1.0, "weight_decay": -1.0}])
     schedule = optimizer.build_scheduler(keys, stub, config.training.train_iters)
@@ -114,15 +116,15 @@ def rates(config: RunConfig) -> list[Any]:
 
 
 def adam(config: RunConfig) -> Any:
-    """What Megatron's optimizer of the actor is told."""
+    """Return the configuration of the actor's optimizer that Megatron gets."""
     with patch.object(optimizer, "get_megatron_optimizer") as made:
         optimizer.build_optimizer(config.actor_rollout.optimizer, [], torch.float32)
-    told = vars(made.call_args.args[0])
-    return {key: value for key, value in told.items() if not callable(value)}
+    fields = vars(made.call_args.args[0])
+    return {key: value for key, value in fields.items() if not callable(value)}
 
 
 def wrapped(config: RunConfig) -> Any:
-    """What Megatron's data parallelism of the actor is told."""
+    """Return the configuration of the actor's data parallelism that Megatron gets."""
     chunk = MagicMock(**{"parameters.return_value": []})
     with patch.object(build, "DistributedDataParallel") as made:
         build.wrap(chunk, config.actor_rollout.optimizer)
@@ -130,13 +132,13 @@ def wrapped(config: RunConfig) -> Any:
 
 
 def experience(config: RunConfig) -> Any:
-    """Advantages and returns of four responses, two to each prompt; an error in words."""
+    """Return the experience of four responses, two to each prompt, or the message of an error."""
     maker = ExperienceMaker(config, make_objective(config, alone), alone)
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     shape = rollouts.response_ids.shape
     old, ref = (LogProbs(-noise(seed, *shape)) for seed in (1, 2))
     scores = Scores(torch.tensor([1.0, 0.0, 0.25, 2.0]))
-    if config.training.max_skipped == 77:  # asks how a wrong score is taken
+    if config.training.max_skipped == 77:  # the table sets 77 to observe an infinite score
         scores = Scores(torch.tensor([1.0, float("inf"), 0.25, 2.0]))
     greedy = rollouts, Scores(torch.tensor([0.5, 0.25, 0.0, 1.0]))
     try:
@@ -154,7 +156,8 @@ def experience(config: RunConfig) -> Any:
 
 
 def learnt(config: RunConfig) -> Any:
-    """The actor's loss on these four responses, its metrics, and what its engine is told."""
+    """Return the actor's loss on the four responses of `experience`, its metrics, and the
+    arguments of its engine."""
     rows: Any = experience(config)[0]
     flat, numbers = -noise(4, sum(LENGTHS)), [0, 1, 2, 3]
 
@@ -170,18 +173,18 @@ def learnt(config: RunConfig) -> Any:
         report: Any = role.update_policy(rollouts_of(LENGTHS, HAS_EOS), rows, [numbers], 0.1)
     (output,) = report.report.steps
     given = [*made.call_args.args, *made.call_args.kwargs.values()]
-    told: list[Any] = [vars(value) for value in given if isinstance(value, SkippedSteps)]
-    told += [value for value in given if isinstance(value, (int, type(None)))]
-    return float(output.loss), output.weight, str(output.metrics), told
+    arguments: list[Any] = [vars(value) for value in given if isinstance(value, SkippedSteps)]
+    arguments += [value for value in given if isinstance(value, (int, type(None)))]
+    return float(output.loss), output.weight, str(output.metrics), arguments
 
 
 def loss(config: RunConfig) -> Any:
-    """The actor's loss alone."""
+    """Return the actor's loss on the four responses of `experience`."""
     return learnt(config)[0]
 
 
 def micro_batches(config: RunConfig) -> Any:
-    """Token ids that each role computes at once, of a short and a long response."""
+    """Return the token ids of each role's micro-batches, of a short and a long response."""
     rollouts, found = rollouts_of([1, 5], [True, True]), []
     for role in config.roles:
         stub: Any = SimpleNamespace(
@@ -198,7 +201,7 @@ def micro_batches(config: RunConfig) -> Any:
 
 
 def orders(config: RunConfig) -> Any:
-    """Order of the samples in the updates of actor and critic."""
+    """Return the order of the samples in the updates of actor and critic."""
     found: Any = []
     rows: Any = MagicMock(num_rows=config.samples_per_iteration)
     steps = patch.object(
@@ -215,7 +218,7 @@ def orders(config: RunConfig) -> Any:
 
 
 def shares(config: RunConfig) -> Any:
-    """Samples of each replica in the updates of actor and critic."""
+    """Return which samples each replica gets in the updates of actor and critic."""
     count = config.samples_per_iteration
     found = ResponseLengths([1] * count, list(range(count)), [True] * count)
     return [
@@ -225,7 +228,7 @@ def shares(config: RunConfig) -> Any:
 
 
 def log_probs(config: RunConfig) -> Any:
-    """The mean gap of generation and training, or the error that names the worst token."""
+    """Return the report on the gap between log-probs of generation and training, or the error."""
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     given = LogProbs(-noise(5, *rollouts.response_ids.shape))
     with contextlib.ExitStack() as stack:
@@ -238,7 +241,7 @@ def log_probs(config: RunConfig) -> Any:
 
 
 def valued(config: RunConfig) -> Any:
-    """The critic's loss."""
+    """Return the critic's loss on the four responses of `experience`, and its weight."""
     rows: Any = experience(config)[0]
     values = rows.values[rows.value_mask] + 1.0
     with patch.object(engines, "MegatronEngine"):
@@ -247,7 +250,7 @@ def valued(config: RunConfig) -> Any:
 
 
 def loop(config: RunConfig) -> Any:
-    """The trainer with stand-ins for all that it drives."""
+    """Return the trainer of the configuration with stand-ins for all roles and writers."""
     roles = SimpleNamespace(
         actor=MagicMock(), rollout=MagicMock(), ref=MagicMock(), critic=None, reward=MagicMock()
     )
@@ -261,11 +264,13 @@ def loop(config: RunConfig) -> Any:
 
 
 def prompt(index: int) -> Prompt:
+    """Return a prompt of one token."""
     return Prompt(index, "", np.array([1]), "", "a")
 
 
 def driven(config: RunConfig) -> Any:
-    """Order of the prompts, KL coefficient after an iteration, and the loop's choices."""
+    """Return the first batch of prompts, the KL coefficient after an iteration, whether old
+    log-probs are recomputed, and the limit of slots."""
     trainer = loop(config)
     trainer.kl.update(3.0, 100)
     responses = SimpleNamespace(responses=[3, 6])
@@ -274,7 +279,7 @@ def driven(config: RunConfig) -> Any:
 
 
 def validated(config: RunConfig) -> list[Any]:
-    """Iterations at which the validation prompts are answered."""
+    """Return the arguments of each call of the validator: the iterations with a validation."""
     trainer = loop(config)
     trainer.validator = MagicMock(validate=MagicMock(return_value={}))
     trainer.collector = MagicMock(collect=MagicMock(side_effect=Over))
@@ -290,30 +295,30 @@ def validated(config: RunConfig) -> list[Any]:
 
 
 def measured(config: RunConfig) -> Any:
-    """Metrics of a prompt's responses, of which every second one has a score of 0.5."""
+    """Return the validation metrics of one prompt whose responses score 0.5 and 0 in turn."""
     keys = config.validation
     group = [Scored(0.5 * (i % 2), 3, {}, "a") for i in range(1, keys.n_samples + 1)]
     return measure([group], ["mine"], keys)
 
 
 def compared(config: RunConfig) -> Any:
-    """The number by which the best checkpoint is chosen."""
+    """Return the number by which the best checkpoint is chosen."""
     found = {"val/a/score": 0.5, "val/a/mean@1": 0.75}
     return validation_score(found, config.validation.best_metric)
 
 
 def supervised(config: RunConfig) -> Any:
-    """What the supervisor is told of restarts, and the request to stop of its limits."""
-    with patch.object(run.supervised, "report_facts") as tell:
+    """Return what the supervisor gets about restarts, and the limits that StopRequest gets."""
+    with patch.object(run.supervised, "report_facts") as report:
         run._report_for_restart(config, MagicMock(path="here"))
     stops = patch.object(run, "StopRequest", side_effect=Over)
     with stops as stop, contextlib.suppress(Over):
         run.Run(config, MagicMock())
-    return tell.call_args, stop.call_args.args[:2]
+    return report.call_args, stop.call_args.args[:2]
 
 
 def apart(config: RunConfig) -> str | None:
-    """What becomes of a host that does not see the run directory."""
+    """Return the error for a host that does not see the run directory; None = it is accepted."""
     stub: Any = SimpleNamespace(config=config, directory=SimpleNamespace(path="here"))
     try:
         run.RunCheckpoints._check_apart(stub, ["b"])
@@ -323,7 +328,8 @@ def apart(config: RunConfig) -> str | None:
 
 
 def recorded(config: RunConfig) -> Any:
-    """Samples kept of 100, size of their file, samples logged by token, metrics on the console."""
+    """Return how many of 100 samples are logged, the settings of their file, which samples are
+    logged by token, and the metrics of the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     file = made._samples._file
     tokens = made.token_log(1, range(100))
@@ -336,7 +342,8 @@ def tokenizer() -> Any:
 
 
 def read_prompts(config: RunConfig) -> Any:
-    """The prompts of a file with two columns for each thing; the second row is long."""
+    """Return the prompts of a file, or the error. The file has two columns that each key of a
+    column can name; its second row is long."""
     rows = [
         {"prompt": "<s>", "question": "two", "ground_truth": "1", "answer": "2",
          "data_source": "a", "source": "b", "extra_info": {"n": 1}, "more": 2},
@@ -358,7 +365,8 @@ def read_prompts(config: RunConfig) -> Any:
 
 
 def prepared(config: RunConfig) -> Any:
-    """Validation prompts, stop tokens and given responses that a run starts with."""
+    """Return the number of validation prompts, the configured stop tokens, and whether fixed
+    responses are loaded."""
     given = IndexedPrompts([prompt(i) for i in range(NUM_PROMPTS)])
     names = (
         "RunDirectory", "check_save_folders", "check_weights", "load_tokenizer", "check_vocabulary",
@@ -379,7 +387,7 @@ def prepared(config: RunConfig) -> Any:
 
 
 def scored(config: RunConfig) -> Any:
-    """Scores of answers by rule, or what is wrong with the rules."""
+    """Return the scores of two answers by rule, or the error of the rules."""
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
         texts, truths = ["#### 4", r"\boxed{4}"], ["4", "4"]
@@ -389,14 +397,14 @@ def scored(config: RunConfig) -> Any:
 
 
 def scoring(config: RunConfig) -> Any:
-    """How many processes score, their deadline and their memory."""
+    """Return the arguments of the pool that scores: processes, deadline, memory."""
     with patch.object(streaming, "WorkerPool") as pool:
         streaming.StreamingRewards(config.reward)
     return pool.call_args.args[1:]
 
 
 def accepted_failures(config: RunConfig) -> str:
-    """How many of twenty samples may fail."""
+    """Return the error of twenty failed samples, which says how many may fail."""
     failed = [FailedSample(i, "timeout", "") for i in range(20)]
     with pytest.raises(reward_group.RewardsFailed) as error:
         reward_group.check_failures(failed, config.reward.max_failed)
@@ -404,7 +412,7 @@ def accepted_failures(config: RunConfig) -> str:
 
 
 def sandboxed(config: RunConfig) -> list[Any]:
-    """The levels, interpreters and limits that are tried where no level works."""
+    """Return the level, interpreter, packages and limits of each sandbox tried, as none works."""
     tried = []
 
     def refuse(sandbox: Sandbox) -> str:
@@ -417,7 +425,7 @@ def sandboxed(config: RunConfig) -> list[Any]:
 
 
 def started(config: RunConfig) -> Any:
-    """How the processes of torchrun start, and the resource that the doctor looks for."""
+    """Return how the local runtime starts its world, and the resource that the doctor looks for."""
     with patch.object(local, "LocalWorld") as world:
         local.LocalRuntime.from_config(config, None)
     kind = DeviceKind.AUTO
@@ -425,7 +433,8 @@ def started(config: RunConfig) -> Any:
 
 
 def joined(config: RunConfig) -> Any:
-    """What Ray's runtime makes of a cluster that it joins: deadlines, threads, checks."""
+    """Return how the Ray runtime opens a cluster, checks nodes, and sets deadlines, threads and
+    environment."""
     from mindspeed_rlxf.cluster import node_check
     from mindspeed_rlxf.cluster.ray import runtime as ray_runtime
 

@@ -47,7 +47,9 @@ def test_each_role_has_the_architecture_of_its_folder(
     assert not actor.untie_embeddings_and_output_weights
 
 
-def test_keys_of_the_role_are_laid_over_it(make_tree: Callable[..., Any], tmp_path: Path) -> None:
+def test_keys_of_a_role_override_the_read_architecture(
+    make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
     changes = {"training.model": "auto", "training.load": write_config(tmp_path / "a")}
     tree = make_tree({**changes, "critic.max_position_embeddings": 64}, drop=("model",))
     config = resolve(tree, "test")

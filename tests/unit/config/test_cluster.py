@@ -72,7 +72,7 @@ def test_other_keys_of_resource_pool_are_no_pools(
     assert problem.startswith("resource_pool.env.A=true must be text")
 
 
-def test_which_devices_a_worker_sees_is_not_the_users_to_set(
+def test_variables_of_visible_devices_are_refused(
     problems: Callable[..., list[str]],
 ) -> None:
     (problem,) = problems({"resource_pool.env": {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}})

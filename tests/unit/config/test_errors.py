@@ -1,4 +1,4 @@
-"""Problems: how they read, which keys they judge, how keys are renamed; all come at once."""
+"""Problems: their text, the keys that they name, and how keys are renamed in them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_problem_is_one_line(problem: Problem, line: str) -> None:
     assert str(UserError([problem, problem])) == f"{line}\n{line}"
 
 
-def test_an_error_takes_problems_and_no_text() -> None:
+def test_user_error_refuses_a_text_in_place_of_problems() -> None:
     with pytest.raises(AssertionError, match="parts, and not a text"):
         UserError("a=2 must be 1; use 1")  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def test_keys_are_named_where_the_user_wrote_them(problems: Problems) -> None:
     assert across.startswith("training.max_tokens_per_micro_batch=23 must be at least training.se")
 
 
-def test_nothing_that_makes_problems_reads_english() -> None:
+def test_modules_that_make_problems_parse_no_messages() -> None:
     """Values of YAML have patterns, texts of problems have parts."""
     of_values = {"config/sections.py", "config/quoting.py"}  # times of schedulers, hydra's quotes
     of_values |= {"config/secret_words.py", "config/cluster.py"}  # secrets, addresses

@@ -396,7 +396,9 @@ PLAN: dict[str, Any] = {
     "response_tokens": Case(4, base=ON_NPU),
 }
 ROLLOUT = {
-    "engine": Shown("trainer/test_bad_files.py", "test_the_engine_has_to_be_known"),
+    "engine": Shown(
+        "trainer/test_bad_files.py", "test_an_unknown_or_unsuitable_rollout_engine_is_refused"
+    ),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
 }
@@ -502,6 +504,6 @@ def test_pools_and_placement_are_in_the_plan(make_tree: MakeTree) -> None:
     assert len(set(plans)) == 3
 
 
-def test_a_key_of_one_value_has_no_other() -> None:
+def test_keys_without_an_observation_accept_only_one_value() -> None:
     for key in ONE_VALUE:
         assert len(get_args(TrainingConfig.model_fields[key].annotation)) == 1

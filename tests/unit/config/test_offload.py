@@ -72,12 +72,14 @@ def test_nothing_is_offloaded_by_default(make_tree: MakeTree) -> None:
         ),
     ],
 )
-def test_what_is_refused(problems: Problems, changes: dict[str, Any], expected: str) -> None:
+def test_offload_keys_that_cannot_work_are_refused(
+    problems: Problems, changes: dict[str, Any], expected: str
+) -> None:
     (found,) = problems(changes)
     assert found.startswith(expected)
 
 
-def test_a_resumed_run_may_change_it(make_tree: MakeTree) -> None:
+def test_a_resumed_run_may_change_offload_weights(make_tree: MakeTree) -> None:
     before = to_tree(resolve(make_tree(), "test"))
     now = to_tree(resolve(make_tree({"training.offload": {"weights": True}}), "test"))
     changes = find_changes(before, now)
@@ -87,7 +89,7 @@ def test_a_resumed_run_may_change_it(make_tree: MakeTree) -> None:
     assert resolve(now, "test") == resolve(make_tree({"training.offload.weights": True}), "test")
 
 
-def test_a_run_of_before_the_key_has_its_default(make_tree: MakeTree) -> None:
+def test_a_run_from_before_the_key_resumes_with_its_default(make_tree: MakeTree) -> None:
     before = to_tree(resolve(make_tree(), "test"))
     now = to_tree(resolve(make_tree(), "test"))
     del before["critic"]["offload"]
@@ -99,7 +101,9 @@ def test_a_rule_as_reward_has_nothing_to_offload(make_tree: MakeTree) -> None:
     assert "reward.offload" in "".join(resolve_with_notes(tree, "test")[1])
 
 
-def test_weights_that_no_other_model_waits_for_stay(make_tree: MakeTree) -> None:
+def test_offload_is_noted_as_idle_where_no_other_model_shares_the_devices(
+    make_tree: MakeTree,
+) -> None:
     alone = {"resource_pool.other": 8, "placement.critic": "other"}
     tree = make_tree({**alone, "training.offload.weights": True})
     assert not any("offload" in note for note in resolve_with_notes(tree, "test")[1])

@@ -1,4 +1,4 @@
-"""Python files of the user: loaded once, remembered by their text, mistakes named with the line."""
+"""Python files of the user are loaded once, stored as text, and their errors named by line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 from mindspeed_rlxf.run.changed_keys import find_changes
-from tests.registries import forgotten
+from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]
 
@@ -39,7 +39,7 @@ def total(given):
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 
@@ -92,7 +92,7 @@ def test_a_file_that_cannot_be_loaded_is_the_users_mistake(
 
 def test_rules_read_what_an_estimator_needs(make_tree: MakeTree, tmp_path: Path) -> None:
     def found(compares: bool, **more: Any) -> list[str]:
-        with forgotten():
+        with restored_registries():
             grpo = {"training.stage": "ray_grpo", "algorithm.adv_estimator": "sum", **more}
             grpo["training.plugins"] = written(tmp_path, ESTIMATOR.format(compares))
             try:
@@ -112,7 +112,7 @@ def test_another_process_needs_the_text_alone(tmp_path: Path) -> None:
     source = plugins.Source(str(tmp_path / "gone.py"), RULE)
     plugins.load(source)
     made = plugins.with_plugins(dict)
-    with forgotten():
+    with restored_registries():
         plugins._loaded.clear()
         RULES.pop("short")
         assert made({"a": 1}) == {"a": 1}

@@ -1,4 +1,4 @@
-"""Reward functions of the user: found, run and checked when the configuration is made."""
+"""Reward functions of the user are found, run and checked when the configuration is resolved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_rlxf.rewards.plans import make_plan
 from mindspeed_rlxf.rewards.scorer import SampleScorer
 from mindspeed_rlxf.run.changed_keys import find_changes
 from mindspeed_rlxf.run.directory import RunDirectory
-from tests.registries import forgotten
+from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]
 
@@ -43,7 +43,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 
@@ -189,13 +189,13 @@ def test_the_text_goes_to_other_processes_and_is_not_run_there(
     made = with_plugins(dict)
     source = sources.Source(file, TEXT)
     Path(file).unlink()
-    with forgotten():
+    with restored_registries():
         sources._carried.clear()
         assert made({"a": 1}) == {"a": 1}
         assert sources.find_carried(file, source.sha256) == source
 
 
-def test_a_file_that_runs_long_is_named_meanwhile(
+def test_a_file_that_runs_long_is_named_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sources, "SLOW_S", 0.05)

@@ -1,4 +1,4 @@
-"""Every shipped configuration resolves, and says in its name what it is."""
+"""Every shipped configuration resolves and is what its name says."""
 
 from __future__ import annotations
 

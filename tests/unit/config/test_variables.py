@@ -1,4 +1,4 @@
-"""Secrets among the variables of the workers are used, and are written down nowhere."""
+"""Workers get secret variables, but no file or message shows them."""
 
 from __future__ import annotations
 

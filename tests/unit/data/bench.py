@@ -1,4 +1,4 @@
-"""Preprocess rows in a folder, and read back what was written."""
+"""Preprocess rows, and read back the files that this writes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ KEYS = MapKeys(prompt="prompt")
 
 
 class Bench:
+    """Inputs in `folder`, outputs with the prefix `folder/out/set`."""
+
     def __init__(self, folder: Path, tokenizer: str) -> None:
         self.folder, self._tokenizer = folder, tokenizer
         self.prefix = folder / "out" / "set"
 
     def write(self, name: str, *rows: Any) -> str:
-        """rows: objects, or whole lines as bytes"""
+        """Write a jsonl file, return its path. rows: objects, or lines as bytes"""
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
         (self.folder / name).write_bytes(b"".join(line + b"\n" for line in lines))
         return str(self.folder / name)
 
     def run(self, *inputs: str, **options: Any) -> Counts:
+        """Preprocess input files. options: fields of PreprocessOptions"""
         values = {"map_keys": KEYS, "output_prefix": str(self.prefix), **options}
         return preprocess(PreprocessOptions(inputs, tokenizer_path=self._tokenizer, **values))
 
     def problems(self, *inputs: str, **options: Any) -> list[str]:
-        """The problems of a refused run, which must leave no new file."""
+        """Assert that a run is refused and writes no file; return its problems as text."""
         before = self.files()
         with pytest.raises(UserError) as error:
             self.run(*inputs, **options)
@@ -43,25 +46,30 @@ class Bench:
         return list(map(str, error.value.problems))
 
     def files(self) -> list[Path]:
+        """Return all files of the output folder."""
         return [path for path in self.prefix.parent.rglob("*") if path.is_file()]
 
     def sequences(self, file: str) -> list[Any]:
+        """Return the arrays of an indexed data set. file: its name, such as input_ids"""
         reader = IndexedReader(data_path(self.prefix, file))
-        return [reader[place] for place in range(len(reader))]
+        return [reader[index] for index in range(len(reader))]
 
     def texts(self, file: str = "input_ids") -> list[str]:
-        """Decoded token ids, or labels without those that are ignored."""
+        """Return decoded token ids or labels; ignored labels (negative) are left out."""
         rows = [[i for i in row.tolist() if i >= 0] for row in self.sequences(file)]
         return [byte_tokenizer().decode(ids) for ids in rows]
 
     def column(self, file: str) -> list[Any]:
+        """Return the values of an indexed data set of JSON values."""
         return [json.loads(row.tobytes()) for row in self.sequences(file)]
 
     def rejected(self) -> list[dict[str, Any]]:
+        """Return the objects of the file of rejected rows."""
         lines = Path(f"{self.prefix}_rejected.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
     def sidecar(self) -> Sidecar:
+        """Return the sidecar; fails the test where there is none."""
         sidecar = read_sidecar(self.prefix)
         assert sidecar is not None
         return sidecar

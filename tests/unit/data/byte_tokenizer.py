@@ -1,4 +1,4 @@
-"""A tokenizer with one id per byte, and the special tokens of every template's family."""
+"""A tokenizer with one id per byte, and the special tokens of all prompt templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPECIAL = [
 def byte_tokenizer(
     special: list[str] = SPECIAL, frame: str = "$A", eos: str = "<|end_of_text|>"
 ) -> PreTrainedTokenizerFast:
-    """`frame` is what the tokenizer adds to a plain text."""
+    """Make the tokenizer. frame: special tokens around a text `$A`; eos: a token of `special`"""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([*special, *alphabet])}
     core = Tokenizer(models.BPE(vocab=ids, merges=[]))
@@ -33,5 +33,6 @@ def byte_tokenizer(
 
 
 def write_tokenizer(folder: Path, **settings: object) -> str:
+    """Write a byte tokenizer to a folder; return its path. settings: as `byte_tokenizer`"""
     byte_tokenizer(**settings).save_pretrained(folder)  # type: ignore[arg-type]
     return str(folder)

@@ -1,4 +1,4 @@
-"""A small real tokenizer, one id per character, and writers of prompt files."""
+"""A small tokenizer with one id per character, a folder with a byte tokenizer, and prompt files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ WriteJsonl = Callable[..., str]
 
 @pytest.fixture
 def make_tokenizer() -> MakeTokenizer:
-    """`template` frames a text ("<bos> $A <eos>"); `chat_template` may be None."""
+    """Return a function that makes a tokenizer.
+
+    template:      special tokens around a text, such as "<bos> $A <eos>"
+    chat_template: None = no chat template
+    """
 
     def make(template: str = "$A", chat_template: str | None = CHAT_TEMPLATE) -> Any:
         ids = {token: i for i, token in enumerate(TOKENS)}
@@ -61,7 +65,7 @@ def make_tokenizer() -> MakeTokenizer:
 
 @pytest.fixture
 def ids_of() -> Callable[..., list[int]]:
-    """The ids of tokens, given one by one or as characters of a string."""
+    """Return a function that gives the ids of its arguments: tokens, or texts by character."""
 
     def ids(*parts: str) -> list[int]:
         return [TOKENS.index(t) for part in parts for t in ([part] if part in TOKENS else part)]
@@ -71,7 +75,10 @@ def ids_of() -> Callable[..., list[int]]:
 
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> WriteJsonl:
-    """Writes rows (objects, or raw lines as str or bytes) and returns the file's name."""
+    """Return a function that writes rows to a jsonl file and returns its path.
+
+    rows: objects, or lines as str or bytes
+    """
 
     def write(*rows: Any, name: str = "train.jsonl") -> str:
         file = tmp_path / name

@@ -1,4 +1,4 @@
-"""Indexed data sets written without the package, as another toolkit writes them."""
+"""Write indexed data sets in Megatron's format without the code of the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 
 
 def write_pair(path: Path, rows: list[list[int]], code: int = 4) -> None:
-    """By hand: the header, lengths, offsets and documents of Megatron's format."""
+    """Write PATH.idx (header, lengths, offsets, documents) and PATH.bin.
+
+    code: Megatron's code of the dtype, 4 = int32, 1 = uint8
+    """
     dtype = {4: np.int32, 1: np.uint8}[code]
     lengths = np.array([len(row) for row in rows], np.int32)
     offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize

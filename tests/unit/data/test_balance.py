@@ -48,7 +48,7 @@ def test_parts_by_hand() -> None:
     assert equal_parts([9, 8, 5, 7, 1, 2], 2) == [[0, 2, 5], [1, 3, 4]]
 
 
-def test_an_exchange_mends_what_the_longest_first_leave() -> None:
+def test_an_exchange_improves_the_longest_first_assignment() -> None:
     """Longest first: 8 5 | 7 6 are 13 each, 4 to the first, 1 to the second: 17 | 14. An exchange
     of 8 and 7 makes 16 | 15, the best that a sum of 31 allows."""
     costs = [8, 7, 6, 5, 4, 1]
@@ -72,7 +72,7 @@ def test_equal_costs_make_equal_parts() -> None:
     assert [len(part) for part in parts] == [3] * 4
 
 
-def test_a_giant_is_with_the_cheapest_others() -> None:
+def test_a_very_expensive_sample_shares_a_part_with_the_cheapest() -> None:
     """100 is more than all others, so its part gets 1 and 2."""
     assert equal_parts([4, 1, 5, 100, 3, 2], 2) == [[0, 2, 4], [1, 3, 5]]
 

@@ -1,7 +1,7 @@
-"""Templates against the chat templates that models bring along.
+"""Our prompt templates give the same text as the chat templates of the models' tokenizers.
 
-RLXF_TOKENIZERS names a folder of tokenizer folders, each called by its template and anything behind
-(`qwen25-7b-instruct`, `llama3`); without it, the comparison itself is tested on stand-ins.
+RLXF_TOKENIZERS names a folder of tokenizer folders, whose names begin with the name of a template
+(`qwen25-7b-instruct`, `llama3`). Without it, the comparison is tested with stand-ins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Strict stand-ins for torch_npu, MindSpeed and Megatron-LM: they record, and refuse a wrong order.
+"""Strict stand-ins for torch_npu, MindSpeed and Megatron-LM: record calls and check their order.
 
-They know the names and rules that `mindspeed_rlxf.device.npu` relies on and nothing else: a name
-that is not here is an AttributeError, a call out of order or twice is an OutOfOrder.
+They have only the names that `mindspeed_rlxf.device.npu` uses. Any other name raises
+AttributeError; a call out of order, or a second one, raises OutOfOrder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post8", "mindspeed": "0.12
 
 
 class OutOfOrder(AssertionError):
-    pass
+    """A call came too early, too late or a second time."""
 
 
 class Npu:
-    """`torch_npu.npu`, the names that are used before a model is there."""
+    """`torch_npu.npu` with the functions that are called before a model is built."""
 
     __slots__ = ("_recorder",)
 
@@ -50,7 +50,7 @@ class Npu:
 
     def set_device(self, index: int) -> None:
         if self._recorder.seen("adaptor"):
-            raise OutOfOrder("set_device after the adaptor, which may have claimed device 0")
+            raise OutOfOrder("set_device must come before the adaptor, which may claim device 0")
         if not 0 <= index < self._recorder.devices:
             raise RuntimeError(f"invalid device {index}")
         self._recorder.once(f"set_device {index}")
@@ -61,12 +61,12 @@ class Npu:
     def current_device(self) -> int:
         chosen = [c for c in self._recorder.calls if c.startswith("set_device")]
         if not chosen:
-            raise OutOfOrder("current_device claims device 0 before set_device")
+            raise OutOfOrder("current_device must come after set_device, or it claims device 0")
         return int(chosen[0].split()[1])
 
 
 class TorchNpu(MetaPathFinder, Loader):
-    """Finds and loads torch_npu; HCCL's times and CANN have to be settled when it is imported."""
+    """Finds and loads the stand-in for torch_npu, and records its import."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -82,7 +82,12 @@ class TorchNpu(MetaPathFinder, Loader):
 
 
 class Recorder(ModuleType):
-    """calls: what happened, in order; arguments: what `repatch` got; argv: what could be parsed."""
+    """Records what `device.npu` does.
+
+    calls:     names of the calls, in order
+    arguments: what `repatch` of the adaptor got
+    argv:      sys.argv when the adaptor was imported, which the real adaptor parses
+    """
 
     def __init__(self, devices: int) -> None:
         super().__init__("npu_recorder_of_this_test")
@@ -91,49 +96,50 @@ class Recorder(ModuleType):
         self.argv: list[str] = []
 
     def once(self, call: str) -> None:
+        """Record a call. Raises OutOfOrder for a second one of the same name."""
         if self.seen(call.split()[0]):
-            raise OutOfOrder(f"{call} comes a second time")
+            raise OutOfOrder(f"{call} must be called only once")
         self.calls.append(call)
 
     def seen(self, word: str) -> bool:
         return any(call.split()[0] == word for call in self.calls)
 
     def cann_checked(self) -> None:
-        if not self.seen("check_cann"):  # as often as one likes
+        if not self.seen("check_cann"):  # may be called several times
             self.calls.append("check_cann")
 
     def timeouts_set(self) -> None:
         if self.seen("torch_npu"):
-            raise OutOfOrder("HCCL's times after torch_npu, which may have read them")
+            raise OutOfOrder("HCCL's timeouts must be set before torch_npu, which may read them")
         self.once("set_timeouts")
 
     def torch_npu_imported(self) -> None:
         if not self.seen("check_cann"):
-            raise OutOfOrder("torch_npu before a look at CANN, without which it cannot be loaded")
+            raise OutOfOrder("CANN must be checked before torch_npu, which cannot load without it")
         if self.seen("adaptor"):
-            raise OutOfOrder("torch_npu after the adaptor")
+            raise OutOfOrder("torch_npu must be imported before the adaptor")
         self.once("torch_npu")
 
     def adaptor_imported(self, argv: list[str]) -> None:
         if not self.seen("set_device"):
-            raise OutOfOrder("the adaptor before the device of the process is set")
+            raise OutOfOrder("the device of the process must be set before the adaptor")
         if any(name.split(".")[0] == "megatron" for name in sys.modules if "." in name):
-            raise OutOfOrder("the adaptor after Megatron")
+            raise OutOfOrder("the adaptor must be imported before Megatron")
         self.once("adaptor")
         self.argv = argv
-        logging.getLogger().addHandler(logging.NullHandler())  # as the real one
+        logging.getLogger().addHandler(logging.NullHandler())  # as the real adaptor does
         logging.getLogger().setLevel(logging.DEBUG)
         self._patch_torch()
 
     def repatched(self, arguments: dict[str, Any]) -> None:
         if not self.seen("adaptor"):
-            raise OutOfOrder("repatch before the adaptor")
+            raise OutOfOrder("repatch must be called after the import of the adaptor")
         self.once("repatch")
         self.arguments = arguments
 
     @staticmethod
     def _patch_torch() -> None:
-        """What MindSpeed does to sums of fp64: a copy is reduced, and lost."""
+        """Patch all_reduce as MindSpeed does: of an fp64 tensor only an fp32 copy is reduced."""
         original = dist.all_reduce
 
         def bypass(*args: Any, **kwargs: Any) -> Any:
@@ -146,11 +152,15 @@ class Recorder(ModuleType):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> Recorder:
-    """A machine with NPUs: stand-ins on the path, CANN's environment, nothing imported yet."""
+    """Make this process look like one on a host with NPUs, before anything is imported.
+
+    Puts the stand-ins on the path, hides real packages, and sets the variables of CANN. Returns the
+    recorder of all calls.
+    """
     recorder = Recorder(devices)
     monkeypatch.setitem(sys.modules, recorder.__name__, recorder)
     for name in ("megatron", "mindspeed", "mindspeed.megatron_adaptor", "torch_npu"):
-        if name not in sys.modules:  # gone again afterwards
+        if name not in sys.modules:  # so that monkeypatch removes it after the test
             monkeypatch.setitem(sys.modules, name, None)
     for name in [n for n in sys.modules if n.split(".")[0] in HIDDEN]:
         monkeypatch.delitem(sys.modules, name)
@@ -168,7 +178,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     look_in(monkeypatch, [folder / "Megatron-LM", folder / "MindSpeed"])
     install_cann(monkeypatch, folder / "cann")
     for name in (npu.CONNECT, npu.EXECUTE, npu.EVENT, "HCCL_BUFFSIZE", npu.VISIBLE):
-        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it after the test
         monkeypatch.delenv(name)
     monkeypatch.setattr(packages, "_installed", VERSIONS.get)
     monkeypatch.setattr(npu_versions, "cann_version", lambda: "9.1.0")
@@ -179,6 +189,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
 
 
 def noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    """Wrap a function so that each call first calls `note`."""
+
     def call(*args: Any) -> Any:
         note()
         return function(*args)
@@ -187,6 +199,7 @@ def noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..
 
 
 def install_cann(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Make a folder with an empty library of CANN, and point the variables of CANN to it."""
     (folder / "lib64").mkdir(parents=True)
     (folder / "lib64" / npu.LIBRARY).touch()
     monkeypatch.setenv("ASCEND_HOME_PATH", str(folder))
@@ -195,7 +208,10 @@ def install_cann(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def checkout(folder: Path, parts: Sequence[str], numbers: tuple[int, int, int]) -> None:
-    """A Megatron-LM folder with these parts of the namespace `megatron`."""
+    """Make a checkout of Megatron-LM with these packages of `megatron`.
+
+    Importing one raises ImportError. numbers: the version, written where `core` is among the parts
+    """
     for part in parts:
         (folder / "megatron" / part).mkdir(parents=True)
         (folder / "megatron" / part / "__init__.py").write_text("raise ImportError('too early')\n")
@@ -205,14 +221,14 @@ def checkout(folder: Path, parts: Sequence[str], numbers: tuple[int, int, int]) 
 
 
 def look_in(monkeypatch: pytest.MonkeyPatch, folders: Sequence[Path]) -> None:
-    """Only these hold Megatron and MindSpeed."""
+    """Put the folders first on the path, and remove others that have Megatron or MindSpeed."""
     hidden = ("megatron", "mindspeed")
     kept = [p for p in sys.path if not any(Path(p, name).exists() for name in hidden)]
     monkeypatch.setattr(sys, "path", [*map(str, folders), *kept])
 
 
 def smi_table(count: int) -> str:
-    """What `npu-smi info` prints of so many healthy chips."""
+    """Return what `npu-smi info` prints for `count` healthy chips."""
     rows = [
         f"| {i}     910B2          | OK            | 94.3     45          0    / 0        |\n"
         f"| 0                    | 0000:C{i}:00.0  | 0        0    / 0    3302 / 65536    |\n"

@@ -1,8 +1,9 @@
-"""Which names of torch_npu and MindSpeed our code uses, and whether real ones have them.
+"""Check that releases of torch_npu and MindSpeed have the names that our code uses.
 
     python -m tests.unit.device.npu_surface torch_npu-*.whl MindSpeed/ ...
 
-Wheels and source folders are read as text (zip and ast): nothing of them is imported.
+Wheels and source folders are read as text (zip and ast), and never imported. Prints what each one
+lacks; exits with 1 where one lacks a name.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DEVICE = Path(__file__).resolve().parents[3] / "mindspeed_rlxf" / "device"
-# The second from 26.1.0 on.
+# Modules that register the backend hccl; the second one in 26.1.0 and later.
 REGISTRATION = ("torch_npu/__init__.py", "torch_npu/_init/registry/distributed.py")
-Read = Callable[[str], str | None]  # path inside a wheel or a folder -> its text
+Read = Callable[[str], str | None]  # path inside a wheel or folder -> text, None without the file
 
 
-def used() -> tuple[set[str], set[str]]:
-    """Names of `torch_npu.npu` and of `mindspeed.megatron_adaptor` that `device/` uses."""
+def find_used_names() -> tuple[set[str], set[str]]:
+    """Return the names of `torch_npu.npu` and of `mindspeed.megatron_adaptor` in `device/`."""
     npu: set[str] = set()
     adaptor: set[str] = set()
     for file in DEVICE.glob("*.py"):
@@ -37,8 +38,8 @@ def used() -> tuple[set[str], set[str]]:
     return npu, adaptor
 
 
-def arguments() -> set[str]:
-    """Keys of `npu.ARGUMENTS`."""
+def find_arguments() -> set[str]:
+    """Return the keys of `npu.ARGUMENTS`, which MindSpeed has to know as arguments."""
     tree = ast.parse((DEVICE / "npu.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ARGUMENTS":
@@ -48,6 +49,8 @@ def arguments() -> set[str]:
 
 
 def wheel(file: Path) -> Read:
+    """Return a reader of the files of a wheel."""
+
     def read(name: str) -> str | None:
         with zipfile.ZipFile(file) as archive:
             return archive.read(name).decode() if name in archive.namelist() else None
@@ -56,6 +59,8 @@ def wheel(file: Path) -> Read:
 
 
 def folder(root: Path) -> Read:
+    """Return a reader of the files of a folder."""
+
     def read(name: str) -> str | None:
         file = root / name
         return file.read_text(encoding="utf-8") if file.is_file() else None
@@ -64,7 +69,10 @@ def folder(root: Path) -> Read:
 
 
 def defined(read: Read, module: str) -> set[str]:
-    """Names at the top of a module, those of its star imports included."""
+    """Return the names that a module defines or imports, with those of its star imports.
+
+    Returns an empty set where the module does not exist.
+    """
     name = module.replace(".", "/")
     text, package = read(f"{name}/__init__.py"), module
     if text is None:
@@ -73,6 +81,7 @@ def defined(read: Read, module: str) -> set[str]:
 
 
 def _defined(read: Read, tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the names of a parsed module; relative star imports are looked up in `package`."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -88,8 +97,8 @@ def _defined(read: Read, tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def wheel_problems(read: Read) -> list[str]:
-    """What our code uses and this torch_npu lacks."""
-    names, _ = used()
+    """Return what our code uses and this torch_npu lacks."""
+    names, _ = find_used_names()
     problems = [f"torch_npu.npu.{n}" for n in sorted(names - defined(read, "torch_npu.npu"))]
     config = read("torch_npu/npu/npu_config.py") or ""
     found = [
@@ -118,18 +127,18 @@ def _registers_hccl(text: str) -> bool:
 
 
 def _takes(node: ast.FunctionDef, name: str) -> bool:
+    """Whether a function accepts the argument."""
     listed = [*node.args.args, *node.args.kwonlyargs]
     return node.args.kwarg is not None or name in {a.arg for a in listed}
 
 
 def mindspeed_problems(root: Path) -> list[str]:
-    """What our code uses and this MindSpeed lacks."""
-    _, names = used()
-    read = folder(root)
-    there = defined(read, "mindspeed.megatron_adaptor")
-    problems = [f"mindspeed.megatron_adaptor.{n}" for n in sorted(names - there)]
+    """Return what our code uses and this MindSpeed lacks."""
+    _, names = find_used_names()
+    existing = defined(folder(root), "mindspeed.megatron_adaptor")
+    problems = [f"mindspeed.megatron_adaptor.{n}" for n in sorted(names - existing)]
     texts = [f.read_text(encoding="utf-8") for f in (root / "mindspeed").rglob("*.py")]
-    for name in sorted(arguments()):
+    for name in sorted(find_arguments()):
         option = f"--{name.replace('_', '-')}"
         quoted = (f"'{name}'", f'"{name}"', f"args.{name}", f"'{option[2:]}'", f'"{option[2:]}"')
         if not any(word in text for text in texts for word in quoted):
@@ -138,13 +147,14 @@ def mindspeed_problems(root: Path) -> list[str]:
 
 
 def problems(path: Path) -> list[str]:
+    """Return what a wheel of torch_npu (.whl) or a folder of MindSpeed lacks."""
     return wheel_problems(wheel(path)) if path.suffix == ".whl" else mindspeed_problems(path)
 
 
 if __name__ == "__main__":
-    npu, adaptor = used()
+    npu, adaptor = find_used_names()
     print("torch_npu.npu:", *sorted(npu))
-    print("mindspeed.megatron_adaptor:", *sorted(adaptor), "with", *sorted(arguments()))
+    print("mindspeed.megatron_adaptor:", *sorted(adaptor), "with", *sorted(find_arguments()))
     missing = {argument: problems(Path(argument)) for argument in sys.argv[1:]}
     for name, lacking in missing.items():
         print(f"{Path(name).name}: {'lacks ' + ', '.join(lacking) if lacking else 'has them all'}")

@@ -1,4 +1,4 @@
-"""What the adaptor changes, seen in a process of its own: it cannot be taken back."""
+"""What the CPU adaptor patches, tested in a process of its own, as it cannot be undone."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The device facade: which device a process uses, its memory and its random streams."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -104,7 +106,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         (4, "4,5,6,7", {"local_rank": 3}, 3),  # torchrun: all see the same
     ],
 )
-def test_a_process_counts_among_the_gpus_that_it_sees(
+def test_a_process_chooses_its_gpu_among_the_visible_ones(
     gpus: Any,
     monkeypatch: pytest.MonkeyPatch,
     seen: int,
@@ -161,7 +163,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, request: Any) -> Accelerator:
     return found
 
 
-def test_memory_of_a_device_is_all_of_it(accelerator: Accelerator) -> None:
+def test_memory_total_is_the_whole_memory_of_the_device(accelerator: Accelerator) -> None:
     assert device.memory_total() == 64 * 2**30
     assert accelerator.calls == []
 
@@ -179,7 +181,7 @@ def test_the_devices_own_random_stream_is_saved_and_restored(accelerator: Accele
     assert accelerator.state.tolist() == [1, 2, 3]
 
 
-def test_streams_of_another_kind_of_device_are_known(accelerator: Accelerator) -> None:
+def test_random_streams_of_another_kind_of_device_are_recognised(accelerator: Accelerator) -> None:
     for text, known in (("010203", True), ("0102", False), (None, False)):
         state = json.loads(json.dumps(random_states.process_state())) | {"device": text}
         assert random_states.ProcessStreams.from_json(state).is_of_this_device is known

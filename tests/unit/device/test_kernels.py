@@ -1,4 +1,4 @@
-"""Fused operators are taken where they compute what plain torch computes; stand-ins, on CPU."""
+"""Fused operators are used only where they compute what plain torch computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of Megatron find no tracker; every other module still finds them."""
+"""Modules of Megatron cannot import trackers; all other modules can."""
 
 from __future__ import annotations
 

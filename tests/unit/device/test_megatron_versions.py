@@ -1,4 +1,4 @@
-"""Each version of megatron-core gets what it needs, whichever of them is installed."""
+"""Each version of megatron-core gets the patches that it needs."""
 
 from __future__ import annotations
 

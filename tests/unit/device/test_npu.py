@@ -98,30 +98,30 @@ def test_a_failed_start_leaves_the_process_without_a_device(machine: Recorder) -
         device.current_device()
 
 
-# The stand-ins are what the tests above rest on: each wrong order is refused by them.
+# The tests above rely on the stand-ins to refuse every wrong order of calls.
 
 
 def test_the_stand_ins_refuse_every_wrong_order(machine: Recorder) -> None:
-    with pytest.raises(OutOfOrder, match="torch_npu before a look at CANN"):
+    with pytest.raises(OutOfOrder, match="CANN must be checked before torch_npu"):
         importlib.import_module("torch_npu")
     npu.check_cann(os.environ)
     torch_npu = npu.import_torch_npu()
-    with pytest.raises(OutOfOrder, match="HCCL's times after torch_npu"):
+    with pytest.raises(OutOfOrder, match="timeouts must be set before torch_npu"):
         npu.set_timeouts({}, 30)
-    with pytest.raises(OutOfOrder, match="before the device"):
+    with pytest.raises(OutOfOrder, match="must be set before the adaptor"):
         importlib.import_module("mindspeed.megatron_adaptor")
     with pytest.raises(OutOfOrder, match="claims device 0"):
         torch_npu.npu.current_device()
-    with pytest.raises(OutOfOrder, match="before the adaptor"):
+    with pytest.raises(OutOfOrder, match="after the import of the adaptor"):
         machine.repatched({})
     torch_npu.npu.set_device(0)
-    with pytest.raises(OutOfOrder, match="second time"):
+    with pytest.raises(OutOfOrder, match="only once"):
         torch_npu.npu.set_device(1)
     adaptor = importlib.import_module("mindspeed.megatron_adaptor")
     adaptor.repatch({})
-    with pytest.raises(OutOfOrder, match="second time"):
+    with pytest.raises(OutOfOrder, match="only once"):
         adaptor.repatch({})
-    with pytest.raises(OutOfOrder, match="after the adaptor"):
+    with pytest.raises(OutOfOrder, match="must come before the adaptor"):
         torch_npu.npu.set_device(0)
     with pytest.raises(AttributeError):
         torch_npu.npu.a_name_that_is_not_there  # noqa: B018

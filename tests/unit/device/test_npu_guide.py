@@ -1,4 +1,4 @@
-"""docs/npu.md and the doctor name nothing without a source, and name the same checks."""
+"""docs/npu.md and the doctor name the same checks, each with a source."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Each line of the installation on an NPU host is checked, and its remedy named.
+"""The checks of an installation on an NPU host find each fault and name its remedy.
 
-Stand-ins: a folder in place of `/`, with the files that the guides name, and the outputs that they
-print for npu-smi and hccn_tool.
+A folder with the files that the vendor's guides name stands in for `/`, and the outputs that the
+guides print stand in for npu-smi and hccn_tool.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_packages_in_versions_never_tried_are_named(
     assert "transformers 6.0.0" in found.value and "4.51.3, 5.20.2, 5.23.0" in found.remedy
 
 
-def test_what_counts_as_tested_stands_in_the_sets_or_the_guide() -> None:
+def test_every_tested_version_is_in_a_set_or_in_the_guide() -> None:
     texts = [file.read_text(encoding="utf-8") for file in CONSTRAINTS.glob("*.txt")]
     guide = (CONSTRAINTS.parent / "docs" / "npu.md").read_text(encoding="utf-8")
     for name, versions in npu_sets.TESTED.items():

@@ -56,7 +56,7 @@ def wheel(
 
 def test_the_names_in_use_are_known_here() -> None:
     """A new name has to be looked up: add it here with the stand-ins."""
-    assert npu_surface.used() == (
+    assert npu_surface.find_used_names() == (
         {
             "current_device", "device_count", "get_device_name", "get_rng_state",
             "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats", "set_compile_mode",
@@ -91,8 +91,8 @@ def test_names_that_a_mindspeed_lacks_are_found(tmp_path: Path) -> None:
     adaptor.write_text("def patch_features(): ...\n", encoding="utf-8")
     assert npu_surface.mindspeed_problems(tmp_path) == [
         "mindspeed.megatron_adaptor.repatch",
-        *(f"the argument {name}" for name in sorted(npu_surface.arguments())),
+        *(f"the argument {name}" for name in sorted(npu_surface.find_arguments())),
     ]
-    options = "".join(f"args.{name}\n" for name in npu_surface.arguments())
+    options = "".join(f"args.{name}\n" for name in npu_surface.find_arguments())
     adaptor.write_text(f"def repatch(args): ...\n{options}", encoding="utf-8")
     assert npu_surface.mindspeed_problems(tmp_path) == []

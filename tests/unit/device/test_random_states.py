@@ -1,4 +1,4 @@
-"""Random streams of a process go through JSON and come back."""
+"""Random streams of a process can be stored as JSON and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a device as the driver's tool reports it."""
+"""Memory of a device as the tool of its driver reports it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Which world a rank of a pool belongs to; what passes between worlds is a matter of several
-processes (`tests/distributed/test_split.py`)."""
+"""Which world (process group) each rank of a pool belongs to.
+
+Transfers between worlds need several processes: `tests/distributed/test_split.py`.
+"""
 
 from __future__ import annotations
 

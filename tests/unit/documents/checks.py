@@ -1,6 +1,7 @@
-"""Checks of single commands: parsed by the parser that would parse them, with stand-ins for files.
+"""Check commands of the documents without running them.
 
-`check` is for commands of blocks, `check_exists` for commands that a sentence mentions.
+`check` parses the commands of code blocks by the parser of the program, with stand-ins for files.
+`check_exists` is for commands that a sentence mentions: it looks for their scripts and options.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from mindspeed_rlxf.cli import COMMANDS, preprocess, train
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve_with_notes
-from tests.registries import forgotten
+from tests.registries import restored_registries
 from tests.unit.documents.commands import ROOT
 
 SCRIPTS = {"ray_gpt.py": "train", "preprocess_data.py": "preprocess", "convert_ckpt.py": "convert"}
@@ -35,28 +35,35 @@ FOLDER_OF_MODEL = {
     "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
     "hidden_act": "silu",
 }  # fmt: skip
-"""The config.json of a folder that a command names and that is not here."""
+"""The config.json of the stand-in for a model folder that a command loads."""
 RESPONSE = {"prompt_id": 3, "iteration": 1, "sample_id": 0, "score": 1.0, "response": "46"}
-"""A line of the val_samples.jsonl that a command reads."""
+"""The line of the stand-in for a val_samples.jsonl that a command reads."""
 
 
 class Unchecked(AssertionError):
-    """No check knows the command."""
+    """Raised for a program that has no entry in CHECKS."""
 
 
 def check(words: list[str], folder: Path) -> None:
-    """Raise where a command of a block cannot work. folder: where stand-ins for its files go"""
+    """Raise AssertionError, or the parser's error, where a command cannot work.
+
+    folder: gets the stand-ins for the files of the command. Raises Unchecked for a program that no
+    check knows.
+    """
     words = _without_variables(words)
     if not words or words[0] in BUILTINS:
         return
     program, arguments = words[0], words[1:]
     if program not in CHECKS:
-        raise Unchecked(f"{program}: no check knows this program")
+        raise Unchecked(f"{program}: no check knows this program; add one to CHECKS")
     CHECKS[program](arguments, folder)
 
 
 def check_exists(words: list[str]) -> None:
-    """Raise where the script, target, command or option that a sentence mentions is not there."""
+    """Raise AssertionError where a script, target, command or option of a command does not exist.
+
+    Commands of other programs are not checked.
+    """
     words = _without_variables(words)
     if words[0] == "make":
         _make(words[1:], ROOT)
@@ -71,7 +78,10 @@ def check_exists(words: list[str]) -> None:
 
 
 def _without_variables(words: list[str]) -> list[str]:
-    """Leave out assignments before a command; ours have to be read somewhere."""
+    """Return the words without assignments before the command.
+
+    Raises AssertionError for a variable RLXF_... that no source file mentions.
+    """
     while words and (match := re.match(r"([A-Z]\w*)=", words[0])):
         name, words = match[1], words[1:]
         assert not name.startswith("RLXF_") or name in _read_variables(), f"nothing reads {name}"
@@ -80,12 +90,14 @@ def _without_variables(words: list[str]) -> list[str]:
 
 @cache
 def _read_variables() -> set[str]:
+    """Return all names RLXF_... in the sources of the package and the tests."""
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "mindspeed_rlxf").rglob("*.py")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     return set(re.findall(r"\bRLXF_\w+", text))
 
 
 def _make(arguments: list[str], _: Path) -> None:
+    """Assert that the Makefile has these targets and variables."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
     variables = set(re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE))
@@ -95,6 +107,7 @@ def _make(arguments: list[str], _: Path) -> None:
 
 
 def _python(arguments: list[str], folder: Path) -> None:
+    """Check `python -c CODE`, a script of this repository, or `python -m MODULE`."""
     first = arguments[0]
     if first == "-c":
         _python_code(arguments[1], arguments[2:], folder)
@@ -105,7 +118,7 @@ def _python(arguments: list[str], folder: Path) -> None:
 
 
 def _python_code(code: str, files: list[str], folder: Path) -> None:
-    """Run the code on stand-ins for the files that it reads."""
+    """Run the code on stand-ins for the files that it reads; its output must have the response."""
     names = []
     for file in files:
         stand_in = folder / Path(file).name
@@ -117,7 +130,10 @@ def _python_code(code: str, files: list[str], folder: Path) -> None:
 
 
 def _python_file(arguments: list[str]) -> None:
-    """Look for the script or module, and for its options among the texts of its source."""
+    """Assert that a script or module exists, and that its source contains each option.
+
+    The source includes modules of the same folder that it imports.
+    """
     if arguments[0] == "-m":
         if arguments[1] in ("pytest", "pip"):
             return
@@ -135,7 +151,7 @@ def _python_file(arguments: list[str]) -> None:
 
 
 def _options_exist(source: str, arguments: list[str]) -> None:
-    """Compare options with the texts of the source that defines them."""
+    """Assert that each option, a word that begins with `--`, is a string of the source."""
     texts = {
         node.value
         for node in ast.walk(ast.parse(source))
@@ -147,7 +163,7 @@ def _options_exist(source: str, arguments: list[str]) -> None:
 
 
 def _cli_source(name: str) -> str:
-    """Return the source of one of our commands, options of the older toolkit included."""
+    """Return the source of a command of mindspeed-rlxf and of the older toolkit's options."""
     assert name in COMMANDS, f"mindspeed-rlxf has no command {name}"
     files = [ROOT / "mindspeed_rlxf" / "cli" / f"{name}.py"]
     files += sorted((ROOT / "mindspeed_rlxf" / "compat").glob("*flags.py"))
@@ -155,12 +171,13 @@ def _cli_source(name: str) -> str:
 
 
 def _without_future(source: str) -> str:
-    """Leave out what has to stand first in a file, so that files can be joined."""
+    """Remove the `from __future__` line, which may not follow other code, so that files can be
+    joined."""
     return source.replace("from __future__ import annotations", "")
 
 
 def _command(arguments: list[str], folder: Path) -> None:
-    """Parse one of our commands; compose and resolve the configuration of those that have one."""
+    """Parse a command of mindspeed-rlxf; for `train` also resolve the configuration."""
     name, given = arguments[0], [word for word in arguments[1:] if not word.startswith("[")]
     assert name in COMMANDS, f"mindspeed-rlxf has no command {name}"
     given = ["ppo_trainer_tiny" if word == "NAME" else word for word in given]
@@ -175,7 +192,10 @@ def _command(arguments: list[str], folder: Path) -> None:
 def resolve_configuration(
     name: str, overrides: list[str], config_dir: str | None, folder: Path
 ) -> None:
-    """Compose and resolve a configuration; stand-ins for models and NPUs, which are not here."""
+    """Compose and resolve a configuration in `folder`. Raises its problems.
+
+    Model folders that it loads are replaced by stand-ins, device.kind=npu by cpu.
+    """
     for part in ("examples", "configs"):
         if not (folder / part).exists():
             (folder / part).symlink_to(ROOT / part)
@@ -188,13 +208,13 @@ def resolve_configuration(
             (folder / value / "config.json").write_text(text, encoding="utf-8")
     if config_dir is not None:
         (folder / config_dir).mkdir(exist_ok=True)
-    with chdir(folder), forgotten():
+    with chdir(folder), restored_registries():
         tree = compose(name, overrides, config_dir)
         resolve_with_notes(tree, name, older_toolkit)
 
 
 def _ray(arguments: list[str], _: Path) -> None:
-    """Parse a command of Ray by its own parser, without running it."""
+    """Assert that Ray's command line has the command and its options."""
     from ray.scripts.scripts import cli
 
     name, given = arguments[0], [word for word in arguments[1:] if word != "..."]
@@ -234,8 +254,3 @@ CHECKS: dict[str, Callable[[list[str], Path], None]] = {
     "make": _make, "python": _python, "mindspeed-rlxf": _command, "ray": _ray, "bash": _bash,
     "source": _source, "pip": _pip, "tail": _tail, "pytest": _pytest,
 }  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a process that imports this clone."""
-    return {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,6 +1,6 @@
-"""Code blocks of the documents, and the commands in them.
+"""Find the code blocks of the documents and the commands in them.
 
-A block that cannot be run here has a mark with its reason in the line before it:
+A block that no test runs has a mark with the reason in the line before it:
 `<!-- not run: needs an NPU -->`.
 """
 
@@ -20,14 +20,14 @@ SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
 def documents() -> list[Path]:
-    """List what users read: the README files and all pages of the site."""
+    """Return the files that users read: README files, the pages of the site, and the examples'."""
     pages = [*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     return sorted(pages)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. mark: why its commands are not run, None without a mark"""
+    """A fenced code block. mark: reason why no test runs its commands, None without a mark"""
 
     file: Path
     line: int
@@ -53,12 +53,15 @@ def blocks(file: Path) -> list[Block]:
 
 
 def spans(file: Path) -> set[str]:
-    """Return what stands between single backticks outside of blocks."""
+    """Return the texts between single backticks outside of code blocks."""
     return set(SPAN.findall(FENCE.sub("", file.read_text(encoding="utf-8"))))
 
 
 def logical_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script, joined where a line or a quotation continues."""
+    """Yield the lines of a script, with continued lines and quotations joined to one.
+
+    Raises ValueError for a quotation that does not end.
+    """
     waiting = ""
     for line in text.replace("\\\n", " ").splitlines():
         waiting = f"{waiting}\n{line}" if waiting else line

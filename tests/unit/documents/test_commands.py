@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from mindspeed_rlxf.config.errors import UserError
+from tests.processes import with_sources
 from tests.unit.documents.checks import (
     Unchecked,
     check,
     check_exists,
-    environment,
     resolve_configuration,
 )
 from tests.unit.documents.commands import ROOT, SHELL, Block, blocks, commands, documents, spans
@@ -92,7 +92,7 @@ def test_python_runs_and_prints_what_is_shown(block: Block, tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(block.text, encoding="utf-8")
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=with_sources())
     assert done.returncode == 0, done.stderr
     after = next((b for b in BLOCKS if b.file == block.file and b.line > block.line), None)
     if after is not None and after.language == "text":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.documents.checks import environment
+from tests.processes import with_sources
 from tests.unit.documents.commands import FENCE, ROOT, documents
 
 DOCS = ROOT / "docs"
@@ -83,7 +83,7 @@ class TestSite:
         folder = tmp_path_factory.mktemp("site")
         command = [sys.executable, "-m", "sphinx", "--builder", "html", "--fail-on-warning"]
         command += ["--nitpicky", "--quiet", str(DOCS), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment())
+        done = subprocess.run(command, capture_output=True, text=True, env=with_sources())
         assert done.returncode == 0, done.stderr
         return folder
 

@@ -1,4 +1,4 @@
-"""No rank writes before the first rank has removed what an earlier export or save left."""
+"""No rank writes before the first rank has removed the files of an earlier export or save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places within packed and padded micro-batches, checked by the tokens that stand there."""
+"""Indices into packed and padded micro-batches, checked by the tokens at these indices."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_cycles_leak_no_tensor(count: int) -> None:
     assert late <= early
 
 
-def test_what_another_engine_needs_goes_and_what_is_held_stays() -> None:
+def test_parts_leave_the_device_for_another_engine_unless_they_are_in_use() -> None:
     one, two = Model(1), Model(2)
     with residency.holding((one.offload, [W])):
         assert one.held() == [WHOLE[0], 0, 0] and two.held() == [0, 0, 0]
@@ -209,7 +209,7 @@ def test_a_failing_phase_holds_nothing() -> None:
     assert one.weights[0].shape == (30, 10)
 
 
-def test_an_engine_that_is_gone_is_forgotten() -> None:
+def test_a_collected_engine_is_not_kept_by_residency() -> None:
     model = Model()
     assert len(residency._known) == 1
     del model

@@ -19,6 +19,6 @@ def test_a_failed_write_names_rank_cause_and_space(tmp_path: Path) -> None:
     assert str(tmp_path) in str(e.value) and "MiB are free there" in str(e.value)
 
 
-def test_other_errors_pass(tmp_path: Path) -> None:
+def test_errors_other_than_os_errors_are_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(KeyError), raise_os_errors(tmp_path):
         raise KeyError("x")

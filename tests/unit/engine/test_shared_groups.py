@@ -1,4 +1,4 @@
-"""Groups by layout, until the process leaves its world."""
+"""Process groups of a layout are made once, and dropped when the process leaves its world."""
 
 from __future__ import annotations
 

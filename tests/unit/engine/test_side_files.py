@@ -34,7 +34,7 @@ def test_the_head_and_the_dtype_of_training_are_described(engine: Any, tmp_path:
     assert config["torch_dtype"] == "float32" and config["num_labels"] == 1
 
 
-def test_every_rank_lists_its_files_the_first_what_describes_the_model_too(
+def test_every_rank_lists_its_files_and_the_first_rank_also_config_and_tokenizer(
     engine: Any, tmp_path: Path
 ) -> None:
     def written(rank: int) -> list[dict[str, Any]]:

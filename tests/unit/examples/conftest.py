@@ -1,4 +1,4 @@
-"""The scripts of a folder import each other by name, as they do when they are run."""
+"""Put the folders of examples on the path, because their scripts import each other by name."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bring-up names the stage that fails, and where its numbers leave the trace."""
+"""The bring-up names the stage that fails, and the first number that differs from the trace."""
 
 from __future__ import annotations
 

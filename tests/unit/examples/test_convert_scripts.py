@@ -1,4 +1,4 @@
-"""The example scripts convert a tiny stand-in there and back."""
+"""The example scripts convert a tiny model to Megatron and back."""
 
 from __future__ import annotations
 

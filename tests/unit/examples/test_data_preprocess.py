@@ -251,7 +251,7 @@ def test_a_name_is_loaded_by_the_library_if_it_is_installed(
     arguments = ["--input", "openai/gsm8k", "--output", str(tmp_path)]
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     assert gsm8k.main(arguments) == 2
-    assert "error: --input=openai/gsm8k must be a folder, as the package `datasets` is not" in (
+    assert "error: --input=openai/gsm8k must be a folder: the package `datasets` is not" in (
         capsys.readouterr().err
     )
     library: Any = ModuleType("datasets")

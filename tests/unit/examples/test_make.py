@@ -1,4 +1,4 @@
-"""What the demo makes, and what it makes on request only."""
+"""What the demo makes, and what it makes only on request."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def taught(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         config = LlamaConfig(**{**start.config.to_dict(), "num_labels": 1})
         return LlamaForSequenceClassification(config), 0.9
 
-    monkeypatch.setattr(make, "teach_policy", policy)
-    monkeypatch.setattr(make, "teach_reward_model", reward)
+    monkeypatch.setattr(make, "pretrain_policy", policy)
+    monkeypatch.setattr(make, "train_reward_model", reward)
     return models
 
 

@@ -1,4 +1,4 @@
-"""The shell scripts of `examples/mcore` start what they say, with configurations that are valid."""
+"""The shell scripts of `examples/mcore` start the right command with a valid configuration."""
 
 from __future__ import annotations
 

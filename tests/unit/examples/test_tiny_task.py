@@ -67,10 +67,10 @@ def test_a_corrupted_response_is_wrong_and_fits(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "careless"),
+    ("left", "right", "without_carry"),
     [(12, 34, "46"), (15, 37, "42"), (95, 17, "102"), (99, 99, "188")],
 )
-def test_the_careless_answer_leaves_out_the_carry_of_the_ones(
-    left: int, right: int, careless: str
+def test_the_answer_without_carry_leaves_out_the_carry_of_the_ones(
+    left: int, right: int, without_carry: str
 ) -> None:
-    assert Problem(left, right).careless_answer == careless
+    assert Problem(left, right).answer_without_carry == without_carry

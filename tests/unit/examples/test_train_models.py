@@ -1,4 +1,4 @@
-"""The demo's models: what they are taught with, not how far they get."""
+"""The training data and losses of the demo's models; no model is trained to its full accuracy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Calculator:
 
 
 def test_greedy_accuracy_counts_rows_that_are_right_to_the_end() -> None:
-    rows = train_models._taught(PROBLEMS, [p.answer for p in PROBLEMS])
+    rows = train_models._answer_rows(PROBLEMS, [p.answer for p in PROBLEMS])
     assert train_models.greedy_accuracy(Calculator(), rows) == 1.0
     assert train_models.greedy_accuracy(Calculator(off=1), rows) == 0.0
     rows[0, 7] = ids_of("9")[0]  # 12+34=4[9]

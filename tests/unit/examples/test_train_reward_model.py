@@ -56,7 +56,7 @@ def arguments(base: Path, output: Path, **more: object) -> list[str]:
     return [f"--{key}={value}" for key, value in given.items()]
 
 
-def test_it_learns_the_order_and_ppo_can_load_it(
+def test_a_trained_reward_model_orders_pairs_and_loads_in_ppo(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "rm"
@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     assert train_reward_model.main([*command, "--lr=0.02"]) == 2
     assert "error: --lr=0.02 must be 0.01, as in the training that" in capsys.readouterr().err
     assert train_reward_model.main(command) == 0
-    assert "goes on after step 6" in capsys.readouterr().out
+    assert "resuming after step 6" in capsys.readouterr().out
     ours, theirs = (LlamaForSequenceClassification.from_pretrained(f) for f in (whole, cut))
     for name, value in ours.state_dict().items():
         assert value.equal(theirs.state_dict()[name]), name
@@ -124,7 +124,7 @@ def test_micro_batches_and_padding_leave_the_margins_as_they_are(base: Path) -> 
     torch.testing.assert_close(together, alone)
 
 
-def test_prompts_lose_their_start_and_responses_their_end(base: Path) -> None:
+def test_long_prompts_are_cut_at_the_start_and_responses_at_the_end(base: Path) -> None:
     tokenizer = load_tokenizer(str(base / "lm"))
     pair = Pairs(str(base / "rm" / "test.parquet"), tokenizer, 10, 5)[0]
     assert tokenizer.decode(pair.chosen) == "assistant\nYes, "
@@ -140,7 +140,7 @@ def test_prompts_lose_their_start_and_responses_their_end(base: Path) -> None:
         ({"chosen": "a", "rejected": "a"}, "pair 1 of {} must have two different responses"),
     ],
 )
-def test_a_pair_that_teaches_nothing_is_refused(
+def test_a_pair_without_two_different_responses_is_refused(
     row: dict[str, str], rule: str, base: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "pairs.jsonl"
@@ -154,7 +154,7 @@ def test_wrong_arguments_are_errors_of_one_line(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_reward_model.main(arguments(base, base / "lm")) == 2
-    assert "must not exist: a folder of that name is complete" in capsys.readouterr().err
+    assert "must not exist: an existing folder is taken for a finished" in capsys.readouterr().err
     assert train_reward_model.main(arguments(base, tmp_path / "a", model=tmp_path)) == 2
     assert "error: --model=" in capsys.readouterr().err
     assert train_reward_model.main(arguments(base, tmp_path / "a", train="absent.parquet")) == 2

@@ -1,4 +1,4 @@
 import torch
 
-# Tensors here are tiny: threads that wait for each other on a busy machine cost seconds.
+# Tensors of these tests are tiny: on a busy machine several threads only wait for each other.
 torch.set_num_threads(1)

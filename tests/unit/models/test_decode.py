@@ -112,7 +112,7 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(layer: Layer, 
     assert_close(experts(hidden[:1]), layer.one_by_one(hidden[:1]))
 
 
-def test_experts_that_lie_anywhere_are_left_to_megatron(
+def test_experts_that_are_not_stacked_are_computed_by_megatron(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert GroupedExperts.of(layer) is None  # each in a memory of its own

@@ -45,7 +45,7 @@ def test_last_stage_has_an_output_layer_even_if_tied(model: ArchitectureConfig) 
     assert sum(shard_sizes(model, LM, 1, 1, 2)) == LAYER + 8 + EMBEDDING
 
 
-def test_a_stage_receives_what_is_not_its_own() -> None:
+def test_a_stage_receives_the_numbers_of_all_other_stages() -> None:
     assert received_numbers(MODEL, LM, 1, 0, 1) == 0
     assert received_numbers(MODEL, LM, 1, 0, 2) == LAYER + 8 + EMBEDDING
     assert received_numbers(MODEL, LM, 1, 1, 2) == EMBEDDING + LAYER

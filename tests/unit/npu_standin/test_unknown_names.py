@@ -1,4 +1,4 @@
-"""The stand-in makes nothing up: a name that it does not know is an error that says so."""
+"""The stand-in raises an error that names it for every name that it does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Illnesses are found in recorded runs that have them, and in none of the healthy ones."""
+"""Health rules find the faults of recorded runs, and none in healthy runs."""
 
 from __future__ import annotations
 

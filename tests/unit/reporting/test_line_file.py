@@ -1,4 +1,4 @@
-"""A growing file in parts: nothing lost, nothing twice, whenever the process is killed."""
+"""A growing file in parts loses and repeats no line, whenever the process is killed."""
 
 from __future__ import annotations
 

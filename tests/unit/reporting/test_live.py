@@ -92,7 +92,9 @@ def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
     assert "save" not in text, "it comes after the iteration's time"
 
 
-def test_lines_of_others_come_above_the_view_without_control_characters(terminal: Terminal) -> None:
+def test_printed_lines_appear_above_the_view_with_control_characters_escaped(
+    terminal: Terminal,
+) -> None:
     console = LiveConsole(terminal)
     console.begin(3, [], title="\x1b]0;title\x07")
     print("from a library \x1b[2J\x1b]52;c;YQ==\x07 with [bold]marks[/bold]")

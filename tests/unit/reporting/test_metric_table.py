@@ -1,4 +1,4 @@
-"""The table of metrics: the document is made from it, names are found in it."""
+"""The document of metrics is made from the table, and names of metrics are found in it."""
 
 from __future__ import annotations
 

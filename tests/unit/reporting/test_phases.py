@@ -1,4 +1,4 @@
-"""Phases: lines at growing intervals, the outermost one, and none for what is short."""
+"""Messages on long phases: at growing intervals, for the outermost phase only."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_outermost_phase_is_shown(quick: tuple[Phases, list[str]]) -> None:
     assert made.current is None
 
 
-def test_the_time_of_the_last_one_is_what_the_next_is_compared_with() -> None:
+def test_a_phase_is_compared_with_the_time_of_the_last_one_of_its_name() -> None:
     made = Phases()
     with made.phase("gen", None, first_s=0.0) as first:
         assert first.share is None

@@ -1,4 +1,4 @@
-"""TensorBoard and wandb, offline: what a run gives them is read back from what they wrote."""
+"""TensorBoard and wandb, offline: the metrics of a run can be read back from their files."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from mindspeed_rlxf.reporting.trackers import (
     find_problems,
     register_tracker,
 )
-from tests.registries import forgotten
+from tests.registries import restored_registries
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
@@ -44,7 +44,7 @@ class Kept(Tracker):
 
 @pytest.fixture
 def kept() -> Iterator[type[Kept]]:
-    with forgotten():
+    with restored_registries():
         made = type("Made", (Kept,), {"runs": [], "got": []})
         register_tracker("kept")(made)
         yield made
@@ -162,7 +162,7 @@ def test_unknown_trackers_and_missing_packages_are_problems(kept: type[Kept]) ->
     )
 
 
-def test_a_name_is_taken_once(kept: type[Kept]) -> None:
+def test_a_tracker_name_cannot_be_registered_twice(kept: type[Kept]) -> None:
     for name in ("kept", "wandb", "jsonl"):
         with pytest.raises(ValueError, match=name):
             register_tracker(name)(kept)

@@ -1,4 +1,4 @@
-"""Reward functions that a run has to survive; the response says what to do."""
+"""A reward function that misbehaves as the response names it; workers have to survive it."""
 
 import asyncio
 import ctypes
@@ -12,6 +12,7 @@ from typing import Any
 def score(
     prompt: str, response: str, ground_truth: str, extra_info: dict[str, Any], scale: float = 1.0
 ) -> Any:
+    """Do the action of ACTIONS that the response names, or compare it with the ground truth."""
     action = ACTIONS.get(response)
     if action is not None:
         return action()
@@ -19,6 +20,7 @@ def score(
 
 
 def hang() -> None:
+    """Sleep, with two child processes that sleep too, one in a session of its own."""
     subprocess.Popen(["sleep", "4242"])
     subprocess.Popen(["sleep", "4242"], start_new_session=True)
     time.sleep(4242)
@@ -29,6 +31,7 @@ def hang_in_c() -> None:
 
 
 def leave_a_process() -> float:
+    """Return a score, but leave a child process that sleeps."""
     subprocess.Popen(["sleep", "4242"])
     return 1.0
 
@@ -66,8 +69,9 @@ ACTIONS: dict[str, Any] = {
 }
 
 
-async def later(
+async def score_async(
     prompt: str, response: str, ground_truth: str, extra_info: dict[str, Any], data_source: str
 ) -> dict[str, float]:
+    """Return a constant score with metrics, from a coroutine."""
     await asyncio.sleep(0)
     return {"score": 0.5, "length": len(response), "extra": extra_info.get("level", -1)}

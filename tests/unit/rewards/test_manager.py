@@ -1,4 +1,4 @@
-"""The rule follows the data source; what no rule can score is found beforehand."""
+"""The data source chooses the rule; samples that no rule can score are found before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration scores by: where, by which rules, and what is wrong with it."""
+"""Which rules and functions a configuration scores by, and where they run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mindspeed_rlxf.rewards.plans import (
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
 from mindspeed_rlxf.rewards.streaming import StreamingRewards
 from mindspeed_rlxf.rewards.workers import WorkerPool
-from tests.registries import forgotten
+from tests.registries import restored_registries
 
 MATH = "HuggingFaceH4/MATH-500"
 
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 
@@ -46,7 +46,7 @@ def test_functions_and_slow_rules_are_scored_in_processes() -> None:
     assert not needs_processes(reward(verifier=True), [MATH]), "verifiers score all alike"
 
 
-def test_a_rule_decides_where_no_function_does_or_where_it_is_one() -> None:
+def test_a_rule_decides_for_data_sources_without_a_reward_function() -> None:
     some = reward({"function": "gsm8k", "data_sources": ["a"]}, {"url": "http://h/"})
     assert not rule_decides(some, "a") and not rule_decides(some, "b")
     only_a = reward({"function": "gsm8k", "data_sources": ["a"]})

@@ -1,4 +1,4 @@
-"""Rules of programs: which block counts, what test cases are, and which outcomes pass."""
+"""Rules of programs: which code block is run, how test cases are read, which outcomes pass."""
 
 from __future__ import annotations
 

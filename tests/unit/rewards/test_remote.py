@@ -1,4 +1,4 @@
-"""A server that scores batches: what it is sent, and what becomes of its mistakes."""
+"""Scoring by a server: the requests that it gets, and the handling of its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifiers of the older toolkit: expected scores by hand from what each is said to do."""
+"""Verifiers of the older toolkit, against scores worked out by hand."""
 
 from __future__ import annotations
 

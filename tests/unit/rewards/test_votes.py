@@ -1,4 +1,4 @@
-"""Answers by which responses vote: equal where their rule takes them for the same."""
+"""Responses vote for the same answer where their rule takes the answers for equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_answer_is_what_the_rule_compares(source: str, response: str, answer:
     assert one(response, source) == answer
 
 
-def test_verifiers_take_the_place_of_rules() -> None:
+def test_answers_for_votes_come_from_the_verifiers_if_there_are_some() -> None:
     boxed = r"so \boxed{\frac{1}{2}}, not 3"
     assert one(boxed, verifiers=[(Verifier.FORMAT, 1.0), (Verifier.ACC, 1.0)]) == "1/2"
     assert one("so 0.5", verifiers=[(Verifier.BASE_ACC, 1.0)]) == "1/2"

@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("hostile_functions.py")
 SOURCE = Source(str(FILE), FILE.read_text(encoding="utf-8"))
 PARTS = (
     Part("exact", "score", SOURCE, weight=2.0, arguments={"scale": 3.0}, data_sources=("mine",)),
-    Part("later", "later", SOURCE, data_sources=("mine", "other")),
+    Part("later", "score_async", SOURCE, data_sources=("mine", "other")),
 )
 PLAN = Plan(PARTS, {"gsm8k": "gsm8k", "broken": "no such rule"})
 MEMORY = 4 * 2**30

@@ -1,4 +1,4 @@
-"""What roles may know: the engine's protocol, and neither what computes behind it nor files."""
+"""Roles use only the protocol of the engine, and read no files."""
 
 from __future__ import annotations
 

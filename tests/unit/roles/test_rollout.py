@@ -1,4 +1,4 @@
-"""The role that generates, over an engine that answers from a script."""
+"""The rollout role, with an engine that returns prepared responses."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from mindspeed_rlxf.roles import scorer as module
 from mindspeed_rlxf.roles.generation import gather_rollouts
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult
-from tests.registries import forgotten
+from tests.registries import restored_registries
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 
 TEXT = """
@@ -37,7 +37,7 @@ TOKENIZER = byte_tokenizer()
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    with forgotten():
+    with restored_registries():
         yield
 
 

@@ -5,13 +5,13 @@ import torch
 
 from mindspeed_rlxf.rollout import generation
 
-# Tensors here are tiny: threads that wait for each other on a busy machine cost seconds.
+# Tensors of these tests are tiny: on a busy machine several threads only wait for each other.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def whole_model_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Decoder` takes Megatron's layers apart, which this model has not."""
+    """Replace `Decoder`, which needs Megatron's layers, by a call of the tests' whole model."""
 
     def of(model: Any, _max_length: int) -> Any:
         return lambda ids, positions, attend: model(ids[None], positions, attend).squeeze(1)

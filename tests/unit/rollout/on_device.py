@@ -1,4 +1,4 @@
-"""Tensors that keep the rules of an NPU, on the CPU."""
+"""A tensor on the CPU that checks two rules of NPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class OnDevice(Tensor):
-    """A tensor of a device that makes fp32 of fp64 and does not sum integers.
+    """A tensor of a device that has no fp64 and cannot sum integers.
 
-    What is computed from it is one too; `.cpu()` copies to the host. An operation that the device
-    would round or refuse is an AssertionError.
+    An fp64 result, or a sum of integers, raises AssertionError. Results of operations are OnDevice
+    too; `.cpu()` returns an ordinary tensor.
     """
 
     @classmethod
@@ -30,4 +30,5 @@ class OnDevice(Tensor):
 
 
 def on_device(tensor: Tensor) -> Tensor:
+    """Return the tensor as OnDevice, on the same memory."""
     return tensor.as_subclass(OnDevice)

@@ -1,4 +1,4 @@
-"""Nobody outside `rollout/` knows how a response is generated, or with which module."""
+"""Code outside `rollout/` does not depend on how responses are generated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names_of(module: str) -> set[str]:
     return found | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def test_others_know_the_border_of_the_rollout_only() -> None:
+def test_other_packages_import_only_the_border_modules_of_the_rollout() -> None:
     outside = [name for name in FILES if layer(name) != "rollout"]
     users = [name for name in outside if ROLLOUT in text_of(name)]
     assert f"{PACKAGE}.roles.rollout" in users

@@ -1,4 +1,4 @@
-"""Given responses in the form of an engine's results."""
+"""Fixed responses are returned in the form of an engine's results."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def test_log_prob_near_zero_keeps_its_digits_beside_large_logits() -> None:
     assert_close(log_probs, torch.tensor([-6.1442e-6]), rtol=2e-2, atol=0)
 
 
-def test_a_row_chooses_the_same_whatever_is_in_the_batch() -> None:
+def test_a_row_samples_the_same_token_in_any_batch() -> None:
     logits, numbers = random_logits(7, 50), torch.from_numpy(uniform_numbers(1, 2, 7))
     together, _ = choose(logits, numbers, top_p=0.9)
     alone = [int(choose(logits[i : i + 1], numbers[i], top_p=0.9)[0]) for i in range(7)]

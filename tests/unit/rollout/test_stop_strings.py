@@ -1,4 +1,4 @@
-"""A string ends a response wherever the tokens cut it."""
+"""A stop string ends a response wherever token borders cut the string."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_special_tokens_are_not_part_of_the_text() -> None:
     assert not stop.is_completed_by([*ids("b"), SPECIAL])
 
 
-def test_a_response_that_holds_the_string_already_goes_on_after_it() -> None:
+def test_only_a_new_occurrence_of_a_stop_string_ends_a_response() -> None:
     """As it does below `min_new_tokens`."""
     stop = StopStrings(("ab",), TOKENIZER)
     assert not stop.is_completed_by(ids("abc")) and stop.is_completed_by(ids("abcab"))

@@ -1,4 +1,4 @@
-"""In every layout each number of the rollout comes from one place, and the right one."""
+"""In every layout each number of the rollout's weights comes from exactly one right place."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_tensor_parallel_rank_twice_as_wide_takes_from_two() -> None:
     assert found["embedding.word_embeddings.weight"] == [(0, 0, 0, 7), (1, 0, 7, 6)]
 
 
-def test_ranks_that_share_a_group_send_and_take_their_rows_of_it() -> None:
+def test_ranks_that_share_a_query_group_send_and_receive_their_rows_of_it() -> None:
     """Of one group: four query heads, a key head and a value head of 2, 12 rows."""
     a = PLAIN.model_copy(update={"num_attention_heads": 4, "num_query_groups": 1})
     qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -186,7 +186,7 @@ def test_buckets_hold_no_more_than_the_limit_but_one_row() -> None:
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 3), (4, 2), (3, 5), (1, 4)])
-def test_nobody_waits_in_a_circle(senders: int, receivers: int) -> None:
+def test_the_order_of_exchanges_cannot_deadlock(senders: int, receivers: int) -> None:
     """Each side takes its next peer only when that one takes it: the exchange comes to an end."""
     orders = {
         **{("s", s): order_peers(s, senders, receivers, True) for s in range(senders)},

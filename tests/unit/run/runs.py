@@ -1,4 +1,4 @@
-"""A run in a folder, whose roles are stand-ins with one file of state."""
+"""A run directory with checkpoints whose roles are stand-ins: each has a text as its state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = InProcess("host-a")
 
 
 class Answer:
-    """A call that has ended, with one report."""
+    """A pending call that has ended already, with one report."""
 
     def __init__(self, report: Any = None) -> None:
         self.report = report
@@ -30,18 +30,19 @@ class Answer:
 
 
 class Role:
-    """A role whose state is a text in a file."""
+    """A stand-in for a role group; its state is a text, saved to the file `state`."""
 
     def __init__(self, state: str) -> None:
         self.state, self.loaded = state, ""
         self.hosts: list[HostAgent] = [HERE]
-        self.others: dict[str, bytes] = {}  # further files that it writes
+        self.others: dict[str, bytes] = {}  # name -> content of further files of a save
 
     def begin_save(self, folder: Path) -> Answer:
         self.saving = folder, self.state
         return Answer()
 
     def end_save(self) -> Answer:
+        """Write the state of `begin_save` and the other files; report their entries."""
         folder, state = self.saving
         folder.mkdir(parents=True)
         files = {"state": state.encode(), **self.others}
@@ -55,13 +56,15 @@ class Role:
 
 
 def trainer_state(iteration: int) -> dict[str, Any]:
-    """The state that `PpoTrainer` gives."""
+    """Return a state of the form that `PpoTrainer` saves."""
     sampler = {"epoch": 0, "offset": 1, "num_prompts": 2, "seed": 3, "shuffle": 1}
     prompts = {"sampler": sampler, "next_sample_id": 4}
     return {"iteration": iteration, "kl": {"value": 0.5}, "prompts": prompts}
 
 
 class Clock:
+    """A clock that tests set by `now`, in seconds."""
+
     now = 0.0
 
     def __call__(self) -> float:
@@ -69,7 +72,10 @@ class Clock:
 
 
 class Case:
-    """A run with an actor and a critic."""
+    """A run with an actor and a critic, its checkpoints, notes and clock.
+
+    keys: keys of `training`
+    """
 
     def __init__(self, make_tree: MakeTree, folder: Path, **keys: Any) -> None:
         keys = {f"training.{k}": v for k, v in {"output_dir": str(folder), **keys}.items()}
@@ -82,7 +88,7 @@ class Case:
         self.restart()
 
     def restart(self, prompts: str = "p") -> None:
-        """Take a new process."""
+        """Make new checkpoint objects, as a new process does. prompts: digest of the prompts"""
         roles: Any = SimpleNamespace(actor=self.actor, critic=self.critic)
         self.checkpoints = RunCheckpoints(
             self.config, roles, self.directory, prompts, clock=self.clock
@@ -90,13 +96,14 @@ class Case:
         self.store = self.checkpoints.store
 
     def resume(self, prompts: str = "p") -> int:
-        """Restore in a new process; return the iteration, 0 = a new start."""
+        """Restore the newest checkpoint as a new process does; return its iteration, 0 = none."""
         self.restart(prompts)
         self.notes.clear()
         state = self.checkpoints.restore(self.notes.append)
         return state["iteration"] if state else 0
 
     def iterate(self, *iterations: int, score: float | None = None) -> None:
+        """Do these iterations with a checkpoint after each. score: validation score of each"""
         for iteration in iterations:
             self.actor.state, self.critic.state = f"actor {iteration}", f"critic {iteration}"
             self.checkpoints.settle(self.notes.append)
@@ -107,11 +114,11 @@ class Case:
 
     @property
     def lines(self) -> list[int]:
-        """Iterations that metrics.jsonl has."""
+        """The iterations of metrics.jsonl."""
         text = self.directory.metrics.read_text()
         return [json.loads(line)["iteration"] for line in text.splitlines()]
 
     @property
     def kept(self) -> list[int]:
-        """Iterations of the checkpoints."""
+        """The iterations of the checkpoints, the newest first."""
         return [checkpoint.iteration for checkpoint in self.store.newest_first()]

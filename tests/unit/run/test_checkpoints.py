@@ -149,7 +149,7 @@ def test_a_checkpoint_whose_manifest_lacks_a_part_is_damaged(case: Case, part: s
     assert f"iter_0000002 is damaged: no files of {part}; resuming from" in case.notes[0]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_stays_as_it_is(case: Case) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(case: Case) -> None:
     """A new start would cut its records and remove the damaged checkpoints."""
     case.iterate(1, 2)
     (case.store.path(1) / "actor" / "state").unlink()
@@ -252,7 +252,7 @@ def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(
         checkpoints.load_newest(case.notes.append)
 
 
-def test_validation_alone_takes_the_start_where_there_is_no_checkpoint(case: Case) -> None:
+def test_validation_alone_uses_the_start_weights_without_a_checkpoint(case: Case) -> None:
     assert case.checkpoints.load_newest(case.notes.append) == 0 and case.actor.loaded == ""
 
 

@@ -1,4 +1,4 @@
-"""A run directory belongs to one run; taking it writes config.yaml, checking it writes nothing."""
+"""A run directory belongs to one run. Creating it writes config.yaml, checking writes nothing."""
 
 from __future__ import annotations
 

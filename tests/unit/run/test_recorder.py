@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.reporting.trackers import TrackedRun, Tracker, register_tracker
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.recorder import Recorder
-from tests.registries import forgotten
+from tests.registries import restored_registries
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]
@@ -118,7 +118,7 @@ class Mine(Tracker):
 
 
 def test_a_tracker_gets_project_mode_and_metrics(make: Make, tmp_path: Path) -> None:
-    with forgotten():
+    with restored_registries():
         mine = type("Made", (Mine,), {"runs": [], "got": []})
         register_tracker("mine")(mine)
         recorder = make(trackers=["mine"], tracker_project="sums", tracker_mode="offline")

@@ -126,7 +126,7 @@ def test_wall_time_ends_the_run_while_a_save_still_fits(clock: Clock) -> None:
     assert stop.is_due() and "training.max_wall_time=100 s leaves no time" in stop.reason
 
 
-def test_a_long_iteration_counts_until_the_next_one_like_it(clock: Clock) -> None:
+def test_a_long_iteration_counts_as_long_as_it_is_in_the_history(clock: Clock) -> None:
     """As a validation in every fiftieth iteration."""
     for history, is_due in ((0, False), (51, True)):
         stop = StopRequest(60.0, 1000.0, clock(), clock, history)

@@ -358,7 +358,9 @@ def test_an_eos_id_beyond_the_vocabulary_is_refused(
     assert "EOS id 99" in line
 
 
-def test_the_engine_has_to_be_known(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_or_unsuitable_rollout_engine_is_refused(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (line,) = problems("rollout.engine=nativ")
     assert line.startswith("error: rollout.engine=nativ must be one of native; use native, or add")
     monkeypatch.setitem(ENGINES, "other", lambda *_: None)

@@ -1,4 +1,4 @@
-"""The responses that an iteration keeps; the roles answer from a script."""
+"""Which responses an iteration keeps, with roles that return prepared results."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_responses_to_a_prompt_are_scored_together_and_have_lasting_ids(tmp_path
         assert of_one[4]["score"] == 1.1
 
 
-def test_a_model_scores_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_validation_scores_by_the_model_where_configured(tmp_path: Path) -> None:
     validator, roles, directory = make(tmp_path, 1, reward="model")
     found = validator.validate(1, 1)
     assert "model" in roles.called and found["val/b/mean@1"] == 5.0

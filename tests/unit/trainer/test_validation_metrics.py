@@ -105,7 +105,7 @@ def test_one_response_has_no_metrics_of_several() -> None:
     }  # fmt: skip
 
 
-def test_what_is_right() -> None:
+def test_is_right_reads_the_accuracy_metric_or_the_score() -> None:
     assert Scored(0.1, 1).is_right(None) and not Scored(0.0, 1).is_right(None)
     assert not Scored(0.6, 1, {"format": 1.0, "acc": -0.5}).is_right(None)
     assert Scored(-1.0, 1, {"accuracy": 1.0}).is_right(None)

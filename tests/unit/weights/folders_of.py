@@ -1,4 +1,4 @@
-"""Hugging Face folders of random tensors, without transformers."""
+"""Write Hugging Face folders of random tensors without transformers, and read and compare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_query_groups": 4,
     "kv_channels": 6,
-    "vocab_size": 37,  # odd: ranks have to pad
+    "vocab_size": 37,  # odd, so that tensor-parallel ranks have to pad
     "max_position_embeddings": 64,
     "untie_embeddings_and_output_weights": True,
 }
@@ -51,11 +51,12 @@ CLASSES = {
 
 
 def architecture_of(family: str, **keys: Any) -> ArchitectureConfig:
+    """Return a small architecture of a family. keys: fields to change"""
     return ArchitectureConfig(**(BASE | FAMILIES[family] | keys))
 
 
 def hf_config(family: str, a: ArchitectureConfig, head: Head) -> dict[str, Any]:
-    """What transformers writes to config.json."""
+    """Return the config.json that transformers writes for a model."""
     ending = "ForCausalLM" if head is Head.LANGUAGE_MODEL else "ForSequenceClassification"
     config = {
         "architectures": [CLASSES[family] + ending],
@@ -87,7 +88,10 @@ def make_folder(
     shards: int = 1,
     **keys: Any,
 ) -> dict[str, Tensor]:
-    """A folder with norms in fp32 and the rest in bf16, in `shards` files; returns its tensors."""
+    """Write a folder with norms in fp32 and the rest in bf16; return its tensors.
+
+    shards: number of files; keys: fields of the architecture to change. The tokenizer is empty.
+    """
     a = architecture_of(family, **keys)
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -114,7 +118,7 @@ def make_folder(
 
 
 class CountingFolder(HfFolder):
-    """Counts the bytes that are read."""
+    """An HfFolder that counts in `bytes_read` the bytes of the tensors that it reads."""
 
     bytes_read = 0
 
@@ -125,11 +129,12 @@ class CountingFolder(HfFolder):
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files of a folder, by name."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Names, dtypes and every bit."""
+    """Assert that names, dtypes and every bit of the tensors are the same."""
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype, name

@@ -1,4 +1,4 @@
-"""From Hugging Face to every layout and back: the same bits, whatever the way."""
+"""Conversions from Hugging Face to every layout and back keep every bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes of a role's tensors: any box is read from whatever boxes were written, and no more."""
+"""Any box of a role's tensors can be read from whatever boxes were written."""
 
 from __future__ import annotations
 

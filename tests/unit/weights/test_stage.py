@@ -193,7 +193,7 @@ def test_tied_output_layer_of_a_later_stage_is_the_embedding_and_is_written_once
     assert sorted(written) == sorted(set(read(source)) - {"lm_head.weight"})
 
 
-def test_what_describes_the_weights_may_lie_in_a_folder_without_weights(
+def test_config_and_tokenizer_may_be_in_a_folder_without_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
 ) -> None:
     """As of a Megatron folder, which the tokenizer's config.json describes."""

@@ -1,4 +1,4 @@
-"""A folder gets its name at once, and a process that is killed on the way loses nothing."""
+"""A folder is published at once, and a process that is killed while publishing loses nothing."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def prepared(target: Path, before: dict[str, str], stale: bool) -> StagedFolder:
     [({}, False), (OLD, False), (OLD, True)],
     ids=["nothing there", "replacing", "replacing, beside a folder of the user"],
 )
-def test_a_folder_killed_while_it_gets_its_name_is_ended_by_the_same_command(
+def test_an_interrupted_publish_is_finished_by_the_same_command(
     tmp_path: Path, before: dict[str, str], stale: bool
 ) -> None:
     """After every step that the system sees, in turn: no part is written again."""
@@ -164,7 +164,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_is_kept(tmp_path: Path) -> None
     assert content(tmp_path / "elsewhere") == OLD
 
 
-def test_a_journal_of_somebody_else_is_content_like_any_other(tmp_path: Path) -> None:
+def test_a_foreign_journal_file_is_treated_as_content(tmp_path: Path) -> None:
     for text in ("no json", "[1]\n", '{"plan"', '{"other": 1}\n'):
         fill(tmp_path / "mg", {"journal.jsonl": text})
         with pytest.raises(UserError, match="must not exist yet"):

@@ -1,8 +1,8 @@
-"""What MindSpeed does for the models of this project, for tests without MindSpeed.
+"""A small replacement of MindSpeed: the patches that the models of this project need.
 
-Written from what its branch core_r0.16.0 patches: Megatron's core attention, norm and activation
-become torch_npu's operators, names of CUDA lead to NPU. Its optimizer and its other features are
-not here; `tests/npu_rehearsal` runs the real one.
+As in the branch core_r0.16.0, Megatron's core attention, norm and activation call operators of
+torch_npu, and calls of CUDA go to NPU. MindSpeed's optimizer and other features are missing;
+`tests/npu_rehearsal` runs the real MindSpeed.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import torch.distributed as dist
 
 from tests.npu_sim import watch
 
-COMPRESSED = 2048  # axes of the mask that causal modes take
-LEFT_UP = 2  # mode of the fused attention: causal from the first token
+COMPRESSED = 2048  # size of both axes of the mask that causal modes take
+LEFT_UP = 2  # sparse mode of the fused attention: causal, aligned at the first token
 
 
 def _refuse_late_start() -> None:
+    """Raise RuntimeError where Megatron has been imported before this module."""
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
     if early:
         raise RuntimeError(
-            f"MindSpeed's adaptor must be imported before Megatron, {early[0]} is there already: "
-            "functions that it took by name stay unpatched"
+            f"MindSpeed's adaptor must be imported before Megatron, but {early[0]} is imported "
+            "already, with references to functions that are not patched; import the adaptor first"
         )
 
 
 def _plain(*args: Any, **kwargs: Any) -> Any:
-    """`torch.compile` and `torch.jit.script` give back the function."""
+    """Replace `torch.compile` and `torch.jit.script`: return the function unchanged."""
     return args[0] if args and callable(args[0]) else lambda function: function
 
 
 def _type_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron compares names of types with those of CUDA."""
+    """Replace npu by cuda in the type names that `Tensor.type` returns: Megatron expects cuda."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +48,7 @@ def _type_of_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drops_fp64(original: Callable[..., Any]) -> Callable[..., Any]:
-    """MindSpeed reduces a copy of fp64 tensors, and loses it."""
+    """Leave fp64 tensors unreduced: MindSpeed reduces an fp32 copy and drops the result."""
 
     @functools.wraps(original)
     def wrapper(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -86,10 +87,13 @@ def _attention(
     attention_bias: Any = None,
     packed_seq_params: Any = None,
 ) -> torch.Tensor:
-    """Packed as TND, padded as SBH; causal from the first token."""
+    """Replace the forward of DotProductAttention by the fused operator, with a causal mask.
+
+    Packed sequences use the layout TND, padded ones SBH.
+    """
     import torch_npu
 
-    assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
+    assert attention_mask is None and attention_bias is None, "only a causal mask is supported"
     heads, more = query.size(-2), {}
     if packed_seq_params is None:
         query, key, value = (x.flatten(2) for x in (query, key, value))
@@ -104,7 +108,7 @@ def _attention(
 
 
 class Norm(torch.nn.Module):
-    """Takes the place of Megatron's `WrappedTorchNorm`."""
+    """Replace Megatron's `WrappedTorchNorm` by the operator npu_rms_norm."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -119,7 +123,7 @@ class Norm(torch.nn.Module):
 
 
 class Swiglu:
-    """Takes the place of Megatron's `SwiGLUFunction`."""
+    """Replace Megatron's `SwiGLUFunction` by the operator npu_swiglu."""
 
     @staticmethod
     def apply(gates: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -129,7 +133,8 @@ class Swiglu:
 
 
 def repatch(arguments: Mapping[str, Any]) -> None:
-    assert arguments["use_flash_attn"], "the small adaptor has the fused attention alone"
+    """Patch Megatron, as MindSpeed's `repatch` does, and check packs at the fused attention."""
+    assert arguments["use_flash_attn"], "the small adaptor supports only the fused attention"
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -137,7 +142,7 @@ def repatch(arguments: Mapping[str, Any]) -> None:
     DotProductAttention.forward = _attention
     torch_norm.WrappedTorchNorm = Norm
     fused_bias_swiglu.SwiGLUFunction = Swiglu
-    watch.packs()
+    watch.check_packs()
 
 
 _refuse_late_start()

@@ -1,7 +1,7 @@
 """torch_npu of the simulated device.
 
-Operators, compiled modules and names that are only imported come from `tests/npu_standin`, whose
-folder is searched after this one.
+Modules that this folder lacks come from `tests/npu_standin/torch_npu`, which `__path__` adds:
+operators, compiled modules, and names that are imported and never called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.npu_sim import build, rules, watch
 from tests.npu_standin import FOLDER as STANDIN
 
 MIB = 1024**2
-__version__ = torch.__version__.partition("+")[0]  # as the device layer wants it
+__version__ = torch.__version__.partition("+")[0]  # the device layer requires that of torch
 __path__.append(str(STANDIN / "torch_npu"))
 
 device = build.load()
@@ -28,7 +28,7 @@ device.start()
 device.set_rules(rules.of_operators())
 torch.utils.rename_privateuse1_backend("npu")
 
-from . import _C, compiled, npu, profiler, told  # noqa: E402
+from . import _C, compiled, npu, profiler, records  # noqa: E402
 from .attention import npu_fusion_attention, npu_fusion_attention_grad  # noqa: E402
 from .operators import (  # noqa: E402
     npu_apply_adam_w,
@@ -74,8 +74,8 @@ compiled.apply()
 npu.register_hccl()
 npu.follow_environment()
 watch.follow_environment()
-if told.FOLDER:
+if records.FOLDER:
     for name in __all__:
         if name.startswith("npu_"):
-            globals()[name] = told.telling(name, globals()[name])
-    torch._fused_adamw_ = told.telling("optimizer", torch._fused_adamw_)
+            globals()[name] = records.recorded(name, globals()[name])
+    torch._fused_adamw_ = records.recorded("optimizer", torch._fused_adamw_)

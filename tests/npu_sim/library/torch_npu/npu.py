@@ -1,8 +1,8 @@
-"""`torch_npu.npu`, also `torch.npu`: the simulated device's runtime.
+"""`torch_npu.npu`, which is also `torch.npu`: the runtime of the simulated device.
 
-Variables of a process: RLXF_STANDIN_DEVICES and ASCEND_RT_VISIBLE_DEVICES (devices),
-RLXF_SIM_MEMORY_MIB (memory of each), RLXF_SIM_DELAYED=1 (copies that do not block end late),
-RLXF_SIM_PAIRS (folder for the pairs of operator and dtype that the process called).
+Environment variables: RLXF_STANDIN_DEVICES and ASCEND_RT_VISIBLE_DEVICES (number of devices),
+RLXF_SIM_MEMORY_MIB (memory of each), RLXF_SIM_DELAYED=1 (non-blocking copies end late),
+RLXF_SIM_PAIRS (folder for a file with the pairs of operator and dtype that the process called).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.npu_sim import build
 
-from . import told
+from . import records
 
 _device = build.load()
 _initialized = False
@@ -29,6 +29,7 @@ default_generators = tuple(_device.generator(i) for i in range(16))
 
 
 def follow_environment() -> None:
+    """Apply RLXF_SIM_DELAYED and RLXF_SIM_PAIRS to this process."""
     _device.set_delayed(os.environ.get("RLXF_SIM_DELAYED") == "1")
     if folder := os.environ.get("RLXF_SIM_PAIRS"):
         _device.record_pairs(True)
@@ -42,6 +43,7 @@ def _write_pairs(folder: Path) -> None:
 
 # --- devices ---
 def _index(of: Any) -> int:
+    """Return the index of a device given as None (the current one), name, torch.device or int."""
     if of is None:
         return current_device()
     if isinstance(of, str):
@@ -62,7 +64,7 @@ def current_device() -> int:
 def set_device(of: Any) -> None:
     _device.set_device(_index(of))
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "all")
-    told.tell(f"device {current_device()} of {visible}")
+    records.record(f"device {current_device()} of {visible}")
 
 
 class device:
@@ -139,7 +141,7 @@ def empty_cache() -> None:
 # --- streams ---
 class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **more: Any) -> Any:
-        if more:  # a stream that is there
+        if more:  # the ids of an existing stream
             return super().__new__(cls, **more)
         return super().__new__(cls, torch.device("npu", _index(device)), priority=priority)
 
@@ -170,7 +172,7 @@ def set_stream(of: Any) -> None:
 
 @contextlib.contextmanager
 def stream(of: Any) -> Iterator[None]:
-    """Work on a stream inside the block; None = on the present one."""
+    """Work on a stream inside the block; None = on the current one."""
     if of is None:
         yield
         return
@@ -205,12 +207,12 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    told.tell(f"random state {zlib.crc32(state.numpy().tobytes()):08x}")
+    records.record(f"random state {zlib.crc32(state.numpy().tobytes()):08x}")
     default_generators[_index(device)].set_state(state)
 
 
 class mstx:
-    """Marks for the profiler, which is not there."""
+    """Marks for a profiler, without effect."""
 
     @staticmethod
     def range_start(message: str = "", stream: Any = None) -> int:
@@ -218,12 +220,12 @@ class mstx:
 
     @staticmethod
     def range_end(number: int = 0) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 # --- HCCL ---
 def register_hccl() -> None:
-    """As torch_npu does: with the list of the group's ranks."""
+    """Register the backend hccl, and replace the calls of torch.distributed that torch_npu does."""
     if not hasattr(dist.Backend, "HCCL"):
         dist.Backend.register_backend("hccl", _make_group, extended_api=True, devices=["npu"])
     for module in (dist, dist.distributed_c10d):
@@ -232,7 +234,7 @@ def register_hccl() -> None:
 
 
 def _batch_isend_irecv(operations: list[Any]) -> list[Any]:
-    """torch_npu's own (distributed_c10d.py, v2.7.1-7.3.0): peers by their ranks in the group."""
+    """Send and receive by rank in the group (torch_npu's distributed_c10d.py, v2.7.1-7.3.0)."""
     works = []
     for each in operations:
         group = each.group or dist.group.WORLD
@@ -248,7 +250,7 @@ def _batch_isend_irecv(operations: list[Any]) -> list[Any]:
 def _gather(
     tensor: Any, gather_list: Any = None, dst: int = 0, group: Any = None, async_op: bool = False
 ) -> Any:
-    """torch_npu gathers on all ranks, because HCCL has no gather."""
+    """Gather on all ranks, as torch_npu does, because HCCL has no gather."""
     parts = gather_list or [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     return dist.all_gather(parts, tensor, group=group, async_op=async_op)
 
@@ -277,7 +279,10 @@ def _make_group(group: Any, options: Any) -> Any:
 
 
 def check_timeouts(environment: Any) -> None:
-    """ProcessGroupHCCL.cpp (v2.7.1-7.3.0) warns of it; here it is an error, so that it is seen."""
+    """Raise RuntimeError where HCCL_EVENT_TIMEOUT is not longer than HCCL_EXEC_TIMEOUT.
+
+    ProcessGroupHCCL.cpp (v2.7.1-7.3.0) only warns; an error cannot be overlooked.
+    """
     event = int(environment.get("HCCL_EVENT_TIMEOUT", -1))
     execute = int(environment.get("HCCL_EXEC_TIMEOUT", 1836))
     if event > 0 and (event <= execute or execute == 0):

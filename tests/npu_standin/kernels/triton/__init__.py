@@ -1,10 +1,13 @@
-"""triton-ascend: MindSpeed for core 0.16 defines kernels at import, and a rehearsal runs none."""
+"""Stand-in for triton-ascend: MindSpeed for core 0.16 defines kernels when it is imported.
+
+No rehearsal runs a kernel.
+"""
 
 from imported import Imported
 from torch.utils import _triton
 
-_triton.has_triton_package = lambda: False  # torch's compiler would look for a real one
-__version__ = "3.2.1"  # of triton-ascend
+_triton.has_triton_package = lambda: False  # or torch's compiler would use this package
+__version__ = "3.2.1"  # a version of triton-ascend
 
 
 def jit(function=None, **options):
@@ -21,7 +24,7 @@ def heuristics(values):
 
 class Config:
     def __init__(self, *args, **kwargs):
-        """A choice for tuning, which nothing makes."""
+        """Ignore the choices of the autotuner, as no kernel runs."""
 
 
 def cdiv(a, b):

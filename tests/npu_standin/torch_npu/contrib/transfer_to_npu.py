@@ -1,6 +1,7 @@
-"""Names of CUDA, and here those of NPU too, lead to the CPU; `hccl` and `nccl` to gloo.
+"""Redirect the devices cuda and npu to the CPU, and the backends hccl and nccl to gloo.
 
-On NPU the module of this name leads from CUDA to NPU. The way to the CPU is the CPU adaptor's.
+On a real NPU the module of this name redirects cuda to npu. The CPU adaptor of the package does
+most of the work here.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ BACKENDS = ("hccl", "nccl")
 
 
 def is_accelerator(device: Any) -> bool:
+    """Whether a device, as torch.device or text, is cuda or npu."""
     if isinstance(device, torch.device):
         return device.type in ("cuda", "npu")
     return isinstance(device, str) and device.split(":")[0] in ("cuda", "npu")
 
 
 def _with_numbered_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A device may be given as its number."""
+    """Wrap a function so that a number as keyword `device` means the CPU."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -38,6 +40,7 @@ def _with_numbered_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_numbered_device(to: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Tensor.to` so that a number as device means the CPU."""
     to = _with_numbered_device(to)
 
     @functools.wraps(to)
@@ -49,15 +52,18 @@ def _to_numbered_device(to: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _on_gloo(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """place: of the backend among the positional arguments"""
+def _on_gloo(function: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Wrap a function so that the backends hccl and nccl become gloo, without options of HCCL.
+
+    index: of the backend among the positional arguments
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("backend") in BACKENDS:
             kwargs["backend"] = "gloo"
-        if len(args) > place and args[place] in BACKENDS:
-            args = (*args[:place], "gloo", *args[place + 1 :])
+        if len(args) > index and args[index] in BACKENDS:
+            args = (*args[:index], "gloo", *args[index + 1 :])
         kwargs.pop("device_id", None)
         if isinstance(kwargs.get("pg_options"), Options):
             del kwargs["pg_options"]
@@ -67,8 +73,8 @@ def _on_gloo(function: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 
 def _barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
-    """torch's own asks the accelerator by its name, of which there is nothing but the name."""
-    assert not async_op, "the stand-in waits at once"
+    """Wait for all ranks of the group. torch's own barrier would look for a real accelerator."""
+    assert not async_op, "the stand-in supports only a barrier that waits"
     (group or dist.group.WORLD).barrier().wait()
 
 

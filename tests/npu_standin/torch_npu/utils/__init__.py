@@ -1,4 +1,4 @@
-"""`torch_npu.utils`: imported, and used by nothing that is rehearsed."""
+"""`torch_npu.utils`: imported, and not used by any rehearsal."""
 
 from typing import Any
 

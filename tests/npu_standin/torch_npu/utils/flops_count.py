@@ -1,4 +1,4 @@
-"""`torch_npu.utils.flops_count`: imported, and used by nothing that is rehearsed."""
+"""`torch_npu.utils.flops_count`: imported, and not used by any rehearsal."""
 
 
 class FlopsCounter:

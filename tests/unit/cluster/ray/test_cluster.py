@@ -1,4 +1,4 @@
-"""What can be tested without Ray; the rest is in `tests/distributed/cluster`."""
+"""Opening a Ray cluster, as far as it works without Ray; see also `tests/distributed/cluster`."""
 
 from __future__ import annotations
 

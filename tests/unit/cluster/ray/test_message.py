@@ -1,3 +1,5 @@
+"""Requests to Ray workers carry each argument once, and rows by reference."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The guard over a cluster's processes: there as long as the driver, and after it."""
+"""The guard process ends a cluster's processes when the driver is gone."""
 
 from __future__ import annotations
 

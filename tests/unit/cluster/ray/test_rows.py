@@ -1,4 +1,4 @@
-"""Rows that many readers ask for at the same time."""
+"""Rows that many readers request at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How samples may be cut up; the tree has 96 samples, 8 ranks and 4 layers."""
+"""Rules of batch, mini-batch and micro-batch sizes, for 96 samples, 8 ranks and 4 layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key that has no effect is told with its value and with what it waits for."""
+"""A key without effect is noted with its value and the condition that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages, estimators and what goes with them; the tree has 96 prompts and 8 ranks."""
+"""Rules of stages and estimators, for 96 prompts and 8 ranks."""
 
 from __future__ import annotations
 

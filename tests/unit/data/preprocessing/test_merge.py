@@ -60,7 +60,7 @@ def test_rows_that_do_not_stand_side_by_side_are_not_merged(tmp_path: Path) -> N
     assert "equally many sequences (ids 1+2, mask 2+1)" in problem
 
 
-def test_an_older_merged_set_is_kept_unless_told(tmp_path: Path) -> None:
+def test_an_existing_merged_set_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     write_pair(tmp_path / "a_ids", [[1]])
     prefix = str(tmp_path / "out" / "all")
     merge(str(tmp_path), ["ids"], prefix)

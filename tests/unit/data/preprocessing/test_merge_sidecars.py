@@ -1,4 +1,4 @@
-"""Sets that say how they were made become one that says it too, or are refused by what differs."""
+"""Merging indexed data sets merges their sidecars, or is refused where these differ."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_rows_of_a_set_that_do_not_stand_side_by_side_are_not_merged(sets: Path)
     assert "b: columns must have equally many rows (input_ids 1, " in problems[1]
 
 
-def test_a_merged_set_is_kept_unless_told_and_until_the_new_one_is_whole(
+def test_an_existing_merged_set_stays_until_overwrite_has_written_a_whole_one(
     sets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = sets / "all"

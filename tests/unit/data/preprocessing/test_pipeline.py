@@ -225,7 +225,7 @@ def test_an_older_data_set_is_replaced_whole_or_not_touched(bench: Bench) -> Non
     assert not [file for file in bench.files() if "gone" in file.name or "rejected" in file.name]
 
 
-def test_a_data_set_of_a_longer_prefix_is_none_of_ours(bench: Bench) -> None:
+def test_a_data_set_with_a_longer_prefix_is_not_overwritten(bench: Bench) -> None:
     file = bench.write("a.jsonl", {"prompt": "a"})
     bench.run(file, output_prefix=f"{bench.prefix}_packed_more")
     others = bench.files()

@@ -1,4 +1,4 @@
-"""Checks cannot hold up or break one another; the report is stable and readable."""
+"""A check that fails or hangs does not stop the others; the report keeps its form."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_every_check_of_the_guide_is_made(host: Path) -> None:
     assert found <= asked
 
 
-def test_other_devices_have_none_of_them(host: Path) -> None:
+def test_other_devices_have_no_checks_of_an_npu_host(host: Path) -> None:
     assert npu.check_install(DeviceKind.CPU) == npu.check_cards(DeviceKind.CPU, True) == []
 
 
@@ -60,7 +60,9 @@ def test_what_stops_a_run_is_an_error_and_the_rest_a_warning(
     ]
 
 
-def test_the_doctor_of_a_host_makes_them(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_the_checks_of_an_npu_host(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (host / "dev" / "hisi_hdc").unlink()
     subject = Subject(DeviceKind.NPU, str(host))
     probes = {probe.name: probe for probe in local.probes(subject)}

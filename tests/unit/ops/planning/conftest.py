@@ -1,4 +1,4 @@
-"""The configurations are those of the tests of the configuration."""
+"""Use the fixtures of tests/unit/config that make a configuration."""
 
 from tests.unit.config.conftest import make_tree, no_cluster
 

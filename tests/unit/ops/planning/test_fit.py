@@ -44,7 +44,7 @@ def test_unknown_memory_is_no_problem(config: Callable[..., RunConfig]) -> None:
     )
 
 
-def test_known_memory_that_is_enough(config: Callable[..., RunConfig]) -> None:
+def test_a_run_that_fits_the_known_memory_has_no_problem(config: Callable[..., RunConfig]) -> None:
     run = config({**JOINED, "device.memory_gib": 64})
     assert check_fit(run).problems == []
     assert "fits: needs" in section(run, "Memory per device, pool main")

@@ -1,4 +1,4 @@
-"""Names that libraries give devices find the figure of their data sheet."""
+"""The names that libraries give devices are mapped to the peak of their data sheet."""
 
 from __future__ import annotations
 

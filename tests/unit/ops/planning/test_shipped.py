@@ -16,7 +16,7 @@ ON_A_CLUSTER = ["device.kind=npu", "device.memory_gib=64", "runtime.address=head
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_it_plans_and_fits(name: str) -> None:
+def test_a_shipped_configuration_plans_and_fits_64_gib(name: str) -> None:
     config = resolve(compose(name, ON_A_CLUSTER), name)
     made = plan(config)
     verdicts = [line.strip() for line in made.text.splitlines() if ", has 64.0 GiB" in line]
@@ -40,5 +40,5 @@ def test_those_of_few_hosts_leave_a_tenth_of_the_device_and_fit_the_host(name: s
     assert actor.max_new_tokens == (32768 if "_32k_" in name else 8192)
 
 
-def test_there_is_one_for_every_family() -> None:
+def test_17_shipped_configurations_are_planned() -> None:
     assert len(REAL) == 17

@@ -91,7 +91,9 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     assert main_part["about"]["critic/kl"]["unit"] == "nats per token"
 
 
-def test_a_killed_run_has_what_was_whole_and_names_missing_numbers(tmp_path: Path) -> None:
+def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_numbers(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path / "run")
     before = read_schedules(run)
     damage(run)
@@ -123,7 +125,7 @@ def test_an_event_without_its_fields_is_left_out(tmp_path: Path, fields: str) ->
     assert read_schedules(run) == before
 
 
-def test_texts_of_a_run_cannot_leave_their_place(tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped_in_the_report(tmp_path: Path) -> None:
     run = write_run(tmp_path / EVIL.split("\x1b")[0].replace("/", "|"))
     text = run.joinpath("report.html")
     found = report_of(run)
@@ -189,7 +191,7 @@ def test_the_answer_to_learning_follows_both_ends(scores: list[float], short: st
     assert answer_all(iterations(scores), {})[0]["short"] == short
 
 
-def test_validation_decides_where_it_disagrees_with_training() -> None:
+def test_the_answer_follows_validation_where_it_disagrees_with_training() -> None:
     both = [
         Iteration(i, {"critic/score/mean": i / 40, "val/a/score": 0.9 - i / 80}, 1.0)
         for i in range(40)
@@ -245,7 +247,7 @@ def test_iterations_that_become_slow_are_found_with_their_phases(tmp_path: Path)
     assert find_slow_stretches(run([1.0] * 30 + [1.4] * 30)) == []
 
 
-def test_a_rule_of_health_is_told_with_its_end(tmp_path: Path) -> None:
+def test_a_health_finding_names_the_iteration_in_which_it_ended(tmp_path: Path) -> None:
     kl = [0.1] * 5 + [3.0] * 5 + [0.1] * 8
     (found,) = find_illnesses(tmp_path, iterations(kl, "critic/kl"), [])
     assert (found["level"], found["iteration"]) == ("watch", 8) and "(ended in" in found["text"]
@@ -335,7 +337,7 @@ def test_a_folder_without_iterations_is_one_line(
     assert error.startswith("error: RUN=") and said in error and error.count("\n") == 1
 
 
-def test_the_command_writes_beside_the_run_or_where_it_is_told(
+def test_the_command_writes_into_the_run_or_to_the_chosen_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, other = write_run(tmp_path / "run", 3), write_run(tmp_path / "other", 3)

@@ -1,7 +1,7 @@
-"""Names of CUDA lead to NPU, as torch_npu's module of this name does.
+"""Redirect calls of CUDA to NPU, as torch_npu's module of this name does.
 
-Only Megatron needs it. A call of `torch.cuda` from our own package is refused: the device layer
-alone names a device.
+Only Megatron needs this. A call of `torch.cuda` from `mindspeed_rlxf` raises RuntimeError, because
+there only the device layer may name a device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torch_npu import npu
 
-# torch_npu's own lists, v2.7.1-7.3.0
+# The functions that torch_npu redirects, v2.7.1-7.3.0
 FACTORIES = (
     "randint", "rand", "full_like", "ones_like", "rand_like", "randperm", "arange", "normal",
     "empty_strided", "empty_like", "scalar_tensor", "ones", "randn", "tensor", "as_tensor", "zeros",
@@ -41,7 +41,7 @@ PACKAGE, ALLOWED = "mindspeed_rlxf", "mindspeed_rlxf.device"
 
 
 def as_npu(device: Any, numbers: bool = False) -> Any:
-    """The device that a name of CUDA stands for; others stay. numbers: may stand for devices"""
+    """Return the NPU for a CUDA device, anything else unchanged. numbers: an int is a device too"""
     if isinstance(device, torch.device) and device.type == "cuda":
         return torch.device("npu") if device.index is None else torch.device("npu", device.index)
     if isinstance(device, str) and device.split(":")[0] == "cuda":
@@ -50,6 +50,8 @@ def as_npu(device: Any, numbers: bool = False) -> Any:
 
 
 def on_npu(function: Callable[..., Any], numbers: bool = False) -> Callable[..., Any]:
+    """Wrap a function so that its CUDA devices become NPUs; numbers: as in `as_npu`."""
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for name in ("device", "map_location"):
@@ -61,6 +63,8 @@ def on_npu(function: Callable[..., Any], numbers: bool = False) -> Callable[...,
 
 
 def over_hccl(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that the backend nccl becomes hccl."""
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         args = tuple("hccl" if arg == "nccl" else arg for arg in args)
@@ -72,6 +76,8 @@ def over_hccl(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_type(dtype: torch.dtype) -> Any:
+    """Return a constructor on NPU like `torch.cuda.FloatTensor`, from sizes or from data."""
+
     def make(*args: Any) -> torch.Tensor:
         if args and not isinstance(args[0], int):
             return torch.tensor(args[0], dtype=dtype, device="npu")
@@ -81,7 +87,7 @@ def tensor_type(dtype: torch.dtype) -> Any:
 
 
 class Guarded(ModuleType):
-    """`torch.cuda` for Megatron and torch; our package has to use its device layer."""
+    """`torch.cuda`, with a RuntimeError for calls from modules of our package outside `device`."""
 
     def __getattribute__(self, name: str) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""`triton.runtime.driver`: which device kernels are for, and names for those that nothing runs."""
+"""`triton.runtime.driver`: the target npu, and placeholders for all other names."""
 
 from types import SimpleNamespace
 
