@@ -17,6 +17,7 @@ from torch_npu._C import Options
 from mindspeed_rlxf.device import cpu_adaptor
 
 MORE_FACTORIES = ("eye", "randperm", "empty_strided", "linspace")
+METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")  # of Tensor
 BACKENDS = ("hccl", "nccl")
 
 
@@ -84,6 +85,9 @@ def apply() -> None:
     cpu_adaptor.apply()
     for name in cpu_adaptor.FACTORIES:
         setattr(torch, name, _with_numbered_device(getattr(torch, name)))
+    for name in METHODS:
+        method = cpu_adaptor._on_cpu(getattr(torch.Tensor, name))
+        setattr(torch.Tensor, name, _with_numbered_device(method))
     torch.Tensor.to = _to_numbered_device(torch.Tensor.to)
     torch.cuda.current_device = lambda: 0
     torch.cuda.is_available = lambda: True
