@@ -78,6 +78,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.write_lengths is not None:
         LENGTHS.write_text(json.dumps(make_lengths(arguments.write_lengths)) + "\n", "utf-8")
+    if arguments.baseline and not (arguments.baseline / "mindspeed_rlxf" / "__init__.py").is_file():
+        parser.error(f"--baseline must be a checkout of this package: {arguments.baseline} is not")
     before = [measure_baseline(arguments)] if arguments.baseline else []
     found = measure(arguments)
     if arguments.baseline:
