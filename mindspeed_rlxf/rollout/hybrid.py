@@ -104,5 +104,5 @@ class SharedWeights:
         # engine reads the device of a sleeping module.
         where = device.current_device()
         for parameter in self._by_source.values():
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=where)
+            parameter.data = parameter.data.new_empty(0, device=where)
         self._kept_on_device.close()
