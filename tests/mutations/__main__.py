@@ -6,7 +6,8 @@
 and the text that replaces it. The copy is first tested without a fault. Then, for each fault, the
 unit tests of the core run, and the tests that the entry of the fault names; after them the fault is
 removed. Writes a line of JSON per fault with the test functions that fail. Exits with 1 where no
-test fails for some fault. `recorded.json` has the functions that failed when the table was made.
+test fails for some fault. `recorded.json` has the functions that failed when the table was made,
+`recorded_latest.json` those of the latest run over all faults.
 """
 
 from __future__ import annotations
