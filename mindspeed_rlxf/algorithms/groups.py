@@ -25,7 +25,10 @@ def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """Return R - mean of each group (Dr. GRPO, arXiv:2503.20783, 3.2). [batch] -> [batch]"""
+    """Return each reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783, 3.2), [batch].
+
+    Rewards of a group are adjacent, `group_size` each.
+    """
     groups = _groups(rewards, group_size)
     return _flatten_groups(groups - groups.mean(1, keepdim=True), rewards)
 

@@ -14,7 +14,7 @@ MAX_LOW_VAR_KL = 10.0
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> Tensor:
-    """Return an estimate of the KL of each token, of the arguments' shape (any), fp32.
+    """Return an estimate of the KL of each token, in the arguments' shape (any) and dtype.
 
     With d = log_probs - ref_log_probs: `kl` d, `abs` |d|, `mse` d^2 / 2, `low_var_kl` exp(-d) - 1
     + d (k1, k2 and k3 of http://joschu.net/blog/kl-approx.html). For `low_var_kl` d is clamped to

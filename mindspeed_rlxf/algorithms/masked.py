@@ -21,7 +21,7 @@ def alone(tensor: Tensor) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the mean of `values` where `mask` is True, over `dim`; None = over all elements.
 
-    NaN where the mask has no True.
+    NaN where the mask has no True, and where a value outside the mask is infinite or NaN.
     """
     if dim is None:
         return (values * mask).sum() / mask.sum()

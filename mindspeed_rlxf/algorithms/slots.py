@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.enums import ScorePosition
 def readable_slots(trained_mask: Tensor, response_mask: Tensor) -> Tensor:
     """Return [batch, response + 1] bool: slots whose value may be read at either score position.
 
-    The slots of trained tokens, and the slot after the last token of each response.
+    True at the slots of trained tokens, and at slot n of each response of n tokens, trained or not.
     """
     slots = pad(trained_mask, (0, 1))
     return slots.scatter(1, response_mask.sum(1, keepdim=True), True)

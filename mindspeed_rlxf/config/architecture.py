@@ -110,10 +110,10 @@ class ArchitectureConfig(Section):
                 yield Problem(name, rule, value, "remove it", reads=("num_experts",))
 
     def _check_heads(self) -> Iterator[Problem]:
-        """Yield problems of numbers of heads and of an odd head width.
+        """Yield problems of the numbers of attention heads and query groups, and of the head width.
 
-        The attention heads must divide `hidden_size` (without `kv_channels`), the query groups must
-        divide the attention heads.
+        Without `kv_channels` the heads must divide `hidden_size`. The head width must be even (not
+        checked if they do not divide it). The query groups must divide the heads.
         """
         heads, width = self.num_attention_heads, self.hidden_size
         sizes = ("num_attention_heads", "hidden_size", "kv_channels")

@@ -127,10 +127,10 @@ def is_here(host: str) -> bool:
 
 
 def find_owners(address: str) -> frozenset[int]:
-    """Return the ids of users with a socket on this host that listens at `host:port`.
+    """Return the user ids of the sockets on this host that listen at `host:port` over TCP.
 
     A socket that listens at the port on all addresses counts. Empty where nothing listens.
-    Errors: OSError for an unknown host name, ValueError when it is no `host:port`.
+    Errors: OSError for an unknown host name, ValueError for text that is not `host:port`.
     """
     host, port = host_and_port(address)
     wanted = _addresses(host)

@@ -274,7 +274,7 @@ def _resolve(config: DictConfig) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every string of a tree, keys included, in no order. No depth is too large."""
+    """Yield every string in nested dicts and lists, keys included, in no order, at any depth."""
     stack = [value]
     while stack:
         item = stack.pop()

@@ -59,9 +59,10 @@ def has_critic(stage: object, section: object) -> bool:
 
 
 def needs_reference(payload: Tree) -> bool:
-    """Return whether reward, loss or the metric `critic/kl` reads the reference's log-probs.
+    """Return whether the run needs the reference's log-probs.
 
-    A `kl_coef` of 0 never becomes positive, also under the adaptive controller.
+    True unless `kl_ctrl.kl_coef` is 0 (which stays 0, also with the adaptive controller), and also
+    then in stage ray_online_dpo, whose loss reads them, and with `logging.reference_kl`.
     """
     control = payload["algorithm"].get("kl_ctrl")
     no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0
@@ -222,11 +223,13 @@ def _devices_per_node(draft: Draft) -> Any:
 
 
 def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
-    """Return the processes per node for a `size` such as 8 or [8, 8]; [] for [] or a wrong size.
+    """Return the processes per node for a pool's `size`, such as 8 or [8, 8].
 
+    A list is returned unchanged. A number becomes a list of itself, or of one `per_node` per host
+    if it is larger than `per_node`. A wrong size is rejected and gives []: a count not from 1 to
+    MAX_DEVICES, or a number above `per_node` that is no multiple of it.
     path:     key of the size, for problems
-    per_node: devices of a host, or None; a count above it must be a multiple and fills whole hosts
-    Wrong sizes are rejected.
+    per_node: devices of a host; None = not known
     """
     sizes = size if isinstance(size, list) else [size]
     if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):

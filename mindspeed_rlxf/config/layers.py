@@ -65,12 +65,12 @@ VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwarg
 
 
 def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> Draft:
-    """Return the YAML's values in the shape of RunConfig, with defaults that depend on other keys.
+    """Return the YAML's values as a Draft, in the shape of RunConfig and with derived defaults.
 
     Types are not checked. Mistakes become problems of the draft; none is raised. Plugins and files
-    of reward functions are run.
+    of reward functions are run. Relative paths become absolute.
     name:    of the config
-    dialect: translator of another toolkit's keys
+    dialect: translator of another toolkit's keys; None = the YAML only has keys of this project
     """
     draft = Draft()
     sections = _make_sections(draft, tree)

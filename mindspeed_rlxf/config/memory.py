@@ -368,8 +368,9 @@ def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
 def communicators(
     tp: int, pp: int, dp: int, trains: bool, generates: bool, ep: int = 1, experts: bool = False
 ) -> int:
-    """Return the number of process groups of several ranks, each with buffers on a device.
+    """Return how many process groups of more than one rank a rank of the role belongs to.
 
+    Each has buffers on the device. Generation counts its groups in addition to those of the role.
     trains, generates: whether the role does so
     experts: whether the model has experts, which have groups of their own
     """

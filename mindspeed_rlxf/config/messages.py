@@ -30,7 +30,11 @@ LIMITS = {
 
 
 def explain(path: str, errors: list[ErrorDetails]) -> Problem:
-    """Return one problem for all pydantic errors of the key `path`; a union type has several."""
+    """Return one problem for all pydantic errors of the key `path`; a union type has several.
+
+    For a missing key: `is required`. Else the rules of all errors joined with "or", the value, and
+    the remedy of the first error.
+    """
     if errors[0]["type"] == "missing":
         return Problem(
             path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"

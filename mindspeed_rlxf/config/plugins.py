@@ -40,11 +40,12 @@ def loaded() -> tuple[Source, ...]:
 
 
 def read_and_load(entry: Any) -> dict[str, str]:
-    """Run the plugin of an entry of `training.plugins`; return {file: absolute path, sha256: ...}.
+    """Run the plugin of an entry of `training.plugins`; return its absolute path and hash.
 
+    Returns {file: path, sha256: hash of the text}.
     entry: a path, or {file: path, sha256: expected hash of the text}
-    Errors: UserError where the entry is no path, the file cannot be read, has another hash or
-    raises an exception.
+    Errors: UserError where the entry has no path, the file cannot be read, has another hash or
+    raises an exception (SystemExit included).
     """
     path, expected = split_entry(entry, "file")
     if not isinstance(path, str) or not path:

@@ -95,8 +95,11 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
 
 def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
-    """Return the keys of a role without those of optimizers, of nested sections, and those whose
-    description is the same for all roles."""
+    """Map the keys of a role to their fields, for its own table.
+
+    Left out: optimizer keys, nested sections, and keys of RoleConfig that mean the same for all
+    roles (same description and `resume`).
+    """
     common = {
         name
         for name, field in RoleConfig.model_fields.items()
@@ -133,7 +136,7 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """Return the type and limits of a key's values for the table, as `integer >= 1`."""
+    """Return the type and limits of a key's values for the table, as `integer >= 1` or `A or B`."""
     if field is POOL:
         return "integer or list of integers"
     first, *others = dict.fromkeys(_kinds(field.annotation))

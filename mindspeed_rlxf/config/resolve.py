@@ -74,8 +74,7 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
-    """Yield a remark on a save interval longer than the run, and on a `save` folder that actor and
-    critic share."""
+    """Yield a text if `save_interval` is over `train_iters`; another if actor and critic share `save`."""
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
@@ -112,8 +111,9 @@ def _validate(draft: Draft) -> RunConfig | None:
 
 
 def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) -> Iterator[Problem]:
-    """Yield broken rules within a section and the sections inside it, with keys as in the YAML.
+    """Yield the `broken_rules` of a section, then those of the sections inside it, also in tuples.
 
+    Their keys become full keys as the user wrote them.
     loc: location of the section in the payload
     """
     for problem in section.broken_rules():
@@ -127,9 +127,10 @@ def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) ->
 def _report_errors(
     draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]
 ) -> None:
-    """Add one problem to the draft for each wrong key that has none yet, and mark it as broken.
+    """Add one problem to the draft for each wrong key that is not in `draft.broken` yet.
 
-    A missing architecture is passed over, as the missing model is reported already.
+    All errors of a key make one problem, and the key is added to `draft.broken`. A missing
+    architecture is passed over, as the missing model is reported already.
     details, places: pydantic's errors and the location of each in the payload
     """
     by_path: dict[str, list[ErrorDetails]] = {}
@@ -144,7 +145,11 @@ def _report_errors(
 
 
 def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Return the location of an error in the payload, without pydantic's tags of union members."""
+    """Return the path of keys and indices in the payload at which a pydantic error lies.
+
+    It ends before the first item of the error's `loc` that the payload lacks, as pydantic's tags of
+    union members; the name of a missing key stays in.
+    """
     node = payload
     place: list[int | str] = []
     for part in detail["loc"]:

@@ -42,8 +42,8 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the keyword arguments that the run passes to this function.
 
-    GIVEN, and `data_source` if the function has a parameter of that name. The YAML's `arguments`
-    are not included.
+    GIVEN, then `data_source` if the function has a parameter of that very name (`**kwargs` does not
+    count). The YAML's `arguments` are not included.
     """
     takes = DATA_SOURCE in inspect.signature(function).parameters
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN
@@ -52,7 +52,8 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
 def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
     """Return the rule that a reward function breaks, as text for a problem; None if it is legal.
 
-    arguments: of the YAML. They must not repeat the run's own, and the signature must accept both.
+    It must accept GIVEN and `arguments` as keywords, by its signature. It is not called.
+    arguments: of the YAML; they must not have a name in GIVEN, nor `data_source`
     """
     if taken := _overlap(arguments, (*GIVEN, DATA_SOURCE)):
         return f"arguments must not have {', '.join(taken)}, which the run gives"

@@ -35,8 +35,9 @@ def read_functions(draft: Draft, reward: Tree) -> None:
 def _read_entry(draft: Draft, key: str, given: Any) -> Any:
     """Return an entry as a dict with name, absolute path and SHA-256; None where it is rejected.
 
-    given: a text such as FORM, or a dict of keys of FunctionConfig
-    An entry without a function, as of a `url`, only gets a name.
+    The file is run. An unknown key becomes a problem and is left out. An entry whose `function` is
+    no text gets no path or hash, only the default name `remote` with a `url`, else `function`.
+    given: a text such as FORM, the name of a built-in rule, or a dict of keys of FunctionConfig
     """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):

@@ -48,7 +48,8 @@ class OptimizerConfig(Section):
     def gathers_ahead(self) -> bool:
         """Whether forward passes gather the weights that the last optimizer step changed.
 
-        True needs the distributed optimizer and both overlap keys.
+        True if `use_distributed_optimizer`, `overlap_grad_reduce` and `overlap_param_gather` all
+        are.
         """
         sharded = self.use_distributed_optimizer and self.overlap_grad_reduce
         return self.overlap_param_gather and sharded
@@ -117,7 +118,7 @@ class RoleConfig(Section):
 
     @property
     def layers_per_chunk(self) -> int:
-        """Number of layers of a pipeline stage, or of one of its chunks if it has several."""
+        """Layers per pipeline stage, or per chunk if stages have several; rounded down."""
         stages = self.pipeline_model_parallel_size * self.model_chunks
         return self.architecture.num_layers // stages
 
@@ -130,7 +131,9 @@ class RoleConfig(Section):
     def broken_rules(self) -> Iterator[Problem]:
         """Yield broken rules between model, parallel sizes, micro-batches and offload.
 
-        Nothing for a reward without an architecture.
+        A token limit without packing, optimizer offload in a role that learns nothing,
+        `_check_pipeline`, sizes of the model that TP does not divide, expert parallelism without
+        experts. Nothing for a reward without an architecture.
         """
         if self.architecture is None:  # a reward computed by a rule has no model
             return
@@ -243,9 +246,11 @@ class LearningConfig(RoleConfig):
             )
 
     def _check_recompute(self) -> Iterator[Problem]:
-        """Yield a problem when `recompute_num_layers` does not fit the layers of a stage or chunk.
+        """Yield at most one problem, if `recompute: full` has a bad `recompute_num_layers`.
 
-        Megatron would fail at the first step, or recompute fewer layers than asked for.
+        It must be at most the number of layers of a stage or chunk, and divide it with
+        `recompute_method: uniform`. Else Megatron fails at the first step or recomputes fewer
+        layers.
         """
         size, layers = self.recompute_num_layers, self.layers_per_chunk
         reads = ("architecture.num_layers", PIPELINE, CHUNK)

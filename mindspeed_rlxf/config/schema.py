@@ -193,9 +193,10 @@ class RunConfig(Section):
         return actor if actor is not None and actor == critic else None
 
     def save_folder(self, role: Role) -> Path | None:
-        """Return the folder for the final weights of a trained role, by its `save`.
+        """Return the folder for the final weights of a trained role: its `save`.
 
-        A subfolder where actor and critic share `save`. None = in the run directory.
+        If actor and critic have the same `save`, its subfolder for the role. None = without `save`,
+        the weights go into the run directory.
         """
         section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
         if section.save is None:
@@ -247,7 +248,7 @@ class RunConfig(Section):
 
     @property
     def rollout_tp(self) -> int:
-        """Tensor-parallel size of generation."""
+        """Tensor-parallel size of generation: that of `rollout` if set, else the actor's."""
         actor = self.actor_rollout
         return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
 

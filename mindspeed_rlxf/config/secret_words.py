@@ -61,7 +61,8 @@ ELSEWHERE = "${*}"
 def is_secret_name(name: str) -> bool:
     """Return whether a name sounds like a secret: `HF_TOKEN`, `api-key`, `db.password`, `apiKey`.
 
-    Keys of the configuration such as `prompt_key` do not. Names over LONGEST_NAME characters do.
+    False for a name whose part after the last dot is a key of the configuration, as `prompt_key`.
+    True for every name of more than LONGEST_NAME characters.
     """
     if len(name) > LONGEST_NAME:
         return True
@@ -71,7 +72,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Return whether a variable is a secret, by its name or by the form of its value."""
+    """Return whether a variable's name sounds secret or its value contains a form of secret."""
     return is_secret_name(name) or any(f.search(value) for f in (*FORMS, SCHEME, URL_USER))
 
 
@@ -107,7 +108,10 @@ def read_variable(name: str, value: Any) -> Any:
 
 
 def withhold(name: str, value: str) -> str:
-    """Return the value; as `Withheld`, shown as `***`, if it looks like a secret."""
+    """Return `Withheld(value)`, shown as `***`, if the name or the value looks like a secret.
+
+    Otherwise, and if it is `Withheld` already, return the value unchanged.
+    """
     if isinstance(value, Withheld) or not looks_secret(name, value):
         return value
     return Withheld(MASK, value)

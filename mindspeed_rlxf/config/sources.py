@@ -104,8 +104,9 @@ def read_source(key: str, path: str, expected: str | None = None) -> Source:
 
 
 def load_error(key: str, file: str, error: BaseException) -> UserError:
-    """Return a UserError that reports an exception of the file `file`, with the line.
+    """Return a UserError that reports an exception that running `file` raised.
 
+    The text has the exception's type and message, and its line in `file`, or `while loading`.
     key: of the configuration that names the file
     """
     rule = f"must run without an error, {type(error).__name__} {_find_line(file, error)}: {error}"

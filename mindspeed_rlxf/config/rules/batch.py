@@ -159,7 +159,12 @@ def _legal_samples(config: RunConfig) -> int:
 
 
 def _check_mini_batches(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of the mini-batches of actor and critic, at most one per role."""
+    """Yield problems of the mini-batches of actor and critic, at most one per role.
+
+    Reported is the first of: a micro-batch that separates a pair of responses, a mini-batch that
+    does not divide the samples of an iteration, one that is no multiple of the ranks'
+    micro-batches.
+    """
     sizes = [(Role.ACTOR_ROLLOUT, "ppo_mini_batch_size"), (Role.CRITIC, "critic_mini_batch_size")]
     for role, key in sizes:
         if role in config.roles:

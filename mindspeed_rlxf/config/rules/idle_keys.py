@@ -56,8 +56,8 @@ def find_idle_keys(
     """Yield (`no effect ...`, `key=value`) for each key that has no effect and not its default.
 
     Keys read from a checkpoint's config.json (`model: auto`) are left out.
-    origins: (section, key) -> key as the user wrote it. One that sets several roles is yielded
-             only if it has no effect in any of them
+    origins: (section, key) -> key as the user wrote it; where absent, `section.key` is shown.
+             One that sets several roles is yielded only if it has no effect in any of them
     """
     reasons = {
         (idle.section, key): idle.reason for idle in _find_all_idle(config) for key in idle.keys
@@ -266,7 +266,10 @@ def _find_idle_of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
 
 
 def _find_idle_of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Yield `offload.weights` where no other role has a model on the role's devices."""
+    """Yield the key `offload.weights` of the role if no other role has a model on its devices.
+
+    A reward of kind rule has no model.
+    """
     others = [other for other in config.roles_of(config.pool_of(role)) if other is not role]
     rule = config.reward.kind is RewardKind.RULE
     if all(other is Role.REWARD and rule for other in others):
