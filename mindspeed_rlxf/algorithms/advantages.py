@@ -49,7 +49,7 @@ def estimate_gae(
 
 
 def _move(values: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
-    """Return a tensor of the same shape with the values at `sources` moved to `targets`, else 0.
+    """Return a tensor shaped as `values`: 0, but values[sources[i]] at targets[i] for each i.
 
     sources, targets: indices of the flattened tensor
     """

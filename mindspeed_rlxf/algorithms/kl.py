@@ -45,10 +45,10 @@ class KlController:
         self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Change `value` by this iteration's KL; do nothing if the coefficient is fixed.
+        """Raise `value` if `kl` is over the target, lower it if below; do nothing if it is fixed.
 
         kl:          mean over samples of their mean KL per token; NaN changes nothing
-        num_samples: of the iteration
+        num_samples: of the iteration; the change is proportional to it
         """
         if not self._adaptive or math.isnan(kl):
             return

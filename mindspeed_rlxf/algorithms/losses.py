@@ -107,9 +107,9 @@ def clipped_value_loss(
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: DpoLoss) -> Tensor:
-    """Return [pairs]: the loss of direct preference optimisation of each pair.
+    """Return [pairs]: the loss of direct preference optimisation of each pair, for `kind`.
 
-    chosen, rejected: [pairs] log(pi / pi_ref) of the whole response
+    chosen, rejected: [pairs] log(pi / pi_ref), summed over the tokens of the whole response
     sigmoid: -log sigmoid(beta h), h = chosen - rejected (arXiv:2305.18290, equation 7)
     ipo:     (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17)
     hinge:   max(0, 1 - beta h) (arXiv:2305.10425)

@@ -64,8 +64,9 @@ def choose_cluster(address: str | None) -> Cluster:
 def find_local_cluster() -> str | None:
     """Return the address in Ray's file of the cluster started last; None unless it is safe to join.
 
-    The file must be this user's, something must accept a connection there, and on this host a
-    process of this user must be what listens (other users can write in the file's folder).
+    The file must be this user's (`_read_address`), and something must accept a connection at the
+    address. If that is on this host, only processes of this user may listen there (other users can
+    write in the file's folder).
     """
     try:
         address = _read_address(address_file())
@@ -118,7 +119,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host name or IP address means this host.
+    """Return whether all addresses of a host name, or an IP address, are loopback or this host's.
 
     Errors: OSError for a name that cannot be resolved.
     """

@@ -96,7 +96,11 @@ def compose(
 
 
 def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:
-    """Return the problem that describes an error of hydra, omegaconf or the YAML parser."""
+    """Return the problem that describes an error of hydra, omegaconf or the YAML parser.
+
+    For a missing file of the defaults list, with the names there are; for bad YAML, with the line;
+    for an override that cannot be parsed; for too deep nesting; else the error's own text.
+    """
     name = f"config {config_name}"
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")
@@ -151,10 +155,11 @@ def _file_name(config_name: str) -> str:
 
 
 def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
-    """Return the folders with the one that holds the config first, as Hydra requires.
+    """Return the two folders, the user's and the built-in one, with the config's one first.
 
-    Where that is the built-in folder, Hydra prefers built-in files of config groups. A file of the
-    same group and name in the user's folder would be ignored, so it raises ConfigError.
+    Hydra requires that, and prefers files of the first folder. So where the user's folder lacks the
+    config, a file of a config group there with the name of a built-in one would be ignored: raises
+    ConfigError. The config need not exist in the built-in folder either.
     """
     file = _file_name(config_name)
     if (directories[0] / file).is_file():
@@ -228,7 +233,7 @@ class PlainFileSource(FileConfigSource):
 
 @contextmanager
 def _checked_files() -> Iterator[None]:
-    """Make hydra read files through `PlainFileSource` inside the block."""
+    """Make hydra read files through `PlainFileSource` in the `with` block, and as before after it."""
     Plugins.instance()  # its first call registers hydra's sources
     known = SourcesRegistry.instance().types
     before = known["file"]
@@ -262,7 +267,7 @@ def _resolve_bounded(config: DictConfig) -> Any:
 
 
 def _tree_or_problem(config: DictConfig) -> tuple[Any, str]:
-    """Resolve the interpolations; return (tree, "") or (None, problem)."""
+    """Resolve the interpolations; return (tree, "") or (None, text of the error)."""
     try:
         return _resolve(config), ""
     except (OmegaConfBaseException, ValueError) as error:

@@ -71,10 +71,11 @@ def needs_reference(payload: Tree) -> bool:
 
 
 def set_stage_defaults(draft: Draft) -> None:
-    """Set absent keys of `algorithm` and `actor_rollout` to the defaults of the stage, the
-    estimator, GSPO and a KL penalty in the loss.
+    """Set absent keys of `algorithm` and `actor_rollout` in the draft to defaults of the stage.
 
-    For online DPO only `n_samples_per_prompt`.
+    Online DPO: only `n_samples_per_prompt`, 2. Else, in this order: the GRPO stage's estimator,
+    keys of GSPO (the clip ranges only without `clip_ratio`), `advantage_whiten` and others of the
+    estimator, and `kl_penalty` if the KL is in the loss. Absent or None counts as absent.
     """
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]

@@ -60,7 +60,11 @@ class Draft:
                 self.problems.append(problem.rename_keys(lambda key: self.path(key.split("."))))
 
     def path(self, loc: Sequence[int | str]) -> str:
-        """Return the dotted key, as the user's YAML has it, of a location in the payload."""
+        """Return the dotted key, as the user wrote it, of a location in the payload.
+
+        The key that `origins` names for the value; else `model.<name>.<key>` for an architecture
+        key; else the location itself, with `resource_pool` for `pool_settings`.
+        """
         parts = yaml_parts(loc)
         parts[0] = parts[0].replace("pool_settings", "resource_pool")
         role, key, part = (*parts, "", "", "")[:3]

@@ -177,8 +177,10 @@ def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
 def find_unsupported(config: dict[str, Any]) -> list[str]:
     """List settings of a config.json that this package does not support; [] = all supported.
 
-    Each as `name: supported value, value in config.json`. An unknown model_type, biases, a
-    hidden_act other than silu, and use_sliding_window are each listed alone.
+    Each as `name: supported value, value in config.json`. Where one of these is wrong, the first of
+    them is the only item: model_type, biases, hidden_act (silu), use_sliding_window. Else all of:
+    a Mixtral `sliding_window` below the context, sparse steps, router noise, dense layers, shared
+    experts.
     """
     if config.get("model_type") not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]

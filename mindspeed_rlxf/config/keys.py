@@ -104,7 +104,9 @@ TOP_LEVEL = {
 def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
     """Return the problem of a key `name` that `section` (`""` = top level) does not have.
 
-    known: keys of the section; the nearest one, else a section that has the key, is the remedy
+    The remedy names the most similar key of the section, else a section that has a key `name`, else
+    `remove it`.
+    known: keys of the section
     path:  how the YAML spells the key where that differs from `section.name`
     """
     prefix = f"{section}." if section else ""

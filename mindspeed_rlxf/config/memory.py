@@ -31,12 +31,12 @@ def itemsize(role: RoleConfig) -> int:
 
 
 def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
-    """Return the length of Megatron's gradient buffer, in numbers.
+    """Return the length of Megatron's gradient buffer, in numbers: the sum of `sizes`, or padded.
 
     sizes:       numbers of each parameter
-    distributed: with the distributed optimizer the buffer is padded, so that each parameter starts
-                 at a multiple of 64 and the length is a multiple of 128 and of `dp`; its weights
-                 are in a buffer of the same length
+    distributed: with the distributed optimizer each parameter is padded to a multiple of 64, and
+                 the length to a multiple of 128 and of `dp`; the weights are in a buffer of this
+                 length
     """
     if not distributed:
         return sum(sizes)
@@ -187,11 +187,13 @@ def dispatch_bytes(
 def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
     """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
 
-    For all tokens: the routing and the results. For one exchange at a time: the tokens of all
-    ranks, and their results in fp32. In addition, for each expert that a token is sent to, 40 bytes
-    to sort by and the largest of these: the result, and again in fp32; a hidden state and two parts
-    of the gated MLP; three parts of the MLP, and one of them again in fp32.
-
+    For all tokens: the routing and the results. For the tokens of one exchange, of all ranks
+    together
+    about EXCHANGE_TOKENS at most: themselves, and their results in fp32. In addition, for each
+    expert
+    that such a token is sent to, 40 bytes to sort by and the largest of these: the result, and
+    again in fp32; a hidden state and two parts of the gated MLP; three parts of the MLP, and one of
+    them again in fp32.
     tokens: of the rank that has the most
     """
     routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
@@ -311,13 +313,14 @@ def kv_cache_tokens(token_bytes: int, memory: int | None) -> int | None:
 def kv_cache_rows(
     limit: int | None, waiting: int, prompt: int, response: int, tokens: int | None
 ) -> int:
-    """Return how many sequences a rank generates at the same time.
+    """Return how many sequences a rank generates at the same time, at most `waiting`.
 
-    limit:   num_samples_per_step; None = as many as fit into the cache with half a response each,
-             at least one. Rows begin short; once the cache is full the shortest rows wait
-    waiting: sequences to generate, an upper bound of the result
+    limit:   num_samples_per_step, not compared with the cache; None = as many as fit into `tokens`
+             with a prompt and half a response each, rounded up to pages, at least one. Rows begin
+             short; once the cache is full the shortest rows wait
+    waiting: sequences to generate
     prompt, response: longest of each, in tokens
-    tokens:  room of the cache; None = no limit
+    tokens:  size of the cache in tokens; None = no limit
     """
     if limit is None:
         row = min(round_to_pages(prompt + response // 2), prompt + response)

@@ -150,7 +150,11 @@ def _type(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """Yield the words for a type annotation: one, or one for each member of a union."""
+    """Yield the words for a type annotation: one, or one for each member of a union, None last.
+
+    Enum values and literals quoted; `list of ...` for a tuple; `mapping` for a section; else by
+    WORDS, `text` where it lacks the type.
+    """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(inner[0])

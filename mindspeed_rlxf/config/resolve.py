@@ -74,7 +74,10 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
-    """Yield a text if `save_interval` is over `train_iters`; another if actor and critic share `save`."""
+    """Yield a text if `save_interval` is over `train_iters`, one if actor and critic share `save`.
+
+    The texts are for the user; neither case is an error.
+    """
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
@@ -164,10 +167,10 @@ def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _replace_wrong_value(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Remove the wrong value at `place`, which must exist, from `payload`.
+    """Remove the wrong value at `place`, which must exist, from `payload` in place.
 
-    A key with an entry in STAND_INS gets that value instead. A wrong item of a list removes the
-    whole list.
+    A key whose name is in STAND_INS gets that value instead. For a wrong item of a list the whole
+    list is removed or replaced.
     """
     *parents, last = takewhile(lambda part: isinstance(part, str), place)
     holder: Any = payload

@@ -26,7 +26,9 @@ def split_name(function: str) -> tuple[str, str] | None:
 def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     """Return the function `name`, or the static method `Class.method`, of the module.
 
-    Errors: ValueError for a class, and for a missing name (the message lists the functions).
+    Anything callable but a class will do.
+    Errors: ValueError for a class, and for a name that is missing or not callable (the message
+    lists the module's functions without leading `_`).
     """
     found: Any = module
     for part in name.split("."):

@@ -179,7 +179,8 @@ class RunConfig(Section):
     def verifiers(self) -> list[tuple[Verifier, float]]:
         """(rule, weight) of the rules that score every prompt; [] = the data source chooses one.
 
-        With `reward.verifier` but no `verifier_function` it is `acc`. The default weight is 1.
+        [] without `reward.verifier`. With it but without `verifier_function` the one rule is `acc`.
+        The weights are `verifier_weight`; without it each is 1.
         """
         if not self.reward.verifier:
             return []
@@ -233,7 +234,8 @@ class RunConfig(Section):
     def processes_of(self, role: Role) -> list[int]:
         """Return how many processes the pool of a role has, one number per node.
 
-        Where the actor's pool is split, only the processes that train count. The role needs a pool.
+        Where the actor's pool is split, the first processes, which train, are counted for the
+        actor, and those that only generate are not. KeyError without a pool.
         """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:

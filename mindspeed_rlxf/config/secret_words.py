@@ -77,7 +77,7 @@ def looks_secret(name: str, value: str) -> bool:
 
 
 def read_variable(name: str, value: Any) -> Any:
-    """Return a value of `resource_pool.env` as text, or as `Withheld` if it looks like a secret.
+    """Return a value of `resource_pool.env` as text, or as `Withheld` if name or value is a secret.
 
     A number becomes text; `***` becomes the environment variable `name` of this process, as
     `Withheld`. A `Withheld` stays. Other values (a list, true) are returned unchanged, and fail in

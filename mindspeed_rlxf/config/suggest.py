@@ -13,9 +13,10 @@ MAX_SHOWN = 60  # characters of a value
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """Return the one of `words` that is most like `word`, which may be misspelt or shortened.
+    """Return the one of `words` that is most like `word`; else the shortest that begins with it.
 
-    None when none is similar, or `word` is longer than MAX_WORD.
+    Only a word of more than two characters is taken as such a beginning. None when nothing fits, or
+    `word` is longer than MAX_WORD.
     """
     if len(word) > MAX_WORD:
         return None  # the time to compare grows with the square of the length
@@ -26,9 +27,9 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
 
 def neighbours(value: int, good: Iterable[int]) -> list[int]:
-    """Return the nearest positive number of `good` below `value`, and the nearest above.
+    """Return the nearest positive number of `good` below `value`, then the nearest above.
 
-    Either may be missing.
+    Either may be missing. `value` itself is never returned.
     """
     below = [number for number in good if 0 < number < value]
     above = [number for number in good if number > value]

@@ -123,7 +123,11 @@ class _Share:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Share:
-        """Return the factors of a role."""
+        """Return the factors of a role, for the sizes of the configuration.
+
+        `stages` is that of the virtual pipeline for a role that learns; `together` is 2 for the
+        actor of online DPO.
+        """
         section = config.role(role)
         learns = isinstance(section, LearningConfig)
         stages = section.micro_batch_multiple if learns else 1

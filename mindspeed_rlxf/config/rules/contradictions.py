@@ -41,8 +41,12 @@ def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _contradictions(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads: in this stage, with this estimator, or without group
-    filtering or an overlong buffer."""
+    """Yield the keys that nothing reads, with the reason, whatever their values.
+
+    In online DPO those of advantages and policy loss; else those of DPO and
+    `_find_idle_of_estimator`. `max_num_gen_batches` without group filtering,
+    `overlong_penalty_factor` with an overlong buffer of 0.
+    """
     stage = f"with {ref('training.stage')}={config.training.stage.value}"
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield Idle("algorithm", OF_ADVANTAGES, stage)

@@ -61,8 +61,11 @@ def _check_local_world(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each TP above the number of key-value groups, if megatron-core is older
-    than SHARED_GROUPS_SINCE."""
+    """Yield a problem for each TP above its model's number of key-value groups.
+
+    Checks the roles with an architecture, and generation if its TP is not the actor's. Nothing if
+    megatron-core is not installed or not older than SHARED_GROUPS_SINCE.
+    """
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
         for role in config.roles

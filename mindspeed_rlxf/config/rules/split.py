@@ -126,11 +126,12 @@ def _check_rollout_experts(config: RunConfig, dp: int) -> Iterator[Problem]:
 def find_uneven_experts(
     key: str, ep: int, section: RoleConfig, dp: int | None
 ) -> Iterator[Problem]:
-    """Yield a problem if an expert-parallel size does not divide the experts, and one if it does
-    not divide the data-parallel size.
+    """Yield a problem if `ep` does not divide the experts, another if it does not divide `dp`.
 
+    key:     of the expert-parallel size `ep` in the YAML
     section: of a role whose model has experts
-    dp:      None when the number of processes does not allow a data-parallel size
+    dp:      data-parallel size; None when the number of processes does not allow one, unchecked
+    then
     """
     experts = section.architecture.num_experts
     assert experts is not None, "checked by the caller"

@@ -114,8 +114,11 @@ def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for one response per prompt where responses are compared. Not for DPO, whose
-    number `_check_pairs` checks."""
+    """Yield a problem for one response per prompt where responses are compared.
+
+    One each for an estimator that compares a group, and for `filter_groups`. Nothing for DPO, whose
+    number `_check_pairs` checks.
+    """
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
     if samples > 1 or config.training.stage is Stage.RAY_ONLINE_DPO:
         return
