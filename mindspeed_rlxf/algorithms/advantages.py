@@ -93,11 +93,13 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return [batch, slots]: from each slot on, the discounted rewards summed; 0 where masked.
+    """Return [batch, slots]: the sum of this slot's reward and the discounted rewards after it.
 
-    This is the return of REINFORCE.
+    0 where `mask` is False. This is the return of REINFORCE. A False slot is skipped as if cut out:
+    its reward does not count and it does not discount.
     rewards: [batch, slots] fp32
-    mask:    [batch, slots] bool, True = slot that is learnt from; others are skipped
+    mask:    [batch, slots] bool, True = slot that is learnt from
+    gamma:   discount per True slot
     """
     _, returns = estimate_gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     return returns

@@ -83,14 +83,18 @@ class ArchitectureConfig(Section):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether training adds the loss that balances experts (`aux_loss`, coefficient > 0)."""
+        """Whether training adds the loss that balances experts.
+
+        True with `num_experts`, type `aux_loss` and a coefficient above 0.
+        """
         wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield problems of head counts, llama3 rotary scaling and experts.
 
-        Without `num_experts` a key about experts that differs from its default is a problem.
+        llama3 scaling needs `original_max_position_embeddings`. Without `num_experts` each key
+        about experts that differs from its default is a problem.
         """
         yield from self._check_heads()
         unstretched = self.original_max_position_embeddings

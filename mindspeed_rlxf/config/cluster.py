@@ -80,7 +80,7 @@ def find_local_cluster() -> str | None:
 
 
 def _read_address(file: Path) -> str:
-    """Return the text of `file` without outer white space, cut after ADDRESS_BYTES.
+    """Return the first ADDRESS_BYTES bytes of `file` as text without outer white space.
 
     Errors: OSError where it is missing, no plain file, a link or a file of another user; ValueError
     where it is not UTF-8.
@@ -111,7 +111,10 @@ def connect_once(address: str, timeout_s: float = CONNECT_S) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[IPv6]:port`. Errors: ValueError for other text or a bad port."""
+    """Split `host:port` or `[IPv6]:port` into the host, without brackets, and the port.
+
+    Errors: ValueError for other text, and for a port not from 1 to 65535.
+    """
     found = ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ValueError("it is not host:port")

@@ -137,6 +137,7 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
 def _directories(config_dir: str | Path | None) -> list[Path]:
     """List the absolute folders to search for configs: `config_dir` if given, then the built-in.
 
+    The built-in one is left out if `config_dir` is given and it does not exist. `~` is expanded.
     Errors: ConfigError where `config_dir` is no folder.
     """
     builtin = builtin_config_dir()
@@ -194,8 +195,9 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:
     """Return `key=value` as `++key=value`, which sets keys that the YAML lacks too.
 
-    Unchanged: texts without "=", with a leading "+", "++" or "~", and choices of a config group.
-    A value outside ASCII is put in quotes.
+    Unchanged: texts without "=", with a leading "+", "++" or "~", and choices of a config group (a
+    folder `key` in one of the directories). A value with non-ASCII characters is put in quotes,
+    unless it begins with a bracket, brace or quote.
     """
     name, _, value = override.partition("=")
     is_group = any((directory / name).is_dir() for directory in directories) if name else False
@@ -233,7 +235,7 @@ class PlainFileSource(FileConfigSource):
 
 @contextmanager
 def _checked_files() -> Iterator[None]:
-    """Make hydra read files through `PlainFileSource` in the `with` block, and as before after it."""
+    """Make hydra read files through `PlainFileSource` in the `with` block; undo it after that."""
     Plugins.instance()  # its first call registers hydra's sources
     known = SourcesRegistry.instance().types
     before = known["file"]

@@ -147,10 +147,11 @@ def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
 
 
 def _place_rule(draft: Draft, is_placed: bool) -> None:
-    """Place a rule reward on another role's pool, unless the YAML gives it a pool.
+    """Place a rule reward on the actor's pool, unless the YAML places it or has a pool `reward`.
 
+    If the actor's pool is split: on that of the reference, or else of the critic, if there is one.
+    Adds a note if no other role is on the reward's pool, whose devices are idle then.
     is_placed: whether the YAML's `placement` has the reward
-    Adds a note where the reward alone is on a pool, whose devices are idle then.
     """
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:

@@ -77,7 +77,7 @@ class Draft:
         return ".".join(parts)
 
     def mapping(self, path: str, value: Any) -> Tree:
-        """Return `value` if it is a dict, else {}. Rejects other values than a dict or None.
+        """Return `value` if it is a dict, else {}; None is legal, other values are rejected.
 
         path: key of the value, for the problem
         """

@@ -60,7 +60,7 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 
     wanted: the kind of folder that the user should give, for messages
     Errors: ValueError when the folder or file is missing, the file is a link out of the folder, too
-    large or no JSON object, or a field is bad.
+    large or no JSON object, or a field is bad (only the first one is named).
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -83,9 +83,10 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 
 
 def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each number out of bounds, and each object, text or list of a wrong type.
+    """Yield a line for each number of MOST outside 0 to its bound, and each field of a wrong type.
 
-    Fields of nested `*_config` objects too. Absent fields are fine, and so is text in place of a
+    Types: rope_* objects, model_type and hidden_act text, architectures a list of texts. Fields of
+    nested `*_config` objects are checked too. Absent fields are fine, and so is text in place of a
     number, which `parse_architecture` refuses. Bounds keep later code from allocating a list per
     layer, or a table per token, of a false number.
     """
@@ -120,12 +121,13 @@ def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of attention, MLP and embeddings of a config.json.
+    """Return the fields of attention, MLP and embeddings, named as in ArchitectureConfig.
 
     Absent fields are None, or have the default of transformers (key-value heads, head width, rotary
-    base, tying).
-    transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
-    and `rope_scaling` at the top.
+    base 10000, tied embeddings). Scaling keys are only there with scaling, and three of them only
+    for llama3. transformers 5 nests the rotary settings in `rope_parameters`; older files have
+    `rope_theta` and `rope_scaling` at the top.
+    config: a config.json
     """
     family, heads = str(config.get("model_type")), config.get("num_attention_heads")
     head_dim = config.get("head_dim") or HEAD_DIM.get(family)

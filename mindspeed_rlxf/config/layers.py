@@ -152,8 +152,9 @@ def _unfold(draft: Draft, sections: Tree) -> None:
 def _make_training(draft: Draft, values: Tree, name: str) -> Tree:
     """Return the fields of TrainingConfig; keys that `training` shares with roles are left out.
 
-    Sets absent `run_name` (to the config's `name`) and `output_dir`. Runs the files of `plugins`
-    and replaces each by its path and SHA-256; one that fails is rejected.
+    An unknown key becomes a problem. Sets absent `run_name` (to the config's `name`) and
+    `output_dir` (to outputs/<run_name>). Runs the files of `plugins`, one or a list, and puts the
+    path and SHA-256 of each in a list; a file that fails is rejected and left out.
     """
     own = fields(TrainingConfig)
     known = draft.keep_known("training", values, own | SHARED_KEYS).items()
@@ -233,7 +234,10 @@ def _make_reward_section(draft: Draft, own: Tree, training: Tree) -> None:
 
 
 def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
-    """Add notes for keys of `training` and `model` that no role reads, and for unused models."""
+    """Add notes on unused models, and on keys of `training` and used models that no role reads.
+
+    training: the keys that the section shares with roles
+    """
     sections = {role: draft.payload[role.value] or {} for role in CONFIGURED}
     roles = {role: str(keys["model"]) for role, keys in sections.items() if "model" in keys}
     read = set().union(*map(role_keys, roles))
@@ -321,7 +325,10 @@ def _nest_sections(role: Role, merged: Tree) -> Tree:
 def _report_missing_model(
     draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]
 ) -> None:
-    """Reject a role's `model` (`chosen`) that is None or not among `models`."""
+    """Reject a role's `model` (`chosen`): as required if it is None, else as unknown.
+
+    The remedy names the most similar of `models`, and all of them.
+    """
     path = draft.origins.get((role.value, "model"), f"{role.value}.model")
     guess = closest(str(chosen), models)
     remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"

@@ -83,16 +83,9 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes of activations that one layer keeps for its backward pass.
 
-    Of a micro-batch of `tokens`. The activations kept are:
-    - of each of two norms: the input in fp32, the normed value and the output
-    - of attention: projections, rotated queries and keys, cosines and sines, the output twice,
-      and the log of the softmax's divisor. Ranks that share a key-value group gather the
-      projections of all ranks
-    - of the gated MLP: gate and up projection together, the activated gate, the up projection
-      alone, and the product of gate and up
-    - of experts: as of the MLP for each token sent to them, its hidden state, and the product
-      times the router's weight
-    - of the router: its probabilities and choices
+    Of a micro-batch of `tokens`, on one rank: those of two norms (divided by `tp` only with
+    `sequence_parallel`), of attention (`_attention_bytes`) and of the MLP or the experts
+    (`mlp_activation_bytes`).
     """
     norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
     attention = _attention_bytes(a, tokens, tp, itemsize)
@@ -117,11 +110,21 @@ def layer_forward_bytes(
 def _norm_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
+    """Return the bytes that a norm keeps: its input in fp32, the normed value and the output.
+
+    Also one fp32 number per token. With `sequence_parallel` a rank has 1 / tp of the tokens.
+    """
     norm_tokens = tokens // tp if sequence_parallel else tokens
     return norm_tokens * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
 
 
 def _attention_bytes(a: ArchitectureConfig, tokens: int, tp: int, itemsize: int) -> int:
+    """Return the bytes that one layer's attention keeps for the backward pass.
+
+    Projections, rotated queries and keys, cosines and sines, the output twice, and the log of the
+    softmax's divisor; with `qk_layernorm` also what these norms keep. Ranks that share a key-value
+    group gather the projections of all ranks.
+    """
     queries = a.num_attention_heads * a.head_dim // tp
     keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
     projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
@@ -135,9 +138,12 @@ def _attention_bytes(a: ArchitectureConfig, tokens: int, tp: int, itemsize: int)
 def mlp_activation_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Return the bytes that one layer's MLP, or its experts, keep for the backward pass.
+    """Return the bytes that one layer's MLP, or its experts, keep for the backward pass of `tokens`.
 
-    `layer_activation_bytes` includes them.
+    The gate and up projection together, the activated gate, the up projection alone, and the
+    product of gate and up. Of experts these for each token sent to them (`dispatched_tokens`), its
+    hidden state and the product times the router's weight; and the router's probabilities and
+    choices. `layer_activation_bytes` includes the result.
     """
     if a.num_experts is None:
         return tokens * 5 * itemsize * a.mlp_hidden_size // tp
@@ -216,10 +222,12 @@ def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
-    """Return the number of micro-batches into which a rank divides `samples`.
+    """Return the number of micro-batches into which a rank divides `samples`, rounded up.
 
     With `max_tokens_per_micro_batch` it is an upper bound: every micro-batch takes at least
-    limit // length samples. A virtual pipeline rounds it up to a multiple of its stages.
+    limit // length samples (at least 1). Then rounded up to a multiple of the stages of a virtual
+    pipeline.
+    length: tokens of the longest sample
     """
     limit = role.max_tokens_per_micro_batch
     size = role.micro_batch_size if limit is None else max(limit // length, 1)
@@ -293,9 +301,9 @@ def round_to_pages(length: int) -> int:
 
 
 def kv_cache_bytes(tokens: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values of `tokens` on a rank, in all layers.
+    """Return the bytes of the keys and values of `tokens` tokens on a rank, over all layers.
 
-    A key-value group that several ranks share counts on each.
+    The groups are divided by `tp`; one that several ranks share counts in full on each.
     """
     groups = groups_per_rank(a.kv_heads, tp)
     return 2 * tokens * a.num_layers * groups * a.head_dim * itemsize

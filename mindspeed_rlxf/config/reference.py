@@ -62,7 +62,7 @@ LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def document() -> str:
-    """Return the page `docs/configuration.md` as Markdown."""
+    """Return the page `docs/configuration.md` as Markdown: HEAD, then a table per section."""
     tables = (f"## `{title}`\n\n{_section(keys)}" for title, keys in sections().items())
     return "\n".join((HEAD, "\n\n".join(tables))) + "\n"
 

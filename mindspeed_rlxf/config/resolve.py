@@ -56,6 +56,8 @@ def resolve_with_notes(
     """Return what `resolve` returns, and lines about legal keys that may surprise.
 
     Such keys have no effect in this run, or an effect that the user may not expect.
+    Errors: ConfigError with all problems of the configuration. The host is not checked in a dry
+    run, and rules between sections are not while a key of LAYOUT_KEYS is wrong.
     """
     draft = make_draft(tree, name, dialect)
     if (config := _validate(draft)) is not None:

@@ -136,7 +136,11 @@ class RewardConfig(RoleConfig):
             yield Problem("functions", rule, remedy="add name: to one of them")
 
     def _check_timeout(self) -> Iterator[Problem]:
-        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs."""
+        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs.
+
+        It must be above `sandbox.response_s` x the most functions that run programs for one sample
+        (at least 1). Not checked if no rule or function runs programs.
+        """
         needed = self.sandbox.response_s * max(1, self._count_program_functions())
         if self.runs_programs and self.timeout_s <= needed:
             times = "" if needed == self.sandbox.response_s else ", for each part with programs"

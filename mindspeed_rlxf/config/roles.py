@@ -224,8 +224,10 @@ class LearningConfig(RoleConfig):
             yield from self._check_recompute()
 
     def _check_experts(self) -> Iterator[Problem]:
-        """Yield problems of training a mixture of experts: tensor parallelism without sequence
-        parallelism, and a loss that balances experts with several pipeline stages."""
+        """Yield problems of training a mixture of experts; nothing for a dense model.
+
+        TP > 1 needs `sequence_parallel`. The loss that balances experts needs one pipeline stage.
+        """
         a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
             yield Problem(

@@ -223,7 +223,7 @@ class RunConfig(Section):
         return sum(self.resource_pool[pool])
 
     def layout(self, role: Role) -> ParallelLayout:
-        """Return the parallel layout of a role's ranks: of the actor, those that train."""
+        """Return ranks, TP and PP of a role; of the actor only the ranks that train count."""
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),

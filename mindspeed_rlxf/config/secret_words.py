@@ -130,7 +130,8 @@ def mask_secret(name: str, shown: Any) -> Any:
 def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
     """Wrap values of `resource_pool.env` that came from interpolations as `Withheld`, in place.
 
-    They are shown as the user wrote them, such as `${oc.env:NAME}`, and never with their values.
+    They are shown as the user wrote them, such as `${oc.env:NAME}`, or as `***` (`_as_written`),
+    and never with their values. Other values stay.
     tree:   resolved configuration, changed in place
     config: the same with its interpolations
     """
@@ -151,10 +152,11 @@ def _written_value(written: Any, name: Any) -> Any:
 
 
 def _as_written(name: str, value: Any, written: Any) -> Any:
-    """Return the value; as `Withheld`, shown as `written`, where that text has an interpolation.
+    """Return the value; as `Withheld`, shown as `written`, if `written` has an interpolation.
 
-    Only text and numbers are withheld, numbers as text. Shown as `***` where `written` itself has a
-    secret, for example as a default value.
+    Only text and numbers are withheld, numbers as text. Shown as `***` where `written` is ELSEWHERE
+    or itself has a secret, for example as a default value.
+    written: the value in the YAML, before interpolation
     """
     if not isinstance(written, str) or "${" not in written:
         return value

@@ -41,9 +41,8 @@ def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem per role with a token limit of micro-batches, if losses are means over them.
-
-    `loss_normalizer: micro_batch_mean` needs micro-batches with the same number of samples.
+    """Yield a problem for each of actor and critic with `max_tokens_per_micro_batch`, whose
+    micro-batches have unequal numbers of samples. Only for `loss_normalizer: micro_batch_mean`.
     """
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
@@ -60,10 +59,12 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems if the samples cannot be divided equally among the ranks of every role.
+    """Yield problems of `global_batch_size`, which all roles' ranks must be able to divide equally.
 
-    Also if the responses to a prompt, where an estimator compares them, would be on several ranks,
-    or if greedy responses (one per prompt) cannot be divided among the reward's replicas.
+    One for each role's unit of samples (`_Share`) that does not divide the samples of an iteration;
+    not if a larger unit that was reported implies it. Also if responses that are compared would be
+    on several ranks (not after the first kind), and if greedy responses, one per prompt, cannot be
+    divided among the reward's replicas.
     """
     prompts, per_prompt = (
         config.training.global_batch_size,
@@ -100,7 +101,10 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _prompt_step(config: RunConfig) -> int:
-    """Return the number of which a legal `global_batch_size` is a multiple (`_check_batch`)."""
+    """Return the number whose multiples are the legal values of `global_batch_size`.
+
+    The least common multiple of the numbers of prompts that the rules of `_check_batch` need.
+    """
     per_prompt = config.actor_rollout.n_samples_per_prompt
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
@@ -254,8 +258,12 @@ def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
 
 
 def _check_mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
-    """Yield a problem if a mini-batch does not divide the samples of an iteration, or is no
-    multiple of the micro-batches of all data-parallel ranks."""
+    """Yield at most one problem: the first of these two rules that the mini-batch breaks.
+
+    It divides the samples of an iteration (checked only if `global_batch_size` is legal). It is a
+    multiple of DP x stages of a virtual pipeline x micro-batch size.
+    key, size: of the mini-batch
+    """
     if step.is_legal and step.samples % size:
         yield Problem(
             key,

@@ -63,8 +63,13 @@ def _contradictions(config: RunConfig) -> Iterator[Idle]:
 
 
 def _find_idle_of_estimator(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads with this estimator, these lambdas, this KL control or
-    these clip ranges."""
+    """Yield the keys that nothing reads, with the reason, whatever their values.
+
+    The lambdas without a critic, `lam` if `critic_lam` and `lam_alpha` replace it, score slots if
+    the estimator does not discount, the target and horizon of a fixed KL coefficient,
+    OF_TOKEN_REWARDS if it does not discount or reads greedy scores, `clip_ratio` if a lower and
+    upper one replace it.
+    """
     algorithm, actor = config.algorithm, config.actor_rollout
     traits = algorithm.estimator
     estimator = f"with {ref('algorithm.adv_estimator')}={algorithm.adv_estimator}"

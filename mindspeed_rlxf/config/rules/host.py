@@ -48,7 +48,10 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
 
 
 def _check_local_world(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1)."""
+    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1).
+
+    Call it only with `runtime.kind=local`, where every process runs every role.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for pool, size in _pool_sizes(config).items():
         if size != world:

@@ -98,8 +98,12 @@ def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield problems of a role's parallel sizes (TP, PP, experts, the rollout's TP), of its token
-    limit, and of tensor-parallel groups that span nodes."""
+    """Yield problems of a role's parallel sizes; for a role without a model only of its processes.
+
+    The processes must be a multiple of TP x PP. Then expert parallelism, the rollout's TP if it is
+    not the actor's, the token limit (`check_token_budget`), and TP groups that would span nodes,
+    unless `tensor_parallel_spans_nodes` allows it.
+    """
     misplaced, section, pool = (
         _check_replicas(config, role),
         config.role(role),

@@ -75,7 +75,8 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
 def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
     """Yield a problem unless the generating ranks form whole tensor-parallel groups on each node.
 
-    Where they do on the whole, also yields the problems of the rollout's expert-parallel size.
+    A rollout TP that does not divide `infer` is the only problem. Otherwise one for each node whose
+    generating ranks are no multiple of it, and those of the rollout's expert-parallel size.
     train, infer: numbers of ranks that train and that generate
     """
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)

@@ -98,7 +98,10 @@ def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if the vocabulary size of the reference is not the actor's."""
+    """Yield a problem if the vocabulary size of the reference is not the actor's.
+
+    Nothing in a run without a reference.
+    """
     sections = config.actor_rollout, config.ref
     if Role.REF not in config.roles:
         return
@@ -136,8 +139,9 @@ def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_pairs(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of online DPO without two responses per prompt, or with a token limit that
-    may put them into different micro-batches."""
+    """Yield a problem unless there are two responses per prompt, and one if the actor's
+    `max_tokens_per_micro_batch` is set, which may separate them. For online DPO only.
+    """
     samples = config.actor_rollout.n_samples_per_prompt
     limit = config.actor_rollout.max_tokens_per_micro_batch
     if samples != 2:
@@ -157,8 +161,11 @@ def _check_pairs(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_rewards(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of an overlong buffer above `max_new_tokens`, and of `filter_groups` with
-    fixed responses, an estimator that compares no responses, or a reward model."""
+    """Yield a problem for each broken rule of the overlong buffer and of `filter_groups`.
+
+    The buffer must be at most `max_new_tokens`. With `filter_groups`: no fixed responses, an
+    estimator that compares responses or online DPO, and a reward of kind rule.
+    """
     actor, algorithm = config.actor_rollout, config.algorithm
     if algorithm.overlong_buffer_len > actor.max_new_tokens:
         yield Problem(
