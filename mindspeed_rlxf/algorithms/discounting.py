@@ -16,8 +16,8 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
     inputs:  [rows, width]
     factors: [rows], one for each row, 0 to 1, of the same dtype
     stride:  exponent of the factors; only the recursion sets it
-    Each block of a row is summed by itself, all blocks at once. This function then sums the first
-    elements of the blocks, and each block adds the discounted sum of the blocks after it.
+    Rows of more than BLOCK items are summed in blocks, all at once; then the first elements of the
+    blocks are summed by recursion, and each block adds the discounted sum of the blocks after it.
 
     Terms are multiplied by powers of at most 1, and nothing is divided. With unit roundoff u and n
     levels of recursion, the error is at most n (3 BLOCK + 4) u times the same sum over |inputs|:

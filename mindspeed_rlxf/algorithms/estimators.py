@@ -101,9 +101,9 @@ def reinforce_plus_plus(given: Rewarded) -> Estimate:
 
 
 def remax(given: Rewarded) -> Estimate:
-    """Return rewards to go minus the score of the greedy response, which must be given.
+    """Return as advantages the rewards to go minus the score of the prompt's greedy response.
 
-    ReMax, arXiv:2310.10505.
+    ReMax, arXiv:2310.10505. No returns. AssertionError without `greedy_scores`.
     """
     assert given.greedy_scores is not None, "ReMax needs the scores of greedy responses"
     return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
@@ -137,8 +137,10 @@ ESTIMATORS: dict[str, Estimator] = {
 def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimator], Estimator]:
     """Return a decorator that makes a function a choice of `algorithm.adv_estimator`.
 
+    It puts the function into ESTIMATORS and `traits` into TRAITS under `name`, and returns the
+    function unchanged.
     traits: needs of the estimator, and whether the caller whitens its advantages by default
-    Errors: ValueError, when it decorates, for a name that is taken.
+    Errors: ValueError, when it decorates, for a name in use.
     """
 
     def register(estimator: Estimator) -> Estimator:

@@ -51,10 +51,12 @@ def clipped_policy_loss(
 def sequence_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
 ) -> TokenLoss:
-    """Return the clipped loss with one ratio per response (GSPO-token, arXiv:2507.18071, 4.3).
+    """Return the clipped loss of each token, with one ratio per response.
 
-    The ratio of all tokens of a response is exp(mean of log_probs - old_log_probs over it). Its
-    gradient flows to each token's own log_prob, with weight 1. The mean is clamped to +-20.
+    GSPO-token, arXiv:2507.18071, 4.3. The ratio of all tokens of a response is the exponential of
+    the mean, over its tokens, of log_probs - old_log_probs, clamped to +-20. Its gradient flows to
+    each token's own log_prob, with weight 1.
+    log_probs, old_log_probs, advantages: [tokens] of all responses, one response after the other
     lengths: [responses] int64, tokens of each response; they add up to the length of `log_probs`
     """
     lengths = lengths.to(log_probs.device)

@@ -163,7 +163,7 @@ def _ip(text: str) -> Ip | None:
 def _listening(table: Path) -> Iterator[tuple[Ip, int, int]]:
     """Yield address, port and user id of each listening socket of a kernel table (proc(5)).
 
-    Yields nothing where the table does not exist.
+    Yields nothing where the table cannot be read. An IPv4-mapped IPv6 address becomes IPv4.
     """
     try:
         lines = table.read_text(encoding="ascii").splitlines()[1:]

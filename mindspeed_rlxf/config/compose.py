@@ -48,15 +48,15 @@ _REFUSED = (
 
 
 def builtin_config_dir() -> Path:
-    """Return the folder `configs/rlxf` of a source checkout, else the one in the package."""
+    """Return the folder `configs/rlxf` of a source checkout; if there is none, of the package."""
     clone = PACKAGE.parent / "configs" / "rlxf"
     return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
 
 
 def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
-    """List the names of the config files in all directories, sorted, without `.yaml`.
+    """List the names of the config files in all directories, sorted, each once, without `.yaml`.
 
-    group: subfolder to look in
+    group: subfolder to look in; a directory without it counts as empty
     """
     files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
     return sorted({path.stem for path in files})
@@ -250,9 +250,9 @@ def _resolve_bounded(config: DictConfig) -> Any:
     """Return the configuration as plain dicts and lists with interpolations resolved.
 
     More than FEW interpolations, or any beside a text longer than MAX_TEXT, are resolved in a child
-    process with limits.
-    Errors: OmegaConfBaseException for a bad interpolation; from the child process ValueError, for
-    that and for an exceeded limit.
+    process with limits of CPU_S and MEMORY_BYTES.
+    Errors: for a bad interpolation OmegaConfBaseException, or ValueError if the child process was
+    used; ValueError for an exceeded limit.
     """
     texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
     count = sum(text.count("${") for text in texts)

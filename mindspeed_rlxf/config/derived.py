@@ -263,7 +263,8 @@ def set_max_new_tokens(draft: Draft) -> None:
     """Set an absent `max_new_tokens` to seq_length - max_prompt_length, at least 1.
 
     1 also where one of the two lengths is no integer, which a later check reports.
-    Rejects a sequence length that leaves no room for a response.
+    Rejects a `seq_length` that is not above `max_prompt_length`, but only where `max_new_tokens` is
+    absent; otherwise it does nothing.
     """
     actor, training = draft.payload[Role.ACTOR_ROLLOUT.value], draft.payload["training"]
     if actor.get("max_new_tokens") is not None:
@@ -286,7 +287,10 @@ def set_max_new_tokens(draft: Draft) -> None:
 
 
 def make_paths_absolute(payload: Tree) -> None:
-    """Make the paths of PATHS absolute in place and expand `~`: workers run in other folders."""
+    """Make the paths of PATHS absolute in place and expand `~`: workers run in other folders.
+
+    Each text, and each text in a list; absent sections and other values stay.
+    """
     for section, keys in PATHS.items():
         for key in keys if payload[section] is not None else ():
             value = payload[section].get(key)

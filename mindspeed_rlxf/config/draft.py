@@ -54,7 +54,10 @@ class Draft:
             keys.append(key)
 
     def add_problems(self, found: Iterable[Problem]) -> None:
-        """Add the problems that depend on no broken key, with keys spelled as in the YAML."""
+        """Add the problems that depend on no broken key, with keys spelled as in the YAML.
+
+        The others are left out, as they may follow from the broken key.
+        """
         for problem in found:
             if not problem.depends_on(self.broken):
                 self.problems.append(problem.rename_keys(lambda key: self.path(key.split("."))))

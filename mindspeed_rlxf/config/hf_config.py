@@ -160,9 +160,11 @@ def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of experts of a config.json; only `num_experts`: None for a dense model.
+    """Return the fields of experts of a config.json, named as in ArchitectureConfig.
 
-    transformers 5 writes `num_local_experts` for both families with experts.
+    {"num_experts": None} for a model_type other than qwen3_moe and mixtral; else number, top-k,
+    width and whether softmax comes before top-k. Absent fields are None. transformers 5 writes
+    `num_local_experts` for both families with experts.
     """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):

@@ -62,8 +62,11 @@ OPTIMIZER_KEYS = fields(OptimizerConfig)
 
 
 def role_keys(role: Role) -> set[str]:
-    """Return the keys that the YAML section of a role may have, those of its architecture and
-    optimizer included."""
+    """Return the keys that the YAML section of a role may have.
+
+    With those of its architecture and, if it is trained, of its optimizer, which are in no
+    subsection there.
+    """
     own = fields(ROLE_SECTIONS[role])
     optimizer = OPTIMIZER_KEYS if "optimizer" in own else set()
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer

@@ -95,8 +95,9 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
 def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
     """Return every section of TOP_LEVEL as a dict, {} where absent; report unknown sections.
 
-    Keys get underscores, `runtime: WORD` becomes {kind: WORD}, and roles inside
-    `actor_rollout_ref` move to the top level. A value that is no section is rejected.
+    Keys get underscores (those in VERBATIM do not), `runtime: WORD` becomes {kind: WORD}, and roles
+    inside `actor_rollout_ref` move to the top level. A value that is no section is rejected.
+    `dry_run`, which is no section, stays as it is.
     """
     sections = _underscore_keys(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
@@ -221,8 +222,9 @@ def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
 def _make_reward_section(draft: Draft, own: Tree, training: Tree) -> None:
     """Put the reward's section into the payload, for a kind in WITHOUT_ARCHITECTURE.
 
-    own, training: sections of the YAML. Keys that the kind does not read are left out, with a note.
-    An absent `load` of a classifier is taken from `training`.
+    own:      section `reward` of the YAML; keys that the kind does not read are left out, with a
+    note
+    training: section of the YAML, whose `load` a classifier gets if it has none
     """
     keys = WITHOUT_ARCHITECTURE[own["kind"]]
     draft.payload[Role.REWARD.value] = {key: own[key] for key in keys if key in own}
@@ -274,10 +276,11 @@ def _read_architecture(draft: Draft, role: Role, load: Any) -> Tree | None:
 
 
 def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Return the keys that the role has, merged from `layers`; a later layer wins.
+    """Return the keys of `layers` that the role has, in one dict; a later layer wins.
 
+    `offload` is always there, merged key by key (`_merge_offload`). Other keys of a layer are
+    dropped. Records in `draft.origins` which section each value came from.
     layers: section of the YAML -> its keys
-    Records in `draft.origins` which section each value came from.
     """
     merged: Tree = {"offload": _merge_offload(draft, role, layers)}
     for section, values in layers.items():

@@ -138,7 +138,7 @@ def _attention_bytes(a: ArchitectureConfig, tokens: int, tp: int, itemsize: int)
 def mlp_activation_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Return the bytes that one layer's MLP, or its experts, keep for the backward pass of `tokens`.
+    """Return the bytes that one layer's MLP, or its experts, keep for the backward pass.
 
     The gate and up projection together, the activated gate, the up projection alone, and the
     product of gate and up. Of experts these for each token sent to them (`dispatched_tokens`), its

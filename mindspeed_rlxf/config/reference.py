@@ -192,7 +192,10 @@ def _resume(field: FieldInfo) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page into the file that the one argument names, else print it. Returns 0."""
+    """Write the page into the file that the one argument names, and return 0.
+
+    Prints it if there is not exactly one argument.
+    """
     if len(arguments) != 1:
         print(document(), end="")
     else:

@@ -95,11 +95,11 @@ def _remarks(config: RunConfig) -> Iterator[str]:
 
 
 def _validate(draft: Draft) -> RunConfig | None:
-    """Return the payload as RunConfig with types and limits checked; None if a role that needs an
-    architecture has none.
+    """Return the payload as RunConfig, with types and limits checked.
 
-    Wrong values are added to the draft's problems, and are absent from the result or replaced by
-    stand-ins, so that the caller can check rules between the other keys.
+    None if a role that needs an architecture has none. Wrong values are added to the draft's
+    problems, and the result lacks them or has stand-ins, so that the caller can check rules between
+    the other keys. The payload is not changed.
     """
     try:
         return RunConfig.model_validate(draft.payload, context=RULES_LATER)

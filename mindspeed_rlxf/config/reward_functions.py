@@ -19,7 +19,8 @@ def read_functions(draft: Draft, reward: Tree) -> None:
     """Complete the entries of `function` and `functions` in the section `reward`, in place.
 
     Runs their files in this process, and registers the texts for the processes that score.
-    Wrong entries are rejected: `function` becomes None, and `functions` loses them.
+    Wrong entries are rejected: `function` becomes None, and `functions` loses them. A single entry
+    of `functions` becomes a list, and None is removed.
     """
     if reward.get("function") is not None:
         reward["function"] = _read_entry(draft, "reward.function", reward["function"])

@@ -339,7 +339,12 @@ class ActorConfig(LearningConfig):
         return self.temperature if self.do_sample else 1.0
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a trained role, of sampling, of stop tokens and of a split pool."""
+        """Yield broken rules of a trained role, of sampling, of stop tokens and of a split pool.
+
+        `min_new_tokens` above `max_new_tokens`, an empty stop string, several samples per prompt
+        without sampling, stop tokens outside the vocabulary, only one of the two sizes of a split
+        pool.
+        """
         yield from super().broken_rules()
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(

@@ -129,7 +129,7 @@ class RunConfig(Section):
 
     @property
     def value_model(self) -> CriticConfig:
-        """Section of the critic. AssertionError in a stage without one."""
+        """Section of the critic. AssertionError if the configuration has none."""
         assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
         return self.critic
 
@@ -189,7 +189,7 @@ class RunConfig(Section):
 
     @property
     def shared_save(self) -> str | None:
-        """Folder that is `save` of actor and critic alike; None if theirs differ or are not set."""
+        """Folder that is `save` of both actor and critic; None if theirs differ or one has none."""
         actor, critic = self.actor_rollout.save, self.critic and self.critic.save
         return actor if actor is not None and actor == critic else None
 
@@ -205,7 +205,7 @@ class RunConfig(Section):
         return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
-        """Return the section of a role. AssertionError where the run has none (a critic)."""
+        """Return the section of a role. AssertionError where it is None (no critic in the stage)."""
         section = getattr(self, role.value)
         assert isinstance(section, RoleConfig)
         return section
@@ -256,7 +256,10 @@ class RunConfig(Section):
 
     @property
     def rollout_ep(self) -> int:
-        """Number of replicas that share the experts of a layer in generation; 1 = not shared."""
+        """Number of replicas that share the experts of a layer in generation; 1 = not shared.
+
+        That of `rollout` if set; else 1 in a split pool, and otherwise the actor's.
+        """
         usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
         return self.rollout.expert_model_parallel_size or usual
 

@@ -37,7 +37,10 @@ def neighbours(value: int, good: Iterable[int]) -> list[int]:
 
 
 def multiples_around(value: int, step: int) -> list[int]:
-    """Return the nearest positive multiples of `step`: one at or below `value`, one above."""
+    """Return the nearest multiples of `step`, ascending: one at or below `value`, one above.
+
+    Only the one above where the other would be 0.
+    """
     lower = value // step * step
     return [number for number in (lower, lower + step) if number > 0]
 

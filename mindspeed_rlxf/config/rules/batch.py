@@ -29,7 +29,7 @@ def check_batches(config: RunConfig) -> list[Problem]:
 
 
 def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield a problem if `max_tokens_per_micro_batch` of a role is below `seq_length`."""
+    """Yield a problem if `max_tokens_per_micro_batch` of a role is set and below `seq_length`."""
     limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
     if limit is not None and limit < longest:
         yield Problem(

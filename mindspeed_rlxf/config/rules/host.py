@@ -94,8 +94,10 @@ def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_resource(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem, unless on CPU, if `device.resource_name` is given and is not the name under
-    which Ray hands out the kind of device."""
+    """Yield a problem if `device.resource_name` is not the name of Ray's resource for the device.
+
+    Nothing on CPU, and where the key is not set.
+    """
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name

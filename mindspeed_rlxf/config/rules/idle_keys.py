@@ -84,7 +84,8 @@ def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, A
 def _find_all_idle(config: RunConfig) -> Iterator[Idle]:
     """Yield all keys without effect, also those that have their default value.
 
-    A key may come twice, with different reasons; the last one counts.
+    The caller must compare values. A key may come twice, with different reasons; the last one
+    counts. Roles without an architecture are left out.
     """
     yield from _find_idle_of_training(config)
     yield from _find_idle_of_validation(config)

@@ -64,7 +64,10 @@ def _check_pools(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_replicas(config: RunConfig, role: Role) -> Problem | None:
-    """Return a problem if the processes of a role are no multiple of TP x PP, else None."""
+    """Return a problem if the processes of a role are no multiple of TP x PP, else None.
+
+    None also where the role's pool does not exist, which another rule reports.
+    """
     pool, section = config.pool_of(role), config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     size = sum(config.processes_of(role)) if pool in config.resource_pool else tp * pp
@@ -79,8 +82,10 @@ def _check_replicas(config: RunConfig, role: Role) -> Problem | None:
 
 
 def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield problems of a role without a folder to load, or with fewer positions than
-    `seq_length`."""
+    """Yield a problem if a role with a model has no `load` folder.
+
+    Another if `training.seq_length` is above the model's `max_position_embeddings`.
+    """
     section = config.role(role)
     if section.load is None:
         kind = f" with {ref('reward.kind')}={config.reward.kind.value}"

@@ -110,8 +110,9 @@ def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Probl
 
 
 def _check_rollout_experts(config: RunConfig, dp: int) -> Iterator[Problem]:
-    """Yield problems of the expert-parallel size of ranks that only generate.
+    """Yield problems of the expert-parallel size of ranks that only generate, if it is above 1.
 
+    A problem for a model without experts; else those of `find_uneven_experts`.
     dp: number of their replicas
     """
     actor, ep = config.actor_rollout, config.rollout_ep

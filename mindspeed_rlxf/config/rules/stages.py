@@ -69,8 +69,10 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of `kl_penalty: full` unless it is in the reward, and actor and reference are
-    on one pool with equal TP and PP."""
+    """Yield a problem for each rule of `kl_penalty: full` that is broken; none without reference.
+
+    The KL must not be in the loss. Actor and reference must be on one pool, with equal TP and PP.
+    """
     if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
@@ -203,7 +205,11 @@ def _check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_verifiers(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of verifier keys without `reward.verifier`, and of too many or few weights."""
+    """Yield problems of `verifier_function` and `verifier_weight`.
+
+    Without `reward.verifier` one for each that is set. With it one if weights are set and are not
+    as many as functions (1 without functions).
+    """
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
@@ -225,7 +231,11 @@ def _check_verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_whitening(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if advantages are whitened over a set that has a single token."""
+    """Yield a problem if advantages are whitened over a set that cannot have two tokens.
+
+    The set is one sample, of the iteration or of a mini-batch, with `max_new_tokens` 1. Nothing for
+    online DPO, which has no advantages.
+    """
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,

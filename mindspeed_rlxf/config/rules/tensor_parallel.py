@@ -36,7 +36,7 @@ def whole_groups(a: ArchitectureConfig, tp: int) -> bool:
 
 
 def possible_sizes(a: ArchitectureConfig) -> list[int]:
-    """List the tensor-parallel sizes that a model allows by the rules of `find_uneven`, ascending."""
+    """List the tensor-parallel sizes that `find_uneven` allows for a model, ascending."""
     common = gcd(a.num_attention_heads, a.mlp_hidden_size)
     return [tp for tp in divisors(common) if whole_groups(a, tp) and qkv_rows(a) % tp == 0]
 
