@@ -14,11 +14,11 @@ from mindspeed_rlxf.algorithms.slots import last_slots
 
 
 def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Return [batch, slots] rewards: -kl_coef * kl, plus the score on each row's last slot.
+    """Return [batch, slots] rewards: -kl_coef * kl, plus the score on each row's last True slot.
 
     kl:     [batch, slots] fp32, 0 where not learnt from
     scores: [batch]
-    mask:   [batch, slots] bool, `slots.value_mask`; its last True slot takes the score
+    mask:   [batch, slots] bool, `slots.value_mask`; a row without True has its score on slot 0
     """
     rewards = -kl_coef * kl
     return rewards.scatter_add(1, last_slots(mask)[:, None], scores[:, None])

@@ -74,10 +74,11 @@ Estimator = Callable[[Rewarded], Estimate]
 
 
 def gae(given: Rewarded) -> Estimate:
-    """Return GAE advantages and returns by the critic's values, which must be given.
+    """Return GAE advantages and returns by the critic's values.
 
     With `lam_alpha` the advantages' lambda depends on the response's length, and with `critic_lam`
-    the returns have a lambda of their own (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
+    the returns have a lambda of their own, else `lam` (VAPO, arXiv:2504.05118, sections 4.1 and
+    4.2). The advantages are cut to the slots of tokens. AssertionError without values.
     """
     assert given.values is not None, "GAE needs the values of a critic"
     of_slots = given.rewards, given.values, given.value_mask, given.gamma
@@ -110,9 +111,10 @@ def remax(given: Rewarded) -> Estimate:
 
 
 def make_group_estimator(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
-    """Return an estimator that gives all trained tokens of a response the same advantage.
+    """Return an estimator that gives all trained tokens of a response the same advantage, others 0.
 
-    advantages: function of (total reward of each response [batch], group_size) -> [batch]
+    It has no returns.
+    advantages: function of (sum of the rewards of each response [batch], group_size) -> [batch]
     """
 
     def estimate(given: Rewarded) -> Estimate:

@@ -40,11 +40,11 @@ class Cluster:
 
 
 def choose_cluster(address: str | None) -> Cluster:
-    """Return the cluster to join or start.
+    """Return the cluster to join or start: the first named one, else this user's, else a new one.
 
     address: of the key `runtime.address`; None = RAY_ADDRESS, else this user's cluster on this
              host, else a new one. The word `local` asks for a new one, `auto` for this user's; if
-             there is none, `auto` is left to Ray
+             there is none, the result's address is `auto`, which is left to Ray
     """
     named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
     for source, given in named.items():

@@ -103,8 +103,8 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     `pool_settings` into the payload.
 
     A role without a placement gets the pool of its own name; a rule reward without one shares
-    another role's pool. A reference whose log-probs nothing reads is not placed.
-    Rejects a placement of an unknown role, and of a critic in a stage without one.
+    another role's pool. A reference whose log-probs nothing reads is not placed. A placement of an
+    unknown role becomes a problem; of a critic in a stage without one it is rejected and ignored.
     """
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
@@ -136,7 +136,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
 def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
     """Remove the reference from `placement`, and its pool from `pools` if no other role uses it.
 
-    Adds notes for the user.
+    Both in place. Adds a note that no reference runs, and one on the removed pool.
     """
     pool = placement.pop(Role.REF.value)
     meaning = "no reference runs (logging.reference_kl=true keeps it, for the metric critic/kl)"
@@ -171,8 +171,9 @@ def _place_rule(draft: Draft, is_placed: bool) -> None:
 def _read_pools(draft: Draft, section: Tree) -> dict[str, list[int]]:
     """Return the processes per node of each pool of the YAML's section `resource_pool`.
 
-    Names of roles get underscores. Empty pools are left out, with a note unless they are named
-    after a role. Rejects wrong sizes, and a section without pools.
+    Names of roles get underscores. Empty pools ([]) are left out, with a note unless they are named
+    after a role. Rejects wrong sizes, and a section without pools (unless another of its keys is
+    rejected). Keys of SETTINGS are no pools.
     """
     pools = {}
     per_node = _devices_per_node(draft)

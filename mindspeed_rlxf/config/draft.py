@@ -48,7 +48,10 @@ class Draft:
         self.broken.add(path or problem.key)
 
     def note(self, meaning: str, key: str) -> None:
-        """Record the remark `meaning` about a legal key, once. Keys of one remark share a line."""
+        """Add `key` to the keys of the remark `meaning`, unless it is among them already.
+
+        key: a legal key, or `key=value`; all keys of one remark share a line
+        """
         keys = self.notes.setdefault(meaning, [])
         if key not in keys:
             keys.append(key)

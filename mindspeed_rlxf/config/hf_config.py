@@ -111,7 +111,8 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json by their names in ArchitectureConfig.
 
-    None = neither config.json nor transformers has a value. The model type is not checked.
+    None = neither config.json nor transformers has a value. The model type is not checked; any but
+    qwen3_moe and mixtral counts as dense.
     Errors: ValueError when a field is of another type than transformers writes.
     """
     try:

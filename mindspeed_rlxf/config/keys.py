@@ -87,7 +87,8 @@ SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "model_wei
 def known_keys() -> dict[str, set[str]]:
     """Map each section of the YAML to the keys it may have; sections within others are dotted.
 
-    Without `model` and `resource_pool`, whose keys are names of the user's choice.
+    With `placement` (its keys are roles). Without `model` and `resource_pool`, whose keys are names
+    of the user's choice, and without `offload`.
     """
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)

@@ -117,9 +117,10 @@ def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
 
 
 def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
-    """Return the tree with "_" for "-" in keys; keys inside VERBATIM sections stay unchanged.
+    """Return the tree with "_" for "-" in keys, at every depth; VERBATIM sections are copied as is.
 
-    Reports a key that is given in both spellings. prefix: of the keys in that problem
+    A key in both spellings becomes a problem, and its later value wins.
+    prefix: of the keys in that problem
     """
     result: Tree = {}
     for spelled, value in tree.items():
@@ -136,7 +137,9 @@ def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree
 def _unfold(draft: Draft, sections: Tree) -> None:
     """Move the keys of roles under `actor_rollout_ref` into the roles at the top level, in place.
 
-    Rejects a key that has different values in the two sections.
+    Rejects a key that has different values in the two sections (that at the top level stays). A
+    role there other than actor and reference becomes a problem. Notes the spelling in
+    `draft.spelled`.
     """
     known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
     for role, values in draft.keep_known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():
@@ -175,8 +178,10 @@ def _make_training(draft: Draft, values: Tree, name: str) -> Tree:
 def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
     """Put each role's section into the payload, merged from model, training and its own keys.
 
-    `critic` is None where the stage has no critic. Runs files of reward functions, rejects models
-    that do not exist, and notes keys that no role reads.
+    `critic` is None where the stage has no critic; a section `critic` is rejected then. A reward
+    without an architecture gets only the keys that it reads. Runs files of reward functions,
+    rejects models that do not exist, and notes keys that no role reads. Without a model a role has
+    no `architecture`.
     """
     known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
     models = {
@@ -256,7 +261,8 @@ def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> No
 def _read_architecture(draft: Draft, role: Role, load: Any) -> Tree | None:
     """Return the architecture in config.json of the folder `load`, without absent fields.
 
-    None, with a problem, where the folder or the model cannot be used.
+    None, and `<role>.load` is rejected, where `load` is no text, or the folder or model is
+    unusable.
     """
     path = f"{role.value}.load"
     try:
@@ -311,9 +317,10 @@ def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree
 
 
 def _nest_sections(role: Role, merged: Tree) -> Tree:
-    """Return `merged` with the keys of architecture and optimizer in sections of these names.
+    """Return `merged` with its architecture keys in a dict `architecture`, and so for `optimizer`.
 
-    Optimizer keys are dropped for a role that has no optimizer.
+    Both dicts are there also if empty. A role without an optimizer gets no `optimizer`, and its
+    optimizer keys are dropped.
     """
     nested = {"architecture": ARCHITECTURE_KEYS}
     if "optimizer" in fields(ROLE_SECTIONS[role]):

@@ -155,12 +155,14 @@ def mlp_activation_bytes(
 def chunk_activation_bytes(
     role: LearningConfig, layer: int, mlp: int, entry: int
 ) -> tuple[int, int]:
-    """Return the bytes that a chunk of layers keeps for backward, and the bytes of a recomputation.
+    """Return (bytes kept for each micro-batch in flight, bytes recomputed at one time) of a chunk.
 
     layer: bytes of the activations of one layer
     mlp:   bytes of its MLP's activations, included in `layer`
     entry: bytes of the hidden states that enter a layer
-    Returns (bytes kept for each micro-batch in flight, bytes recomputed at one time).
+    Kept are all layers without recomputation (0 recomputed); layers without MLP if `selective`; if
+    `full` the entries of groups of layers (`uniform`), or of the first layers, with the others
+    whole.
     """
     layers, size = role.layers_per_chunk, role.recompute_num_layers
     if role.recompute is Recompute.NONE:
@@ -235,10 +237,11 @@ def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
-    """Return for how many forward passes a pipeline stage holds activations at the same time.
+    """Return the number of forward passes whose activations a pipeline stage holds at once.
 
-    One pass is one micro-batch through one of the stage's `chunks`. The result is the number of
-    passes before the first backward pass in the 1F1B schedule, interleaved for several chunks.
+    One pass is one micro-batch through one of the stage's `chunks`. It is the number of passes
+    before the first backward pass in the 1F1B schedule, interleaved for several chunks, and at most
+    `micro_batches` x `chunks`.
     """
     if chunks == 1:
         return min(pp - pp_rank, micro_batches)

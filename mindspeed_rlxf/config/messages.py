@@ -62,7 +62,11 @@ def problems_of(error: ValidationError) -> list[Problem]:
 
 
 def _rule(error: ErrorDetails) -> tuple[str, str]:
-    """Return (rule, remedy) for one error of pydantic."""
+    """Return (rule, remedy) for one error of pydantic.
+
+    For words of an enum or literal the remedy is the most similar one, else the first; then texts
+    of LIMITS, of an empty text, of TYPES; else pydantic's message.
+    """
     context: dict[str, Any] = error.get("ctx", {})
     kind = error["type"]
     if kind in ("enum", "literal_error"):

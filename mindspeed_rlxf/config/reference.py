@@ -68,9 +68,10 @@ def document() -> str:
 
 
 def sections() -> dict[str, dict[str, FieldInfo]]:
-    """Map the title of each table to its keys and fields, in the order of the page.
+    """Map the title of each table to its fields by key, in the order of the page.
 
-    Keys that several roles share have a table of their own.
+    Keys that several roles share have a table of their own; a role without keys of its own has
+    none.
     """
     own = {role.value: _own_keys(schema) for role, schema in ROLE_SECTIONS.items()}
     plain = {name: _fields_without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
@@ -110,7 +111,10 @@ def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
 
 
 def make_table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, with `|` in cells escaped. head: titles with " | " between them"""
+    """Return a Markdown table without final line break, with `|` in cells (not in `head`) escaped.
+
+    head: titles with " | " between them
+    """
     columns = head.split(" | ")
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = [columns, ["---"] * len(columns), *cells]

@@ -98,7 +98,10 @@ class RewardConfig(RoleConfig):
 
     @property
     def runs_programs(self) -> bool:
-        """Whether some rule or function runs programs that responses contain."""
+        """Whether some rule or function in the section is one of RULES_OF_PROGRAMS.
+
+        These run programs that responses contain.
+        """
         named = {*self.rules.values(), *(part.function for part in self.parts)}
         return not RULES_OF_PROGRAMS.isdisjoint(named)
 
@@ -150,7 +153,7 @@ class RewardConfig(RoleConfig):
             yield Problem("timeout_s", rule, self.timeout_s, remedy)
 
     def _count_program_functions(self) -> int:
-        """Return how many functions run programs for one sample, of the data source with most."""
+        """Return how many functions run programs for one sample, the maximum over data sources."""
         sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
         return max(
             sum(self._runs_programs(part, source) for part in self.parts) for source in sources

@@ -57,10 +57,11 @@ def _read_entry(draft: Draft, key: str, given: Any) -> Any:
 
 
 def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
-    """Return `entry` with name, absolute path and SHA-256; for a built-in rule only with its name.
+    """Return `entry` with path, SHA-256 and a default name; a built-in rule only with a name.
 
-    Runs the file, unless it has run in this process, and registers its text (`carry`).
-    Errors: UserError for a bad name, file or signature.
+    Runs the file, unless it has run in this process, and registers its text (`carry`). The default
+    name is that of the function.
+    Errors: UserError for a bad name, file (unreadable, another hash, an exception) or signature.
     """
     if (named := split_name(function)) is None or not named[1]:
         if ".py" in function or "/" in function:

@@ -164,8 +164,11 @@ class RoleConfig(Section):
             )
 
     def _check_pipeline(self) -> Iterator[Problem]:
-        """Yield a problem when pipeline stages or chunks do not divide the layers, or when chunks
-        are given for one stage."""
+        """Yield the first problem of pipeline stages and chunks, if there is one.
+
+        The stages must divide the layers. `num_layers_per_virtual_pipeline_stage`, if set, needs
+        several stages and must divide the layers of a stage.
+        """
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         reads = ("architecture.num_layers",)

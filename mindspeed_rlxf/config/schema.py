@@ -164,8 +164,8 @@ class RunConfig(Section):
         """Return how many consecutive samples of a mini-batch must be in one micro-batch.
 
         micro_batch_size where the loss of a micro-batch is not a sum over its samples (a mean, or
-        load balancing of experts), unless micro-batches have a token limit; else 2 for pairs of
-        online DPO; else 1.
+        load balancing of experts) and the role has no token limit; else 2 for the actor in online
+        DPO; else 1.
         """
         section = self.role(role)
         means = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
@@ -205,7 +205,7 @@ class RunConfig(Section):
         return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
-        """Return the section of a role. AssertionError where it is None (no critic in the stage)."""
+        """Return the section of a role. AssertionError where it is None, as `critic` may be."""
         section = getattr(self, role.value)
         assert isinstance(section, RoleConfig)
         return section
@@ -265,7 +265,9 @@ class RunConfig(Section):
 
     @property
     def rollout_layout(self) -> ParallelLayout:
-        """Parallel layout of the ranks that generate: the actor's, or in a split pool those that
-        only generate. No pipeline."""
+        """Parallel layout of the ranks that generate, with `rollout_tp` and without a pipeline.
+
+        The ranks are those of the actor, or in a split pool those that only generate.
+        """
         generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
         return ParallelLayout(generating, self.rollout_tp)

@@ -59,8 +59,8 @@ class _Loader(InspectLoader):
 def run_as_module(source: Source) -> ModuleType:
     """Run the file as a new module of this process, put it in `sys.modules` and return it.
 
-    Prints a note if the file runs for longer than SLOW_S. Its exceptions are not caught; the
-    module is removed again then.
+    Prints a note to stderr if the file runs for longer than SLOW_S. Its exceptions are not caught;
+    the module is removed from `sys.modules` then.
     """
     spec = spec_from_loader(source.module, _Loader(source))
     assert spec is not None and spec.loader is not None
@@ -85,8 +85,9 @@ def _name_slow_file(file: str) -> None:
 
 
 def read_source(key: str, path: str, expected: str | None = None) -> Source:
-    """Read the file `path`, which the key names.
+    """Return the text of the Python file `path`, with its absolute path; `~` is expanded.
 
+    key:      of the configuration that names the file, for problems
     expected: SHA-256 that the text must have; None = any
     Errors: UserError where the file cannot be read or has another hash.
     """

@@ -59,7 +59,10 @@ def use(numbers: Iterable[int]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text with YAML's words: null, true, .inf; strings in quotes."""
+    """Return `repr(value)`, but YAML's words for None, bools, inf and NaN (null, true, .inf, .nan).
+
+    Only for the value itself, not inside lists and dicts.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -70,6 +73,6 @@ def format_value(value: Any) -> str:
 
 
 def shorten_value(value: Any) -> str:
-    """Return `format_value` of a value, cut to MAX_SHOWN characters."""
+    """Return `format_value` of a value; over MAX_SHOWN characters cut to that length, ending in "..."."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

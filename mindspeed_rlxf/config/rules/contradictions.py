@@ -27,7 +27,7 @@ OF_POLICY_LOSS = (
 
 
 def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each key of `_contradictions` that differs from its default."""
+    """Yield a problem for each key of `_contradictions` whose value is not its default."""
     for idle in _contradictions(config):
         for key in idle.keys:
             value, default = value_and_default(config, idle.section, key)

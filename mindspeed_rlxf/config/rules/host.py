@@ -25,10 +25,11 @@ PROCESS_BYTES = GIB // 2
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """Return problems of missing devices or memory of this host, of pools of another size than
-    torchrun's world, of a wrong Ray resource and of a megatron-core that is too old.
+    """Return problems of this host: an old megatron-core, and missing devices or memory.
 
-    Devices and memory are not checked for a Ray cluster that is joined.
+    With runtime `local` also pools of another size than torchrun's world, and devices are needed
+    for the largest pool. With Ray also a wrong Ray resource, and devices are needed for all pools
+    together, but not checked if a cluster is joined.
     """
     sizes = _pool_sizes(config).values()
     problems = [*_check_shared_groups(config)]
@@ -113,9 +114,10 @@ def _check_resource(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
-    """Yield a problem if this host lacks devices, or on CPU memory, for `wanted` processes.
+    """Yield at most one problem, if this host has too little for `wanted` processes.
 
-    A device kind that this host does not have is a problem too.
+    Each needs one device, or on CPU PROCESS_BYTES of memory. It is a problem too if the host does
+    not have the kind of device.
     """
     from mindspeed_rlxf import device
 

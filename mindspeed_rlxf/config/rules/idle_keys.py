@@ -222,7 +222,11 @@ def _find_idle_of_generation(config: RunConfig) -> Iterator[Idle]:
 
 
 def _find_idle_of_model(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Yield keys of a role's architecture that have no effect in this role."""
+    """Yield keys of a role's architecture that have no effect in this role.
+
+    Rotary keys that the scaling type does not read; `init_method_std` except in the critic;
+    balancing of experts in reference and reward.
+    """
     scaling = config.role(role).architecture.rope_scaling_type
     if scaling is None:
         factors = ("rope_scaling_factor", *OF_LLAMA3)

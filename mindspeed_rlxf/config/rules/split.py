@@ -22,8 +22,9 @@ ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 def check_split(config: RunConfig) -> Iterator[Problem]:
     """Yield problems of an actor's pool that is split into training and generating devices.
 
-    It must have the sum of both numbers, no other role, whole TP groups and the Ray runtime.
-    Without a split, rollout sizes (tensor, expert parallel) other than the actor's are a problem.
+    The pool must have as many devices as both numbers add up to, no other role, the groups that
+    `_check_replicas` needs, and not runtime `local`. Without a split, a rollout size (tensor or
+    expert parallel) other than the actor's is a problem. Nothing if only one number is set.
     """
     train, infer = config.actor_rollout.num_gpus_for_train, config.actor_rollout.num_gpus_for_infer
     if train is None and infer is None:

@@ -41,8 +41,10 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_estimator(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems if only one of stage and estimator has a critic, and of `kl_penalty: kl` as a
-    loss."""
+    """Yield a problem if only one of stage and estimator has a critic.
+
+    Another for `kl_penalty: kl` with the KL in the loss.
+    """
     algorithm, stage = config.algorithm, config.training.stage
     estimator, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
     if stage is Stage.RAY_PPO and not needs_critic:
