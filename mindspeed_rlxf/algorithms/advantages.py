@@ -27,15 +27,14 @@ def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> T
 def estimate_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Estimate GAE advantages and returns (arXiv:1506.02438, section 3).
+    """Return (advantages, returns) by GAE (arXiv:1506.02438, section 3), each [batch, slots].
 
+    Both are 0 where `mask` is False. Advantages are not whitened; returns are advantages + values.
     rewards: [batch, slots] fp32, KL penalty already added
     values:  [batch, slots] fp32
     mask:    [batch, slots] bool, True = slot that is learnt from. Other slots are skipped, as if
              they were cut out of the row: the slot after a True slot is the next True slot
-    lam:     of all responses, or [batch] fp32
-    Returns (advantages, returns), each [batch, slots], 0 where masked. Advantages are not whitened;
-    returns are advantages + values.
+    lam:     one for all responses, or [batch] fp32
     """
     counts = mask.sum(1)
     packed = torch.arange(mask.size(1), device=mask.device) < counts[:, None]
@@ -65,8 +64,10 @@ def _sum_td_errors(
 
     rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
     counts:          [batch] int64
+    gamma, lam:      lam may be [batch]
     Rows of more than BLOCK steps are summed in fp64 if the tensors are on the CPU; on other
-    devices, which may have no fp64, all rows are summed in the dtype of `values`.
+    devices, which may have no fp64, all rows are summed in the dtype of `values`, which the result
+    has.
     """
     sums = torch.zeros_like(values)
     long = counts > BLOCK

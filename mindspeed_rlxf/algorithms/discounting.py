@@ -39,9 +39,10 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
 
 
 def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
-    """Return `discounted_sums` by a loop from the last position to the first.
+    """Return `discounted_sums(inputs, factors)` by a loop from the last position to the first.
 
-    inputs: [rows, width]; factors: [rows]
+    inputs: [rows, width], not changed; factors: [rows]
+    The result is not contiguous: the same position of all rows is next to each other.
     """
     # A copy in which the same position of all rows is contiguous in memory.
     columns = inputs.t().clone(memory_format=torch.contiguous_format)

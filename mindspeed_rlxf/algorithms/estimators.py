@@ -93,9 +93,9 @@ def gae(given: Rewarded) -> Estimate:
 
 
 def reinforce_plus_plus(given: Rewarded) -> Estimate:
-    """Return the discounted rewards to go of each token (REINFORCE++, arXiv:2501.03262).
+    """Return as advantages the discounted rewards to go of each token; no returns.
 
-    The paper's whitening is done by the caller.
+    REINFORCE++, arXiv:2501.03262. The paper's whitening is done by the caller.
     """
     returns = rewards_to_go(given.rewards, given.value_mask, given.gamma)
     return Estimate(returns[:, : given.trained_mask.size(1)])

@@ -39,10 +39,11 @@ class ClipRange(NamedTuple):
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
-    """Return max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) per token, and where clipping changed it.
 
-    PPO, arXiv:1707.06347, section 3; bounded by `clip.dual` if given. The log-ratio is clamped to
-    +-20 against overflow of exp, so a token beyond that has no gradient.
+    r = exp(log_probs - old_log_probs), A = advantages. PPO, arXiv:1707.06347, section 3; where A <
+    0 at most -A * `clip.dual`, if that is given. The log-ratio is clamped to +-20 against overflow
+    of exp, so a token beyond that has no gradient.
     """
     ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
     return _clip_loss(ratio, advantages, clip)
@@ -69,7 +70,10 @@ def sequence_policy_loss(
 
 
 def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
-    """Return the clipped loss of ratios, also bounded where A < 0 if `clip.dual` is given."""
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) of ratios r, and where clipping changed -A r.
+
+    If `clip.dual` is given, at most -A * dual where A < 0, which counts as clipped too.
+    """
     free = -advantages * ratio
     held = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
     loss, clipped = torch.maximum(free, held), held > free
@@ -93,9 +97,10 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> TokenLoss:
-    """Return 0.5 * max((v - R)^2, (v_clip - R)^2), v_clip = v clamped to old value +- range.
+    """Return 0.5 * max((v - R)^2, (v_clip - R)^2) per token, and where clipping raised it.
 
-    cliprange_value: the range; None = 0.5 * (v - R)^2, nothing is clipped
+    v = values, R = returns, v_clip = v clamped to its old value +- `cliprange_value`.
+    cliprange_value: None = 0.5 * (v - R)^2, nothing is clipped
     """
     moved = values - old_values
     if cliprange_value is None:

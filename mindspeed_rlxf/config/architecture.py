@@ -147,10 +147,11 @@ class ArchitectureConfig(Section):
             )
 
     def _check_experts(self, experts: int) -> Iterator[Problem]:
-        """Yield problems of a model with `experts` per layer.
+        """Yield a problem for each broken rule of a model with `experts` per layer.
 
-        Too many experts in all layers together, a `moe_router_topk` that is too large or that needs
-        `moe_router_pre_softmax`, biases in attention, or a loss weight without effect.
+        At most MOST_EXPERTS_IN_ALL experts in all layers together; `moe_router_topk` at most
+        `experts`, and 1 only with `moe_router_pre_softmax`; no biases in attention;
+        `moe_aux_loss_coeff` other than 0 only with type `aux_loss`.
         """
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
             yield Problem(

@@ -96,8 +96,10 @@ def _read_address(file: Path) -> str:
 
 
 def address_file() -> Path:
-    """Return the path of the file in which `ray start` stores its cluster's address. It may not
-    exist."""
+    """Return the path of the file in which `ray start` stores its cluster's address.
+
+    In RAY_TMPDIR, else TMPDIR, else /tmp. It may not exist.
+    """
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(root) / "ray" / "ray_current_cluster"
 
@@ -152,7 +154,10 @@ def _addresses(host: str) -> set[Ip]:
 
 
 def _ip(text: str) -> Ip | None:
-    """Parse an IP address; None for other text. An IPv4-mapped IPv6 address becomes IPv4."""
+    """Parse an IP address; None for other text. An IPv4-mapped IPv6 address becomes IPv4.
+
+    A zone (`%eth0`) is cut off.
+    """
     try:
         ip = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

@@ -181,7 +181,10 @@ def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
 
 
 def _check_name(config_name: str, directories: Sequence[Path]) -> None:
-    """Raise ConfigError, with the nearest name, unless a folder has a config of this name."""
+    """Raise ConfigError, with the most similar name and all names, unless the config exists.
+
+    directories: the folders in which it may be
+    """
     if any((directory / _file_name(config_name)).is_file() for directory in directories):
         return
     names = config_names(directories)
@@ -212,10 +215,11 @@ class PlainFileSource(FileConfigSource):
     """Hydra's reader of config files, with a check of every file before it is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one YAML file in Hydra's form.
+        """Read and parse one YAML file in the folder `self.path`, for Hydra.
 
         Errors: ConfigLoadError where it is missing; OSError where it is larger than MAX_BYTES or no
-        regular file; yaml.YAMLError where it nests too deep or expands too much by aliases.
+        regular file; yaml.YAMLError where it is bad YAML, nests too deep or expands too much by
+        aliases.
         """
         name = self._normalize_file_name(config_path)
         file = os.path.realpath(os.path.join(self.path, name))

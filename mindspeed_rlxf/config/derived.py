@@ -48,10 +48,10 @@ GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 
 
 def has_critic(stage: object, section: object) -> bool:
-    """Return whether the run has a critic.
+    """Return whether the run has a critic: True for stage ray_ppo, False for other known stages.
 
-    stage:   value of `training.stage`; None = the default, ray_ppo, which has one
-    section: value of `critic` in the YAML; decides only if the stage is an unknown word
+    stage:   value of `training.stage`; None = the default, ray_ppo
+    section: value of `critic` in the YAML; for an unknown stage, whether it is non-empty decides
     """
     if stage in [known.value for known in Stage]:
         return stage == Stage.RAY_PPO.value
@@ -194,7 +194,8 @@ def _read_pools(draft: Draft, section: Tree) -> dict[str, list[int]]:
 def _read_environment(draft: Draft) -> None:
     """Replace the values of `resource_pool.env` in the payload by texts, secrets withheld.
 
-    Rejects variables named *VISIBLE_DEVICES*, which Ray sets, and values that cannot be read.
+    Rejects variables whose names contain VISIBLE_DEVICES, which Ray sets, and values that
+    `read_variable` refuses; the latter are left out. Does nothing if `env` is no dict.
     """
     settings = draft.payload["pool_settings"]
     if not isinstance(settings.get("env"), dict):
@@ -217,7 +218,10 @@ def _read_environment(draft: Draft) -> None:
 
 
 def _devices_per_node(draft: Draft) -> Any:
-    """Return `device.devices_per_node`, unchecked; None unless the run joins a Ray cluster."""
+    """Return `device.devices_per_node`, unchecked, or its default if it is absent.
+
+    None with runtime `local`, and unless the run joins a Ray cluster.
+    """
     runtime = draft.payload["runtime"]
     is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
     if is_local or choose_cluster(runtime.get("address")).address is None:

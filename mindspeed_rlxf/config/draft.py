@@ -43,7 +43,7 @@ class Draft:
     notes: dict[str, list[str]] = field(default_factory=dict)  # remark -> keys it applies to
 
     def reject(self, problem: Problem, path: str = "") -> None:
-        """Add a problem and mark a key as broken: `path` if given, else the problem's key."""
+        """Add a problem, and mark as broken the key `path` if given, else the problem's key."""
         self.problems.append(problem)
         self.broken.add(path or problem.key)
 

@@ -215,8 +215,8 @@ def find_disagreements(
 ) -> list[str]:
     """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
 
-    If config.json has settings that `find_unsupported` lists, return those alone. A YAML may allow
-    shorter sequences than config.json, which changes no result.
+    If config.json has settings that `find_unsupported` lists, return those alone.
+    `max_position_embeddings` may be smaller in the YAML, which changes no result.
     scored: the role has a score head in place of the output layer, so tying does not matter
     """
     if found := find_unsupported(config):

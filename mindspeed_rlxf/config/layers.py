@@ -300,8 +300,9 @@ def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
 def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
     """Return the section `offload`, merged from `layers` key by key; a later layer wins.
 
-    `optimizer` of a shared section is ignored for a role without an optimizer. Unknown keys are
-    rejected. Records in `draft.origins` which key each value came from.
+    `optimizer` of a section other than the role's own is ignored for a role without an optimizer.
+    Unknown keys become problems and are left out. Records in `draft.origins` which key each value
+    came from.
     """
     merged: Tree = {}
     learns = "optimizer" in fields(ROLE_SECTIONS[role])

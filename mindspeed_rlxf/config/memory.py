@@ -187,7 +187,10 @@ def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_para
 def dispatch_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Return the bytes of hidden states sent to the experts and back: three copies, 0 if dense."""
+    """Return the bytes of hidden states sent to the experts and back: three copies, 0 if dense.
+
+    A copy has `dispatched_tokens` hidden states.
+    """
     dispatched = dispatched_tokens(a, tokens, tp, sequence_parallel)
     return 3 * dispatched * a.hidden_size * itemsize
 
@@ -216,7 +219,11 @@ def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsiz
 
 
 def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
-    """Return the tokens of a rank's largest micro-batch, of `samples` of up to `length` tokens."""
+    """Return the tokens of a rank's largest micro-batch, of `samples` of up to `length` tokens.
+
+    With `max_tokens_per_micro_batch` at most that; else of `micro_batch_size` samples. Never more
+    than all samples have.
+    """
     limit = role.max_tokens_per_micro_batch
     if limit is None:
         return min(role.micro_batch_size, samples) * length

@@ -122,7 +122,10 @@ def make_table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def quote_values(values: Iterable[Any]) -> str:
-    """Return values as in YAML, each in backticks, separated by commas. An empty tuple is `[]`."""
+    """Return values as in YAML, each in backticks, separated by commas. An empty tuple is `[]`.
+
+    Texts are written as they are, others by `format_value`.
+    """
     texts = (value if isinstance(value, str) else format_value(value) for value in values)
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 

@@ -106,7 +106,11 @@ class RewardConfig(RoleConfig):
         return not RULES_OF_PROGRAMS.isdisjoint(named)
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, of scoring in two ways, of functions and of time limits."""
+        """Yield broken rules of a role, of scoring in two ways, of functions and of time limits.
+
+        `verifier` needs kind rule, and no `rules`. The others: RoleConfig, `_check_functions`,
+        `_check_timeout`.
+        """
         yield from super().broken_rules()
         if self.verifier and self.kind is not RewardKind.RULE:
             yield Problem(

@@ -18,7 +18,10 @@ RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 
 
 def split_name(function: str) -> tuple[str, str] | None:
-    """Split `path/to/file.py:name` into path and name; None where the text has another form."""
+    """Split `path/to/file.py:name` at the last colon into path and name, which may be empty.
+
+    None for text without a colon, or where the path does not end with `.py`.
+    """
     path, colon, name = function.rpartition(":")
     return (path, name) if colon and path.endswith(".py") else None
 

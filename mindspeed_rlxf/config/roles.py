@@ -110,7 +110,10 @@ class RoleConfig(Section):
 
     @property
     def model_chunks(self) -> int:
-        """Chunks of layers of a pipeline rank; more than 1 = virtual pipeline."""
+        """Number of chunks of layers of a pipeline rank; more than 1 = virtual pipeline.
+
+        1 without `num_layers_per_virtual_pipeline_stage`.
+        """
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return 1

@@ -154,7 +154,7 @@ class RunConfig(Section):
     def samples_together(self) -> int:
         """Number of consecutive samples that must be on one data-parallel rank.
 
-        All responses to a prompt where they are compared, else 1.
+        `n_samples_per_prompt` if the estimator compares a group, and in online DPO; else 1.
         """
         compares = self.algorithm.estimator.compares_group
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
@@ -244,7 +244,10 @@ class RunConfig(Section):
 
     @property
     def parts(self) -> tuple[int, int] | None:
-        """Numbers of ranks of the actor's pool that (train, generate); None = all do both."""
+        """Numbers of ranks of the actor's pool that (train, generate) if it is split.
+
+        None = not split, all ranks do both; also where only one of the two keys is set.
+        """
         train, infer = self.actor_rollout.num_gpus_for_train, self.actor_rollout.num_gpus_for_infer
         return None if train is None or infer is None else (train, infer)
 

@@ -118,9 +118,9 @@ def withhold(name: str, value: str) -> str:
 
 
 def mask_secret(name: str, shown: Any) -> Any:
-    """Return `***` for a value that looks like a secret, else the value.
+    """Return `***` for text that is a secret by its name or form, else `shown` unchanged.
 
-    An interpolation such as `${oc.env:NAME}` shows no secret and is returned as is.
+    An interpolation without default value, such as `${oc.env:NAME}`, shows no secret and stays.
     """
     if isinstance(shown, str) and not BY_NAME.fullmatch(shown) and looks_secret(name, shown):
         return MASK

@@ -73,6 +73,6 @@ def format_value(value: Any) -> str:
 
 
 def shorten_value(value: Any) -> str:
-    """Return `format_value` of a value; over MAX_SHOWN characters cut to that length, ending in "..."."""
+    """Return `format_value` of a value, cut to MAX_SHOWN characters, the last three then "..."."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

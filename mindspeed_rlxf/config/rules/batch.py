@@ -157,8 +157,9 @@ def _shares(config: RunConfig) -> dict[_Share, Role]:
 def _legal_samples(config: RunConfig) -> int:
     """Return the samples of an iteration, by which mini-batches are checked.
 
-    Where `global_batch_size` is illegal: the greatest common divisor of the two sizes that its
-    problem proposes, so that remedies for mini-batches fit both.
+    prompts x `n_samples_per_prompt`. Prompts are `global_batch_size`, or where it is illegal the
+    greatest common divisor of the two sizes that its problem proposes, so that remedies for
+    mini-batches fit both.
     """
     prompts, step = config.training.global_batch_size, _prompt_step(config)
     if prompts % step:
@@ -198,7 +199,10 @@ class _Step:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
-        """Return the factors of an optimizer step of a role, which must be a trained one."""
+        """Return the factors of an optimizer step of a role, which must be the actor or the critic.
+
+        `micro` is 1 with a token limit.
+        """
         section, share = config.role(role), _Share.of(config, role)
         micro, factors = 1, str(replace(share, together=1))
         by_tokens = section.max_tokens_per_micro_batch is not None
@@ -226,9 +230,10 @@ class _Step:
         return [n for n in divisors(self.samples // self.share) if n % self.together == 0]
 
     def remedy(self, size: int) -> str:
-        """Return text that proposes the legal mini-batches nearest to `size`.
+        """Return text that proposes the legal mini-batches nearest to `size`, on both sides.
 
-        If none is legal: another micro_batch_size, and a mini-batch for it.
+        If none is legal for the micro_batch_size: another micro_batch_size, and a mini-batch for
+        it.
         """
         if good := self.sizes(self.micro):
             return use(neighbours(size, good))

@@ -73,7 +73,11 @@ def find_idle_keys(
 
 
 def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, Any]:
-    """Return (value, default) of a key of a section, its architecture or its optimizer."""
+    """Return (value, default) of the key `section.key`.
+
+    Where the section lacks the key: that of its architecture, else of its optimizer.
+    section: location in the config, may be dotted
+    """
     holder: BaseModel = attrgetter(section)(config)
     if key not in type(holder).model_fields:
         nested = [getattr(holder, name, None) for name in ("architecture", "optimizer")]

@@ -45,7 +45,7 @@ def check_sections(config: RunConfig) -> list[Problem]:
 
 
 def _check_pools(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of roles placed on a pool that does not exist, and of pools without a role."""
+    """Yield a problem for each role on a pool that does not exist, and each pool without a role."""
     known = ", ".join(config.resource_pool)
     for role, pool in config.placement.items():
         if pool not in config.resource_pool:
@@ -142,7 +142,7 @@ def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _check_lengths(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if the longest prompt and response together exceed `seq_length`."""
+    """Yield a problem if `max_prompt_length` + `max_new_tokens` exceed `seq_length`."""
     actor, total = config.actor_rollout, config.training.seq_length
     if actor.max_prompt_length + actor.max_new_tokens > total:
         prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")

@@ -24,7 +24,8 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 def check_stage(config: RunConfig) -> Iterator[Problem]:
     """Yield broken rules between the stage, the estimator, the rewards and the samples.
 
-    A key that has no effect with this stage or estimator is also a problem.
+    A key that differs from its default and has no effect with this stage or estimator is one too.
+    `_check_pairs` is for online DPO; the rules of estimator and full KL are for other stages.
     """
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield from _check_pairs(config)
