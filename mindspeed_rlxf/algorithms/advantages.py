@@ -64,10 +64,10 @@ def _sum_td_errors(
 
     rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
     counts:          [batch] int64
-    gamma, lam:      lam may be [batch]
+    lam:             one for all rows, or [batch]
     Rows of more than BLOCK steps are summed in fp64 if the tensors are on the CPU; on other
-    devices, which may have no fp64, all rows are summed in the dtype of `values`, which the result
-    has.
+    devices, which may have no fp64, all rows are summed in the dtype of `values`. The result has
+    that dtype.
     """
     sums = torch.zeros_like(values)
     long = counts > BLOCK

@@ -45,7 +45,7 @@ class KlController:
         self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Raise `value` if `kl` is over the target, lower it if below; do nothing if it is fixed.
+        """Raise `value` if `kl` is over the target, lower it if below; a fixed coefficient stays.
 
         kl:          mean over samples of their mean KL per token; NaN changes nothing
         num_samples: of the iteration; the change is proportional to it

@@ -39,11 +39,11 @@ class ClipRange(NamedTuple):
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
-    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) per token, and where clipping changed it.
+    """Return the loss max(-A r, -A clip(r, 1 - low, 1 + high)), and where clipping changed it.
 
-    r = exp(log_probs - old_log_probs), A = advantages. PPO, arXiv:1707.06347, section 3; where A <
-    0 at most -A * `clip.dual`, if that is given. The log-ratio is clamped to +-20 against overflow
-    of exp, so a token beyond that has no gradient.
+    Both per token; r = exp(log_probs - old_log_probs), A = advantages (PPO, arXiv:1707.06347,
+    section 3). With `clip.dual` the loss is at most -A * dual where A < 0. The log-ratio is clamped
+    to +-20 against overflow of exp, so a token beyond that has no gradient.
     """
     ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
     return _clip_loss(ratio, advantages, clip)
@@ -52,7 +52,7 @@ def clipped_policy_loss(
 def sequence_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
 ) -> TokenLoss:
-    """Return the clipped loss of each token, with one ratio per response.
+    """Return per token the clipped loss with one ratio per response, and where clipping changed it.
 
     GSPO-token, arXiv:2507.18071, 4.3. The ratio of all tokens of a response is the exponential of
     the mean, over its tokens, of log_probs - old_log_probs, clamped to +-20. Its gradient flows to
@@ -97,9 +97,9 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> TokenLoss:
-    """Return 0.5 * max((v - R)^2, (v_clip - R)^2) per token, and where clipping raised it.
+    """Return the loss 0.5 * max((v - R)^2, (v_clip - R)^2), and where clipping raised it.
 
-    v = values, R = returns, v_clip = v clamped to its old value +- `cliprange_value`.
+    Both per element; v = values, R = returns, v_clip = v clamped to old value +- `cliprange_value`.
     cliprange_value: None = 0.5 * (v - R)^2, nothing is clipped
     """
     moved = values - old_values

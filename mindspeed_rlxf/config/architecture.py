@@ -116,8 +116,8 @@ class ArchitectureConfig(Section):
     def _check_heads(self) -> Iterator[Problem]:
         """Yield problems of the numbers of attention heads and query groups, and of the head width.
 
-        Without `kv_channels` the heads must divide `hidden_size`. The head width must be even (not
-        checked if they do not divide it). The query groups must divide the heads.
+        Without `kv_channels` the heads must divide `hidden_size`; if they do, or with
+        `kv_channels`, the head width must be even. The query groups must divide the heads.
         """
         heads, width = self.num_attention_heads, self.hidden_size
         sizes = ("num_attention_heads", "hidden_size", "kv_channels")

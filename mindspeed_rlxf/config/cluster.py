@@ -65,8 +65,8 @@ def find_local_cluster() -> str | None:
     """Return the address in Ray's file of the cluster started last; None unless it is safe to join.
 
     The file must be this user's (`_read_address`), and something must accept a connection at the
-    address. If that is on this host, only processes of this user may listen there (other users can
-    write in the file's folder).
+    address. If the address is of this host, only processes of this user may listen there (other
+    users can write in the file's folder).
     """
     try:
         address = _read_address(address_file())
@@ -124,7 +124,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether all addresses of a host name, or an IP address, are loopback or this host's.
+    """Return whether every address of `host`, a name or IP address, is loopback or this host's.
 
     Errors: OSError for a name that cannot be resolved.
     """

@@ -156,11 +156,11 @@ def _file_name(config_name: str) -> str:
 
 
 def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
-    """Return the two folders, the user's and the built-in one, with the config's one first.
+    """Return the folders (the user's if given, the built-in one), with the config's one first.
 
-    Hydra requires that, and prefers files of the first folder. So where the user's folder lacks the
-    config, a file of a config group there with the name of a built-in one would be ignored: raises
-    ConfigError. The config need not exist in the built-in folder either.
+    Hydra requires that, and prefers files of the first folder. ConfigError where the user's folder
+    lacks the config, but has a file of a config group that the built-in folder has too: it would be
+    ignored.
     """
     file = _file_name(config_name)
     if (directories[0] / file).is_file():

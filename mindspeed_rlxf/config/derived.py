@@ -61,8 +61,8 @@ def has_critic(stage: object, section: object) -> bool:
 def needs_reference(payload: Tree) -> bool:
     """Return whether the run needs the reference's log-probs.
 
-    True unless `kl_ctrl.kl_coef` is 0 (which stays 0, also with the adaptive controller), and also
-    then in stage ray_online_dpo, whose loss reads them, and with `logging.reference_kl`.
+    True in stage ray_online_dpo, whose loss reads them, and with `logging.reference_kl`. Otherwise
+    False only if `kl_ctrl.kl_coef` is 0, which stays 0 also with the adaptive controller.
     """
     control = payload["algorithm"].get("kl_ctrl")
     no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0

@@ -227,9 +227,9 @@ def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
 def _make_reward_section(draft: Draft, own: Tree, training: Tree) -> None:
     """Put the reward's section into the payload, for a kind in WITHOUT_ARCHITECTURE.
 
-    own:      section `reward` of the YAML; keys that the kind does not read are left out, with a
-    note
-    training: section of the YAML, whose `load` a classifier gets if it has none
+    Keys that the kind does not read are left out, with a note. A classifier without `load` gets
+    that of `training`.
+    own, training: the sections `reward` and `training` of the YAML
     """
     keys = WITHOUT_ARCHITECTURE[own["kind"]]
     draft.payload[Role.REWARD.value] = {key: own[key] for key in keys if key in own}

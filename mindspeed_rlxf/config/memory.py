@@ -157,12 +157,13 @@ def chunk_activation_bytes(
 ) -> tuple[int, int]:
     """Return (bytes kept for each micro-batch in flight, bytes recomputed at one time) of a chunk.
 
-    layer: bytes of the activations of one layer
-    mlp:   bytes of its MLP's activations, included in `layer`
-    entry: bytes of the hidden states that enter a layer
-    Kept are all layers without recomputation (0 recomputed); layers without MLP if `selective`; if
-    `full` the entries of groups of layers (`uniform`), or of the first layers, with the others
-    whole.
+    layer, mlp, entry: bytes of a layer's activations, of those of its MLP (included in `layer`),
+                       and of the hidden states that enter a layer
+    none:      all layers; 0
+    selective: the layers without their MLPs; one MLP
+    uniform:   one entry per group of `recompute_num_layers` layers; the layers of one group
+    block:     entries of the first `recompute_num_layers` layers, and the other layers; one layer
+               if there are no others, else 0
     """
     layers, size = role.layers_per_chunk, role.recompute_num_layers
     if role.recompute is Recompute.NONE:
@@ -198,13 +199,12 @@ def dispatch_bytes(
 def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
     """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
 
-    For all tokens: the routing and the results. For the tokens of one exchange, of all ranks
-    together
-    about EXCHANGE_TOKENS at most: themselves, and their results in fp32. In addition, for each
-    expert
-    that such a token is sent to, 40 bytes to sort by and the largest of these: the result, and
-    again in fp32; a hidden state and two parts of the gated MLP; three parts of the MLP, and one of
-    them again in fp32.
+    For all tokens: the routing and the results. For the tokens of one exchange (of all ranks,
+    together about EXCHANGE_TOKENS at most): themselves, and their results in fp32. In addition, for
+    each expert
+    that such a token is sent to, 40 bytes to sort by and the largest of these three: the result,
+    and again in fp32; a hidden state and two parts of the gated MLP; three parts of the MLP, and
+    one of them again in fp32.
     tokens: of the rank that has the most
     """
     routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
@@ -391,7 +391,8 @@ def communicators(
 ) -> int:
     """Return how many process groups of more than one rank a rank of the role belongs to.
 
-    Each has buffers on the device. Generation counts its groups in addition to those of the role.
+    Each has buffers on the device. Training adds groups for sums over the model's ranks, generation
+    has groups of its own.
     trains, generates: whether the role does so
     experts: whether the model has experts, which have groups of their own
     """

@@ -118,7 +118,7 @@ def _validate(draft: Draft) -> RunConfig | None:
 def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) -> Iterator[Problem]:
     """Yield the `broken_rules` of a section, then those of the sections inside it, also in tuples.
 
-    Their keys become full keys as the user wrote them.
+    The problems' keys become full keys as the user wrote them.
     loc: location of the section in the payload
     """
     for problem in section.broken_rules():

@@ -196,8 +196,8 @@ class RunConfig(Section):
     def save_folder(self, role: Role) -> Path | None:
         """Return the folder for the final weights of a trained role: its `save`.
 
-        If actor and critic have the same `save`, its subfolder for the role. None = without `save`,
-        the weights go into the run directory.
+        If actor and critic have the same `save`, its subfolder for the role. None without `save`:
+        the weights then go into the run directory.
         """
         section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
         if section.save is None:
@@ -232,10 +232,10 @@ class RunConfig(Section):
         )
 
     def processes_of(self, role: Role) -> list[int]:
-        """Return how many processes the pool of a role has, one number per node.
+        """Return how many processes a role has on each node of its pool.
 
-        Where the actor's pool is split, the first processes, which train, are counted for the
-        actor, and those that only generate are not. KeyError without a pool.
+        Of the actor in a split pool only the first processes count, which train, and nodes without
+        any are left out. KeyError if the pool does not exist.
         """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:

@@ -76,8 +76,9 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
 def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
     """Yield a problem unless the generating ranks form whole tensor-parallel groups on each node.
 
-    A rollout TP that does not divide `infer` is the only problem. Otherwise one for each node whose
-    generating ranks are no multiple of it, and those of the rollout's expert-parallel size.
+    If the rollout's TP does not divide `infer`, that is the only problem. Otherwise there is one
+    for each node whose generating ranks are no multiple of TP, and those of
+    `_check_rollout_experts`.
     train, infer: numbers of ranks that train and that generate
     """
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
@@ -133,8 +134,7 @@ def find_uneven_experts(
 
     key:     of the expert-parallel size `ep` in the YAML
     section: of a role whose model has experts
-    dp:      data-parallel size; None when the number of processes does not allow one, unchecked
-    then
+    dp:      data-parallel size; None = not checked, the number of processes does not allow one
     """
     experts = section.architecture.num_experts
     assert experts is not None, "checked by the caller"

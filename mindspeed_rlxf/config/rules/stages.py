@@ -168,8 +168,9 @@ def _check_pairs(config: RunConfig) -> Iterator[Problem]:
 def _check_rewards(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each broken rule of the overlong buffer and of `filter_groups`.
 
-    The buffer must be at most `max_new_tokens`. With `filter_groups`: no fixed responses, an
-    estimator that compares responses or online DPO, and a reward of kind rule.
+    The buffer must be at most `max_new_tokens`. `filter_groups` needs responses that are generated
+    (no `fixed_responses`), an estimator that compares them or online DPO, and a reward of kind
+    rule.
     """
     actor, algorithm = config.actor_rollout, config.algorithm
     if algorithm.overlong_buffer_len > actor.max_new_tokens:
