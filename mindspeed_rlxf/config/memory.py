@@ -201,10 +201,9 @@ def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsiz
 
     For all tokens: the routing and the results. For the tokens of one exchange (of all ranks,
     together about EXCHANGE_TOKENS at most): themselves, and their results in fp32. In addition, for
-    each expert
-    that such a token is sent to, 40 bytes to sort by and the largest of these three: the result,
-    and again in fp32; a hidden state and two parts of the gated MLP; three parts of the MLP, and
-    one of them again in fp32.
+    each expert that such a token is sent to, 40 bytes to sort by and the largest of these three:
+    the result, and again in fp32; a hidden state and two parts of the gated MLP; three parts of the
+    MLP, and one of them again in fp32.
     tokens: of the rank that has the most
     """
     routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
