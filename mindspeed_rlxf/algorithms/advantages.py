@@ -14,11 +14,11 @@ from mindspeed_rlxf.algorithms.slots import last_slots
 
 
 def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Return [batch, slots] rewards: -kl_coef * kl, plus the score on each row's last slot.
+    """Return [batch, slots] rewards: -kl_coef * kl, plus the score on each row's last True slot.
 
     kl:     [batch, slots] fp32, 0 where not learnt from
     scores: [batch]
-    mask:   [batch, slots] bool, `slots.value_mask`; its last True slot takes the score
+    mask:   [batch, slots] bool, `slots.value_mask`; a row without True has its score on slot 0
     """
     rewards = -kl_coef * kl
     return rewards.scatter_add(1, last_slots(mask)[:, None], scores[:, None])
@@ -27,15 +27,14 @@ def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> T
 def estimate_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Estimate GAE advantages and returns (arXiv:1506.02438, section 3).
+    """Return (advantages, returns) by GAE (arXiv:1506.02438, section 3), each [batch, slots].
 
+    Both are 0 where `mask` is False. Advantages are not whitened; returns are advantages + values.
     rewards: [batch, slots] fp32, KL penalty already added
     values:  [batch, slots] fp32
     mask:    [batch, slots] bool, True = slot that is learnt from. Other slots are skipped, as if
              they were cut out of the row: the slot after a True slot is the next True slot
-    lam:     of all responses, or [batch] fp32
-    Returns (advantages, returns), each [batch, slots], 0 where masked. Advantages are not whitened;
-    returns are advantages + values.
+    lam:     one for all responses, or [batch] fp32
     """
     counts = mask.sum(1)
     packed = torch.arange(mask.size(1), device=mask.device) < counts[:, None]
@@ -49,7 +48,7 @@ def estimate_gae(
 
 
 def _move(values: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
-    """Return a tensor of the same shape with the values at `sources` moved to `targets`, else 0.
+    """Return a tensor shaped as `values`: 0, but values[sources[i]] at targets[i] for each i.
 
     sources, targets: indices of the flattened tensor
     """
@@ -65,8 +64,10 @@ def _sum_td_errors(
 
     rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
     counts:          [batch] int64
+    lam:             one for all rows, or [batch]
     Rows of more than BLOCK steps are summed in fp64 if the tensors are on the CPU; on other
-    devices, which may have no fp64, all rows are summed in the dtype of `values`.
+    devices, which may have no fp64, all rows are summed in the dtype of `values`. The result has
+    that dtype.
     """
     sums = torch.zeros_like(values)
     long = counts > BLOCK
@@ -93,11 +94,13 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return [batch, slots]: from each slot on, the discounted rewards summed; 0 where masked.
+    """Return [batch, slots]: the sum of this slot's reward and the discounted rewards after it.
 
-    This is the return of REINFORCE.
+    0 where `mask` is False. This is the return of REINFORCE. A False slot is skipped as if cut out:
+    its reward does not count and it does not discount.
     rewards: [batch, slots] fp32
-    mask:    [batch, slots] bool, True = slot that is learnt from; others are skipped
+    mask:    [batch, slots] bool, True = slot that is learnt from
+    gamma:   discount per True slot
     """
     _, returns = estimate_gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     return returns

@@ -16,8 +16,8 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
     inputs:  [rows, width]
     factors: [rows], one for each row, 0 to 1, of the same dtype
     stride:  exponent of the factors; only the recursion sets it
-    Each block of a row is summed by itself, all blocks at once. This function then sums the first
-    elements of the blocks, and each block adds the discounted sum of the blocks after it.
+    Rows of more than BLOCK items are summed in blocks, all at once; then the first elements of the
+    blocks are summed by recursion, and each block adds the discounted sum of the blocks after it.
 
     Terms are multiplied by powers of at most 1, and nothing is divided. With unit roundoff u and n
     levels of recursion, the error is at most n (3 BLOCK + 4) u times the same sum over |inputs|:
@@ -39,9 +39,10 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
 
 
 def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
-    """Return `discounted_sums` by a loop from the last position to the first.
+    """Return `discounted_sums(inputs, factors)` by a loop from the last position to the first.
 
-    inputs: [rows, width]; factors: [rows]
+    inputs: [rows, width], not changed; factors: [rows]
+    The result is not contiguous: the same position of all rows is next to each other.
     """
     # A copy in which the same position of all rows is contiguous in memory.
     columns = inputs.t().clone(memory_format=torch.contiguous_format)

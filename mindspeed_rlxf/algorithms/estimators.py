@@ -74,10 +74,11 @@ Estimator = Callable[[Rewarded], Estimate]
 
 
 def gae(given: Rewarded) -> Estimate:
-    """Return GAE advantages and returns by the critic's values, which must be given.
+    """Return GAE advantages and returns by the critic's values.
 
     With `lam_alpha` the advantages' lambda depends on the response's length, and with `critic_lam`
-    the returns have a lambda of their own (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
+    the returns have a lambda of their own, else `lam` (VAPO, arXiv:2504.05118, sections 4.1 and
+    4.2). The advantages are cut to the slots of tokens. AssertionError without values.
     """
     assert given.values is not None, "GAE needs the values of a critic"
     of_slots = given.rewards, given.values, given.value_mask, given.gamma
@@ -92,27 +93,28 @@ def gae(given: Rewarded) -> Estimate:
 
 
 def reinforce_plus_plus(given: Rewarded) -> Estimate:
-    """Return the discounted rewards to go of each token (REINFORCE++, arXiv:2501.03262).
+    """Return as advantages the discounted rewards to go of each token; no returns.
 
-    The paper's whitening is done by the caller.
+    REINFORCE++, arXiv:2501.03262. The paper's whitening is done by the caller.
     """
     returns = rewards_to_go(given.rewards, given.value_mask, given.gamma)
     return Estimate(returns[:, : given.trained_mask.size(1)])
 
 
 def remax(given: Rewarded) -> Estimate:
-    """Return rewards to go minus the score of the greedy response, which must be given.
+    """Return as advantages the rewards to go minus the score of the prompt's greedy response.
 
-    ReMax, arXiv:2310.10505.
+    ReMax, arXiv:2310.10505. No returns. AssertionError without `greedy_scores`.
     """
     assert given.greedy_scores is not None, "ReMax needs the scores of greedy responses"
     return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
 
 
 def make_group_estimator(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
-    """Return an estimator that gives all trained tokens of a response the same advantage.
+    """Return an estimator that gives all trained tokens of a response the same advantage, others 0.
 
-    advantages: function of (total reward of each response [batch], group_size) -> [batch]
+    It has no returns.
+    advantages: function of (sum of the rewards of each response [batch], group_size) -> [batch]
     """
 
     def estimate(given: Rewarded) -> Estimate:
@@ -137,8 +139,10 @@ ESTIMATORS: dict[str, Estimator] = {
 def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimator], Estimator]:
     """Return a decorator that makes a function a choice of `algorithm.adv_estimator`.
 
+    It puts the function into ESTIMATORS and `traits` into TRAITS under `name`, and returns the
+    function unchanged.
     traits: needs of the estimator, and whether the caller whitens its advantages by default
-    Errors: ValueError, when it decorates, for a name that is taken.
+    Errors: ValueError, when it decorates, for a name in use.
     """
 
     def register(estimator: Estimator) -> Estimator:

@@ -17,7 +17,8 @@ EPSILON = 1e-8
 def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return (R - mean) / (std + 1e-8) of each group (GRPO, arXiv:2402.03300, 4.1.2).
 
-    The standard deviation has divisor n - 1. rewards: [batch] -> [batch]
+    The standard deviation has divisor n - 1.
+    rewards: [batch], the `group_size` rewards of a group are adjacent -> [batch]
     """
     groups = _groups(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
@@ -25,15 +26,18 @@ def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """Return R - mean of each group (Dr. GRPO, arXiv:2503.20783, 3.2). [batch] -> [batch]"""
+    """Return each reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783, 3.2), [batch].
+
+    Rewards of a group are adjacent, `group_size` each.
+    """
     groups = _groups(rewards, group_size)
     return _flatten_groups(groups - groups.mean(1, keepdim=True), rewards)
 
 
 def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """Return R - mean of the other responses of the group (RLOO, arXiv:2402.14740).
+    """Return R - mean of the group's other rewards, for each reward R (RLOO, arXiv:2402.14740).
 
-    rewards: [batch] -> [batch]
+    rewards: [batch], the `group_size` rewards of a group are adjacent -> [batch]
     """
     groups = _groups(rewards, group_size)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
@@ -54,9 +58,10 @@ def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Return rewards as [groups, group_size] fp64.
+    """Return rewards as [groups, group_size] fp64. AssertionError unless the groups are whole.
 
-    In fp32 the mean of equal rewards may differ from them, which 1 / std would amplify.
+    A group has two or more rewards. In fp32 the mean of equal rewards may differ from them, which
+    1 / std would amplify.
     rewards: [batch] on the host, because an NPU converts fp64 to fp32
     """
     assert group_size >= 2 and len(rewards) % group_size == 0, "whole groups of two or more"
@@ -71,7 +76,7 @@ def preference_of_pairs(rewards: Tensor) -> Tensor:
     """Return +1 for the better response of a pair, -1 for the worse, 0 for both if they are equal.
 
     rewards: [batch], two responses of a pair next to each other -> [batch]
-    NaN for both responses where the reward of one is NaN.
+    NaN for both where the reward of one is NaN, and where both are inf or both -inf.
     """
     first, second = rewards.view(-1, 2).unbind(1)
     difference = first - second

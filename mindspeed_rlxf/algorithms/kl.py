@@ -14,7 +14,7 @@ MAX_LOW_VAR_KL = 10.0
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> Tensor:
-    """Return an estimate of the KL of each token, of the arguments' shape (any), fp32.
+    """Return an estimate of the KL of each token, in the arguments' shape (any) and dtype.
 
     With d = log_probs - ref_log_probs: `kl` d, `abs` |d|, `mse` d^2 / 2, `low_var_kl` exp(-d) - 1
     + d (k1, k2 and k3 of http://joschu.net/blog/kl-approx.html). For `low_var_kl` d is clamped to
@@ -45,10 +45,10 @@ class KlController:
         self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Change `value` by this iteration's KL; do nothing if the coefficient is fixed.
+        """Raise `value` if `kl` is over the target, lower it if below; a fixed coefficient stays.
 
         kl:          mean over samples of their mean KL per token; NaN changes nothing
-        num_samples: of the iteration
+        num_samples: of the iteration; the change is proportional to it
         """
         if not self._adaptive or math.isnan(kl):
             return

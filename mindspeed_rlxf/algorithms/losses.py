@@ -39,10 +39,11 @@ class ClipRange(NamedTuple):
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
-    """Return max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
+    """Return the loss max(-A r, -A clip(r, 1 - low, 1 + high)), and where clipping changed it.
 
-    PPO, arXiv:1707.06347, section 3; bounded by `clip.dual` if given. The log-ratio is clamped to
-    +-20 against overflow of exp, so a token beyond that has no gradient.
+    Both per token; r = exp(log_probs - old_log_probs), A = advantages (PPO, arXiv:1707.06347,
+    section 3). With `clip.dual` the loss is at most -A * dual where A < 0. The log-ratio is clamped
+    to +-20 against overflow of exp, so a token beyond that has no gradient.
     """
     ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
     return _clip_loss(ratio, advantages, clip)
@@ -51,10 +52,12 @@ def clipped_policy_loss(
 def sequence_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
 ) -> TokenLoss:
-    """Return the clipped loss with one ratio per response (GSPO-token, arXiv:2507.18071, 4.3).
+    """Return per token the clipped loss with one ratio per response, and where clipping changed it.
 
-    The ratio of all tokens of a response is exp(mean of log_probs - old_log_probs over it). Its
-    gradient flows to each token's own log_prob, with weight 1. The mean is clamped to +-20.
+    GSPO-token, arXiv:2507.18071, 4.3. The ratio of all tokens of a response is the exponential of
+    the mean, over its tokens, of log_probs - old_log_probs, clamped to +-20. Its gradient flows to
+    each token's own log_prob, with weight 1.
+    log_probs, old_log_probs, advantages: [tokens] of all responses, one response after the other
     lengths: [responses] int64, tokens of each response; they add up to the length of `log_probs`
     """
     lengths = lengths.to(log_probs.device)
@@ -67,7 +70,10 @@ def sequence_policy_loss(
 
 
 def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
-    """Return the clipped loss of ratios, also bounded where A < 0 if `clip.dual` is given."""
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) of ratios r, and where clipping changed -A r.
+
+    If `clip.dual` is given, at most -A * dual where A < 0, which counts as clipped too.
+    """
     free = -advantages * ratio
     held = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
     loss, clipped = torch.maximum(free, held), held > free
@@ -91,9 +97,10 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> TokenLoss:
-    """Return 0.5 * max((v - R)^2, (v_clip - R)^2), v_clip = v clamped to old value +- range.
+    """Return the loss 0.5 * max((v - R)^2, (v_clip - R)^2), and where clipping raised it.
 
-    cliprange_value: the range; None = 0.5 * (v - R)^2, nothing is clipped
+    Both per element; v = values, R = returns, v_clip = v clamped to old value +- `cliprange_value`.
+    cliprange_value: None = 0.5 * (v - R)^2, nothing is clipped
     """
     moved = values - old_values
     if cliprange_value is None:
@@ -107,9 +114,9 @@ def clipped_value_loss(
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: DpoLoss) -> Tensor:
-    """Return [pairs]: the loss of direct preference optimisation of each pair.
+    """Return [pairs]: the loss of direct preference optimisation of each pair, for `kind`.
 
-    chosen, rejected: [pairs] log(pi / pi_ref) of the whole response
+    chosen, rejected: [pairs] log(pi / pi_ref), summed over the tokens of the whole response
     sigmoid: -log sigmoid(beta h), h = chosen - rejected (arXiv:2305.18290, equation 7)
     ipo:     (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17)
     hinge:   max(0, 1 - beta h) (arXiv:2305.10425)

@@ -21,7 +21,7 @@ def alone(tensor: Tensor) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the mean of `values` where `mask` is True, over `dim`; None = over all elements.
 
-    NaN where the mask has no True.
+    NaN where the mask has no True, and where a value outside the mask is infinite or NaN.
     """
     if dim is None:
         return (values * mask).sum() / mask.sum()
@@ -37,9 +37,11 @@ def masked_whiten(
 ) -> Tensor:
     """Return values scaled to mean 0 and variance 1 over the True elements of all ranks, else 0.
 
-    values:     [...] fp32, on the host (an NPU converts fp64 to fp32)
+    values:     [...] fp32, on the host (an NPU converts fp64 to fp32); the dtype of the result
     mask:       [...] bool, on the host
-    shift_mean: False keeps the mean (TRL's whitening of rewards)
+    all_reduce: sums a tensor over the ranks; by default this process is the only one
+    eps:        added to the variance
+    shift_mean: False adds the mean again, so that it stays (TRL's whitening of rewards)
     The variance has divisor n - 1, as TRL's. Sums are in fp64, so that the result does not depend
     on the distribution of samples over ranks.
     Errors: ValueError with fewer than two True elements on all ranks together.

@@ -20,8 +20,9 @@ def overlong_penalty(
 ) -> Tensor:
     """Return what to subtract from the scores of long responses (DAPO, arXiv:2503.14476, 3.4).
 
-    It rises linearly from 0 at max_new_tokens - buffer_len to `factor` at max_new_tokens; all 0
-    with buffer_len 0. response_lengths: [batch] int64 -> [batch] fp32, >= 0
+    It rises linearly from 0 at max_new_tokens - buffer_len to `factor` at max_new_tokens, and is
+    constant outside these lengths; all 0 with buffer_len 0.
+    response_lengths: [batch] int64 -> [batch] fp32, >= 0
     """
     if not buffer_len:
         return response_lengths.float() * 0.0

@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.enums import ScorePosition
 def readable_slots(trained_mask: Tensor, response_mask: Tensor) -> Tensor:
     """Return [batch, response + 1] bool: slots whose value may be read at either score position.
 
-    The slots of trained tokens, and the slot after the last token of each response.
+    True at the slots of trained tokens, and at slot n of each response of n tokens, trained or not.
     """
     slots = pad(trained_mask, (0, 1))
     return slots.scatter(1, response_mask.sum(1, keepdim=True), True)
@@ -34,10 +34,10 @@ def value_mask(
 ) -> Tensor:
     """Return [batch, response + 1] bool: slots with a reward, and a value that the critic learns.
 
-    The slots of trained tokens. With position AFTER_EOS also the extra slot of a response that ends
-    with a trained EOS and has fewer tokens than `slot_limit`.
+    The slots of trained tokens. With position AFTER_EOS also slot n of a response of n <
+    `slot_limit` tokens that ends with a trained EOS.
     trained_mask:  [batch, response] bool, True = token that is learnt from
-    response_mask: [batch, response] bool, True = token of the response
+    response_mask: [batch, response] bool, True = token of the response, at least one per row
     has_eos:       [batch] bool, the last token is an EOS
     slot_limit:    most slots of a response (`max_new_tokens`, or TRL's batch width)
     """

@@ -83,14 +83,18 @@ class ArchitectureConfig(Section):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether training adds the loss that balances experts (`aux_loss`, coefficient > 0)."""
+        """Whether training adds the loss that balances experts.
+
+        True with `num_experts`, type `aux_loss` and a coefficient above 0.
+        """
         wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield problems of head counts, llama3 rotary scaling and experts.
 
-        Without `num_experts` a key about experts that differs from its default is a problem.
+        llama3 scaling needs `original_max_position_embeddings`. Without `num_experts` each key
+        about experts that differs from its default is a problem.
         """
         yield from self._check_heads()
         unstretched = self.original_max_position_embeddings
@@ -110,10 +114,10 @@ class ArchitectureConfig(Section):
                 yield Problem(name, rule, value, "remove it", reads=("num_experts",))
 
     def _check_heads(self) -> Iterator[Problem]:
-        """Yield problems of numbers of heads and of an odd head width.
+        """Yield problems of the numbers of attention heads and query groups, and of the head width.
 
-        The attention heads must divide `hidden_size` (without `kv_channels`), the query groups must
-        divide the attention heads.
+        Without `kv_channels` the heads must divide `hidden_size`; if they do, or with
+        `kv_channels`, the head width must be even. The query groups must divide the heads.
         """
         heads, width = self.num_attention_heads, self.hidden_size
         sizes = ("num_attention_heads", "hidden_size", "kv_channels")
@@ -143,10 +147,11 @@ class ArchitectureConfig(Section):
             )
 
     def _check_experts(self, experts: int) -> Iterator[Problem]:
-        """Yield problems of a model with `experts` per layer.
+        """Yield a problem for each broken rule of a model with `experts` per layer.
 
-        Too many experts in all layers together, a `moe_router_topk` that is too large or that needs
-        `moe_router_pre_softmax`, biases in attention, or a loss weight without effect.
+        At most MOST_EXPERTS_IN_ALL experts in all layers together; `moe_router_topk` at most
+        `experts`, and 1 only with `moe_router_pre_softmax`; no biases in attention;
+        `moe_aux_loss_coeff` other than 0 only with type `aux_loss`.
         """
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
             yield Problem(

@@ -40,11 +40,11 @@ class Cluster:
 
 
 def choose_cluster(address: str | None) -> Cluster:
-    """Return the cluster to join or start.
+    """Return the cluster to join or start: the first named one, else this user's, else a new one.
 
     address: of the key `runtime.address`; None = RAY_ADDRESS, else this user's cluster on this
              host, else a new one. The word `local` asks for a new one, `auto` for this user's; if
-             there is none, `auto` is left to Ray
+             there is none, the result's address is `auto`, which is left to Ray
     """
     named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
     for source, given in named.items():
@@ -64,8 +64,9 @@ def choose_cluster(address: str | None) -> Cluster:
 def find_local_cluster() -> str | None:
     """Return the address in Ray's file of the cluster started last; None unless it is safe to join.
 
-    The file must be this user's, something must accept a connection there, and on this host a
-    process of this user must be what listens (other users can write in the file's folder).
+    The file must be this user's (`_read_address`), and something must accept a connection at the
+    address. If the address is of this host, only processes of this user may listen there (other
+    users can write in the file's folder).
     """
     try:
         address = _read_address(address_file())
@@ -79,7 +80,7 @@ def find_local_cluster() -> str | None:
 
 
 def _read_address(file: Path) -> str:
-    """Return the text of `file` without outer white space, cut after ADDRESS_BYTES.
+    """Return the first ADDRESS_BYTES bytes of `file` as text without outer white space.
 
     Errors: OSError where it is missing, no plain file, a link or a file of another user; ValueError
     where it is not UTF-8.
@@ -95,8 +96,10 @@ def _read_address(file: Path) -> str:
 
 
 def address_file() -> Path:
-    """Return the path of the file in which `ray start` stores its cluster's address. It may not
-    exist."""
+    """Return the path of the file in which `ray start` stores its cluster's address.
+
+    In RAY_TMPDIR, else TMPDIR, else /tmp. It may not exist.
+    """
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(root) / "ray" / "ray_current_cluster"
 
@@ -110,7 +113,10 @@ def connect_once(address: str, timeout_s: float = CONNECT_S) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[IPv6]:port`. Errors: ValueError for other text or a bad port."""
+    """Split `host:port` or `[IPv6]:port` into the host, without brackets, and the port.
+
+    Errors: ValueError for other text, and for a port not from 1 to 65535.
+    """
     found = ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ValueError("it is not host:port")
@@ -118,7 +124,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host name or IP address means this host.
+    """Return whether every address of `host`, a name or IP address, is loopback or this host's.
 
     Errors: OSError for a name that cannot be resolved.
     """
@@ -127,10 +133,10 @@ def is_here(host: str) -> bool:
 
 
 def find_owners(address: str) -> frozenset[int]:
-    """Return the ids of users with a socket on this host that listens at `host:port`.
+    """Return the user ids of the sockets on this host that listen at `host:port` over TCP.
 
     A socket that listens at the port on all addresses counts. Empty where nothing listens.
-    Errors: OSError for an unknown host name, ValueError when it is no `host:port`.
+    Errors: OSError for an unknown host name, ValueError for text that is not `host:port`.
     """
     host, port = host_and_port(address)
     wanted = _addresses(host)
@@ -148,7 +154,10 @@ def _addresses(host: str) -> set[Ip]:
 
 
 def _ip(text: str) -> Ip | None:
-    """Parse an IP address; None for other text. An IPv4-mapped IPv6 address becomes IPv4."""
+    """Parse an IP address; None for other text. An IPv4-mapped IPv6 address becomes IPv4.
+
+    A zone (`%eth0`) is cut off.
+    """
     try:
         ip = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -159,7 +168,7 @@ def _ip(text: str) -> Ip | None:
 def _listening(table: Path) -> Iterator[tuple[Ip, int, int]]:
     """Yield address, port and user id of each listening socket of a kernel table (proc(5)).
 
-    Yields nothing where the table does not exist.
+    Yields nothing where the table cannot be read. An IPv4-mapped IPv6 address becomes IPv4.
     """
     try:
         lines = table.read_text(encoding="ascii").splitlines()[1:]

@@ -48,15 +48,15 @@ _REFUSED = (
 
 
 def builtin_config_dir() -> Path:
-    """Return the folder `configs/rlxf` of a source checkout, else the one in the package."""
+    """Return the folder `configs/rlxf` of a source checkout; if there is none, of the package."""
     clone = PACKAGE.parent / "configs" / "rlxf"
     return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
 
 
 def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
-    """List the names of the config files in all directories, sorted, without `.yaml`.
+    """List the names of the config files in all directories, sorted, each once, without `.yaml`.
 
-    group: subfolder to look in
+    group: subfolder to look in; a directory without it counts as empty
     """
     files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
     return sorted({path.stem for path in files})
@@ -96,7 +96,11 @@ def compose(
 
 
 def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:
-    """Return the problem that describes an error of hydra, omegaconf or the YAML parser."""
+    """Return the problem that describes an error of hydra, omegaconf or the YAML parser.
+
+    For a missing file of the defaults list, with the names there are; for bad YAML, with the line;
+    for an override that cannot be parsed; for too deep nesting; else the error's own text.
+    """
     name = f"config {config_name}"
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")
@@ -133,6 +137,7 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
 def _directories(config_dir: str | Path | None) -> list[Path]:
     """List the absolute folders to search for configs: `config_dir` if given, then the built-in.
 
+    The built-in one is left out if `config_dir` is given and it does not exist. `~` is expanded.
     Errors: ConfigError where `config_dir` is no folder.
     """
     builtin = builtin_config_dir()
@@ -151,10 +156,11 @@ def _file_name(config_name: str) -> str:
 
 
 def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
-    """Return the folders with the one that holds the config first, as Hydra requires.
+    """Return the folders (the user's if given, the built-in one), with the config's one first.
 
-    Where that is the built-in folder, Hydra prefers built-in files of config groups. A file of the
-    same group and name in the user's folder would be ignored, so it raises ConfigError.
+    Hydra requires that, and prefers files of the first folder. ConfigError where the user's folder
+    lacks the config, but has a file of a config group that the built-in folder has too: it would be
+    ignored.
     """
     file = _file_name(config_name)
     if (directories[0] / file).is_file():
@@ -175,7 +181,10 @@ def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
 
 
 def _check_name(config_name: str, directories: Sequence[Path]) -> None:
-    """Raise ConfigError, with the nearest name, unless a folder has a config of this name."""
+    """Raise ConfigError, with the most similar name and all names, unless the config exists.
+
+    directories: the folders in which it may be
+    """
     if any((directory / _file_name(config_name)).is_file() for directory in directories):
         return
     names = config_names(directories)
@@ -189,8 +198,9 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:
     """Return `key=value` as `++key=value`, which sets keys that the YAML lacks too.
 
-    Unchanged: texts without "=", with a leading "+", "++" or "~", and choices of a config group.
-    A value outside ASCII is put in quotes.
+    Unchanged: texts without "=", with a leading "+", "++" or "~", and choices of a config group (a
+    folder `key` in one of the directories). A value with non-ASCII characters is put in quotes,
+    unless it begins with a bracket, brace or quote.
     """
     name, _, value = override.partition("=")
     is_group = any((directory / name).is_dir() for directory in directories) if name else False
@@ -205,10 +215,11 @@ class PlainFileSource(FileConfigSource):
     """Hydra's reader of config files, with a check of every file before it is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one YAML file in Hydra's form.
+        """Read and parse one YAML file in the folder `self.path`, for Hydra.
 
         Errors: ConfigLoadError where it is missing; OSError where it is larger than MAX_BYTES or no
-        regular file; yaml.YAMLError where it nests too deep or expands too much by aliases.
+        regular file; yaml.YAMLError where it is bad YAML, nests too deep or expands too much by
+        aliases.
         """
         name = self._normalize_file_name(config_path)
         file = os.path.realpath(os.path.join(self.path, name))
@@ -228,7 +239,7 @@ class PlainFileSource(FileConfigSource):
 
 @contextmanager
 def _checked_files() -> Iterator[None]:
-    """Make hydra read files through `PlainFileSource` inside the block."""
+    """Make hydra read files through `PlainFileSource` in the `with` block; undo it after that."""
     Plugins.instance()  # its first call registers hydra's sources
     known = SourcesRegistry.instance().types
     before = known["file"]
@@ -243,9 +254,9 @@ def _resolve_bounded(config: DictConfig) -> Any:
     """Return the configuration as plain dicts and lists with interpolations resolved.
 
     More than FEW interpolations, or any beside a text longer than MAX_TEXT, are resolved in a child
-    process with limits.
-    Errors: OmegaConfBaseException for a bad interpolation; from the child process ValueError, for
-    that and for an exceeded limit.
+    process with limits of CPU_S and MEMORY_BYTES.
+    Errors: for a bad interpolation OmegaConfBaseException, or ValueError if the child process was
+    used; ValueError for an exceeded limit.
     """
     texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
     count = sum(text.count("${") for text in texts)
@@ -262,7 +273,7 @@ def _resolve_bounded(config: DictConfig) -> Any:
 
 
 def _tree_or_problem(config: DictConfig) -> tuple[Any, str]:
-    """Resolve the interpolations; return (tree, "") or (None, problem)."""
+    """Resolve the interpolations; return (tree, "") or (None, text of the error)."""
     try:
         return _resolve(config), ""
     except (OmegaConfBaseException, ValueError) as error:
@@ -274,7 +285,7 @@ def _resolve(config: DictConfig) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every string of a tree, keys included, in no order. No depth is too large."""
+    """Yield every string in nested dicts and lists, keys included, in no order, at any depth."""
     stack = [value]
     while stack:
         item = stack.pop()

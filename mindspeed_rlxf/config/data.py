@@ -80,8 +80,11 @@ class DataConfig(Section):
         return [value] if isinstance(value, str) else value
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield problems of missing training prompts, of a number of weights other than that of
-        sources, and of prompts given both as files and as data sets."""
+        """Yield a problem for each broken rule of the prompts' sources.
+
+        Training needs `train_files` or `data_path`. `train_weights`, if given, has one number per
+        source. Files and indexed data sets must not both be given, for training or for validation.
+        """
         if not self.train_files and not self.data_path:
             yield Problem(
                 "train_files",

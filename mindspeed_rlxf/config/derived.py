@@ -48,10 +48,10 @@ GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 
 
 def has_critic(stage: object, section: object) -> bool:
-    """Return whether the run has a critic.
+    """Return whether the run has a critic: True for stage ray_ppo, False for other known stages.
 
-    stage:   value of `training.stage`; None = the default, ray_ppo, which has one
-    section: value of `critic` in the YAML; decides only if the stage is an unknown word
+    stage:   value of `training.stage`; None = the default, ray_ppo
+    section: value of `critic` in the YAML; for an unknown stage, whether it is non-empty decides
     """
     if stage in [known.value for known in Stage]:
         return stage == Stage.RAY_PPO.value
@@ -59,9 +59,10 @@ def has_critic(stage: object, section: object) -> bool:
 
 
 def needs_reference(payload: Tree) -> bool:
-    """Return whether reward, loss or the metric `critic/kl` reads the reference's log-probs.
+    """Return whether the run needs the reference's log-probs.
 
-    A `kl_coef` of 0 never becomes positive, also under the adaptive controller.
+    True in stage ray_online_dpo, whose loss reads them, and with `logging.reference_kl`. Otherwise
+    False only if `kl_ctrl.kl_coef` is 0, which stays 0 also with the adaptive controller.
     """
     control = payload["algorithm"].get("kl_ctrl")
     no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0
@@ -70,10 +71,11 @@ def needs_reference(payload: Tree) -> bool:
 
 
 def set_stage_defaults(draft: Draft) -> None:
-    """Set absent keys of `algorithm` and `actor_rollout` to the defaults of the stage, the
-    estimator, GSPO and a KL penalty in the loss.
+    """Set absent keys of `algorithm` and `actor_rollout` in the draft to defaults of the stage.
 
-    For online DPO only `n_samples_per_prompt`.
+    Online DPO: only `n_samples_per_prompt`, 2. Else, in this order: the GRPO stage's estimator,
+    keys of GSPO (the clip ranges only without `clip_ratio`), `advantage_whiten` and others of the
+    estimator, and `kl_penalty` if the KL is in the loss. Absent or None counts as absent.
     """
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]
@@ -101,8 +103,8 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     `pool_settings` into the payload.
 
     A role without a placement gets the pool of its own name; a rule reward without one shares
-    another role's pool. A reference whose log-probs nothing reads is not placed.
-    Rejects a placement of an unknown role, and of a critic in a stage without one.
+    another role's pool. A reference whose log-probs nothing reads is not placed. A placement of an
+    unknown role becomes a problem; of a critic in a stage without one it is rejected and ignored.
     """
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
@@ -134,7 +136,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
 def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
     """Remove the reference from `placement`, and its pool from `pools` if no other role uses it.
 
-    Adds notes for the user.
+    Both in place. Adds a note that no reference runs, and one on the removed pool.
     """
     pool = placement.pop(Role.REF.value)
     meaning = "no reference runs (logging.reference_kl=true keeps it, for the metric critic/kl)"
@@ -145,10 +147,11 @@ def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
 
 
 def _place_rule(draft: Draft, is_placed: bool) -> None:
-    """Place a rule reward on another role's pool, unless the YAML gives it a pool.
+    """Place a rule reward on the actor's pool, unless the YAML places it or has a pool `reward`.
 
+    If the actor's pool is split: on that of the reference, or else of the critic, if there is one.
+    Adds a note if no other role is on the reward's pool, whose devices are idle then.
     is_placed: whether the YAML's `placement` has the reward
-    Adds a note where the reward alone is on a pool, whose devices are idle then.
     """
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:
@@ -168,8 +171,9 @@ def _place_rule(draft: Draft, is_placed: bool) -> None:
 def _read_pools(draft: Draft, section: Tree) -> dict[str, list[int]]:
     """Return the processes per node of each pool of the YAML's section `resource_pool`.
 
-    Names of roles get underscores. Empty pools are left out, with a note unless they are named
-    after a role. Rejects wrong sizes, and a section without pools.
+    Names of roles get underscores. Empty pools ([]) are left out, with a note unless they are named
+    after a role. Rejects wrong sizes, and a section without pools (unless another of its keys is
+    rejected). Keys of SETTINGS are no pools.
     """
     pools = {}
     per_node = _devices_per_node(draft)
@@ -190,7 +194,8 @@ def _read_pools(draft: Draft, section: Tree) -> dict[str, list[int]]:
 def _read_environment(draft: Draft) -> None:
     """Replace the values of `resource_pool.env` in the payload by texts, secrets withheld.
 
-    Rejects variables named *VISIBLE_DEVICES*, which Ray sets, and values that cannot be read.
+    Rejects variables whose names contain VISIBLE_DEVICES, which Ray sets, and values that
+    `read_variable` refuses; the latter are left out. Does nothing if `env` is no dict.
     """
     settings = draft.payload["pool_settings"]
     if not isinstance(settings.get("env"), dict):
@@ -213,7 +218,10 @@ def _read_environment(draft: Draft) -> None:
 
 
 def _devices_per_node(draft: Draft) -> Any:
-    """Return `device.devices_per_node`, unchecked; None unless the run joins a Ray cluster."""
+    """Return `device.devices_per_node`, unchecked, or its default if it is absent.
+
+    None with runtime `local`, and unless the run joins a Ray cluster.
+    """
     runtime = draft.payload["runtime"]
     is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
     if is_local or choose_cluster(runtime.get("address")).address is None:
@@ -222,11 +230,13 @@ def _devices_per_node(draft: Draft) -> Any:
 
 
 def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
-    """Return the processes per node for a `size` such as 8 or [8, 8]; [] for [] or a wrong size.
+    """Return the processes per node for a pool's `size`, such as 8 or [8, 8].
 
+    A list is returned unchanged. A number becomes a list of itself, or of one `per_node` per host
+    if it is larger than `per_node`. A wrong size is rejected and gives []: a count not from 1 to
+    MAX_DEVICES, or a number above `per_node` that is no multiple of it.
     path:     key of the size, for problems
-    per_node: devices of a host, or None; a count above it must be a multiple and fills whole hosts
-    Wrong sizes are rejected.
+    per_node: devices of a host; None = not known
     """
     sizes = size if isinstance(size, list) else [size]
     if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
@@ -258,7 +268,8 @@ def set_max_new_tokens(draft: Draft) -> None:
     """Set an absent `max_new_tokens` to seq_length - max_prompt_length, at least 1.
 
     1 also where one of the two lengths is no integer, which a later check reports.
-    Rejects a sequence length that leaves no room for a response.
+    Rejects a `seq_length` that is not above `max_prompt_length`, but only where `max_new_tokens` is
+    absent; otherwise it does nothing.
     """
     actor, training = draft.payload[Role.ACTOR_ROLLOUT.value], draft.payload["training"]
     if actor.get("max_new_tokens") is not None:
@@ -281,7 +292,10 @@ def set_max_new_tokens(draft: Draft) -> None:
 
 
 def make_paths_absolute(payload: Tree) -> None:
-    """Make the paths of PATHS absolute in place and expand `~`: workers run in other folders."""
+    """Make the paths of PATHS absolute in place and expand `~`: workers run in other folders.
+
+    Each text, and each text in a list; absent sections and other values stay.
+    """
     for section, keys in PATHS.items():
         for key in keys if payload[section] is not None else ():
             value = payload[section].get(key)

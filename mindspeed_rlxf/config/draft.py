@@ -43,24 +43,34 @@ class Draft:
     notes: dict[str, list[str]] = field(default_factory=dict)  # remark -> keys it applies to
 
     def reject(self, problem: Problem, path: str = "") -> None:
-        """Add a problem and mark a key as broken: `path` if given, else the problem's key."""
+        """Add a problem, and mark as broken the key `path` if given, else the problem's key."""
         self.problems.append(problem)
         self.broken.add(path or problem.key)
 
     def note(self, meaning: str, key: str) -> None:
-        """Record the remark `meaning` about a legal key, once. Keys of one remark share a line."""
+        """Add `key` to the keys of the remark `meaning`, unless it is among them already.
+
+        key: a legal key, or `key=value`; all keys of one remark share a line
+        """
         keys = self.notes.setdefault(meaning, [])
         if key not in keys:
             keys.append(key)
 
     def add_problems(self, found: Iterable[Problem]) -> None:
-        """Add the problems that depend on no broken key, with keys spelled as in the YAML."""
+        """Add the problems that depend on no broken key, with keys spelled as in the YAML.
+
+        The others are left out, as they may follow from the broken key.
+        """
         for problem in found:
             if not problem.depends_on(self.broken):
                 self.problems.append(problem.rename_keys(lambda key: self.path(key.split("."))))
 
     def path(self, loc: Sequence[int | str]) -> str:
-        """Return the dotted key, as the user's YAML has it, of a location in the payload."""
+        """Return the dotted key, as the user wrote it, of a location in the payload.
+
+        The key that `origins` names for the value; else `model.<name>.<key>` for an architecture
+        key; else the location itself, with `resource_pool` for `pool_settings`.
+        """
         parts = yaml_parts(loc)
         parts[0] = parts[0].replace("pool_settings", "resource_pool")
         role, key, part = (*parts, "", "", "")[:3]
@@ -73,7 +83,7 @@ class Draft:
         return ".".join(parts)
 
     def mapping(self, path: str, value: Any) -> Tree:
-        """Return `value` if it is a dict, else {}. Rejects other values than a dict or None.
+        """Return `value` if it is a dict, else {}; None is legal, other values are rejected.
 
         path: key of the value, for the problem
         """

@@ -15,9 +15,10 @@ from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """Return the complete configuration as plain values under the keys of the YAML.
+    """Return the complete configuration, defaults included, as plain values under the YAML's keys.
 
-    Architectures are under `model.<name>`, optimizer keys directly in their role's section.
+    Architectures are under `model.<name>`, optimizer keys directly in their role's section. The
+    name of the config is left out, and `critic` where there is none.
     """
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
@@ -30,7 +31,7 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return `to_tree` as YAML text."""
+    """Return the dict of `to_tree` as YAML text, in its order of keys."""
     text = yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100)
     return str(text)
 
@@ -38,11 +39,12 @@ def to_yaml(config: RunConfig) -> str:
 def _role_tree(
     role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the YAML section of a role, and add its architecture to `models` under its name.
+    """Return the YAML section of a role, and add its architecture to `models` under `role.model`.
 
-    values: fields of the role; `architecture` and `optimizer` are removed from it
-    Where `models` has that name already, the architecture keys that differ go into the section.
-    A reward without an architecture keeps only the keys that its kind reads.
+    values: fields of the role; `architecture` and `optimizer` are removed from it in place
+    Optimizer keys go directly into the section, and so do architecture keys that differ from those
+    that `models` has under this name already.
+    A reward without an architecture keeps only the keys that its kind reads, and adds no model.
     """
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:

@@ -40,7 +40,10 @@ class Problem:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that the rule depends on: `key`, `reads`, and those marked by `ref` in `rule`."""
+        """Keys that the rule depends on: `key`, `reads`, then those marked by `ref` in `rule`.
+
+        Empty ones are left out; a key may come twice.
+        """
         named = [part for part in (self.key, *self.reads) if part]
         return (*named, *self.rule.split(REF)[1::2])
 

@@ -60,7 +60,7 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 
     wanted: the kind of folder that the user should give, for messages
     Errors: ValueError when the folder or file is missing, the file is a link out of the folder, too
-    large or no JSON object, or a field is bad.
+    large or no JSON object, or a field is bad (only the first one is named).
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -83,9 +83,10 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 
 
 def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each number out of bounds, and each object, text or list of a wrong type.
+    """Yield a line for each number of MOST outside 0 to its bound, and each field of a wrong type.
 
-    Fields of nested `*_config` objects too. Absent fields are fine, and so is text in place of a
+    Types: rope_* objects, model_type and hidden_act text, architectures a list of texts. Fields of
+    nested `*_config` objects are checked too. Absent fields are fine, and so is text in place of a
     number, which `parse_architecture` refuses. Bounds keep later code from allocating a list per
     layer, or a table per token, of a false number.
     """
@@ -110,7 +111,8 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json by their names in ArchitectureConfig.
 
-    None = neither config.json nor transformers has a value. The model type is not checked.
+    None = neither config.json nor transformers has a value. The model type is not checked; any but
+    qwen3_moe and mixtral counts as dense.
     Errors: ValueError when a field is of another type than transformers writes.
     """
     try:
@@ -120,12 +122,13 @@ def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of attention, MLP and embeddings of a config.json.
+    """Return the fields of attention, MLP and embeddings, named as in ArchitectureConfig.
 
     Absent fields are None, or have the default of transformers (key-value heads, head width, rotary
-    base, tying).
-    transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
-    and `rope_scaling` at the top.
+    base 10000, tied embeddings). Scaling keys are only there with scaling, and three of them only
+    for llama3. transformers 5 nests the rotary settings in `rope_parameters`; older files have
+    `rope_theta` and `rope_scaling` at the top.
+    config: a config.json
     """
     family, heads = str(config.get("model_type")), config.get("num_attention_heads")
     head_dim = config.get("head_dim") or HEAD_DIM.get(family)
@@ -158,9 +161,11 @@ def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of experts of a config.json; only `num_experts`: None for a dense model.
+    """Return the fields of experts of a config.json, named as in ArchitectureConfig.
 
-    transformers 5 writes `num_local_experts` for both families with experts.
+    {"num_experts": None} for a model_type other than qwen3_moe and mixtral; else number, top-k,
+    width and whether softmax comes before top-k. Absent fields are None. transformers 5 writes
+    `num_local_experts` for both families with experts.
     """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
@@ -177,8 +182,10 @@ def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
 def find_unsupported(config: dict[str, Any]) -> list[str]:
     """List settings of a config.json that this package does not support; [] = all supported.
 
-    Each as `name: supported value, value in config.json`. An unknown model_type, biases, a
-    hidden_act other than silu, and use_sliding_window are each listed alone.
+    Each as `name: supported value, value in config.json`. Where one of these is wrong, the first of
+    them is the only item: model_type, biases, hidden_act (silu), use_sliding_window. Else all of:
+    a Mixtral `sliding_window` below the context, sparse steps, router noise, dense layers, shared
+    experts.
     """
     if config.get("model_type") not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
@@ -208,8 +215,8 @@ def find_disagreements(
 ) -> list[str]:
     """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
 
-    If config.json has settings that `find_unsupported` lists, return those alone. A YAML may allow
-    shorter sequences than config.json, which changes no result.
+    If config.json has settings that `find_unsupported` lists, return those alone.
+    `max_position_embeddings` may be smaller in the YAML, which changes no result.
     scored: the role has a score head in place of the output layer, so tying does not matter
     """
     if found := find_unsupported(config):

@@ -62,8 +62,11 @@ OPTIMIZER_KEYS = fields(OptimizerConfig)
 
 
 def role_keys(role: Role) -> set[str]:
-    """Return the keys that the YAML section of a role may have, those of its architecture and
-    optimizer included."""
+    """Return the keys that the YAML section of a role may have.
+
+    With those of its architecture and, if it is trained, of its optimizer, which are in no
+    subsection there.
+    """
     own = fields(ROLE_SECTIONS[role])
     optimizer = OPTIMIZER_KEYS if "optimizer" in own else set()
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
@@ -84,7 +87,8 @@ SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "model_wei
 def known_keys() -> dict[str, set[str]]:
     """Map each section of the YAML to the keys it may have; sections within others are dotted.
 
-    Without `model` and `resource_pool`, whose keys are names of the user's choice.
+    With `placement` (its keys are roles). Without `model` and `resource_pool`, whose keys are names
+    of the user's choice, and without `offload`.
     """
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
@@ -104,7 +108,9 @@ TOP_LEVEL = {
 def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
     """Return the problem of a key `name` that `section` (`""` = top level) does not have.
 
-    known: keys of the section; the nearest one, else a section that has the key, is the remedy
+    The remedy names the most similar key of the section, else a section that has a key `name`, else
+    `remove it`.
+    known: keys of the section
     path:  how the YAML spells the key where that differs from `section.name`
     """
     prefix = f"{section}." if section else ""

@@ -65,12 +65,12 @@ VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwarg
 
 
 def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> Draft:
-    """Return the YAML's values in the shape of RunConfig, with defaults that depend on other keys.
+    """Return the YAML's values as a Draft, in the shape of RunConfig and with derived defaults.
 
     Types are not checked. Mistakes become problems of the draft; none is raised. Plugins and files
-    of reward functions are run.
+    of reward functions are run. Relative paths become absolute.
     name:    of the config
-    dialect: translator of another toolkit's keys
+    dialect: translator of another toolkit's keys; None = the YAML only has keys of this project
     """
     draft = Draft()
     sections = _make_sections(draft, tree)
@@ -95,8 +95,9 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
 def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
     """Return every section of TOP_LEVEL as a dict, {} where absent; report unknown sections.
 
-    Keys get underscores, `runtime: WORD` becomes {kind: WORD}, and roles inside
-    `actor_rollout_ref` move to the top level. A value that is no section is rejected.
+    Keys get underscores (those in VERBATIM do not), `runtime: WORD` becomes {kind: WORD}, and roles
+    inside `actor_rollout_ref` move to the top level. A value that is no section is rejected.
+    `dry_run`, which is no section, stays as it is.
     """
     sections = _underscore_keys(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
@@ -116,9 +117,10 @@ def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
 
 
 def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
-    """Return the tree with "_" for "-" in keys; keys inside VERBATIM sections stay unchanged.
+    """Return the tree with "_" for "-" in keys, at every depth; VERBATIM sections are copied as is.
 
-    Reports a key that is given in both spellings. prefix: of the keys in that problem
+    A key in both spellings becomes a problem, and its later value wins.
+    prefix: of the keys in that problem
     """
     result: Tree = {}
     for spelled, value in tree.items():
@@ -135,7 +137,9 @@ def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree
 def _unfold(draft: Draft, sections: Tree) -> None:
     """Move the keys of roles under `actor_rollout_ref` into the roles at the top level, in place.
 
-    Rejects a key that has different values in the two sections.
+    Rejects a key that has different values in the two sections (that at the top level stays). A
+    role there other than actor and reference becomes a problem. Notes the spelling in
+    `draft.spelled`.
     """
     known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
     for role, values in draft.keep_known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():
@@ -152,8 +156,9 @@ def _unfold(draft: Draft, sections: Tree) -> None:
 def _make_training(draft: Draft, values: Tree, name: str) -> Tree:
     """Return the fields of TrainingConfig; keys that `training` shares with roles are left out.
 
-    Sets absent `run_name` (to the config's `name`) and `output_dir`. Runs the files of `plugins`
-    and replaces each by its path and SHA-256; one that fails is rejected.
+    An unknown key becomes a problem. Sets absent `run_name` (to the config's `name`) and
+    `output_dir` (to outputs/<run_name>). Runs the files of `plugins`, one or a list, and puts the
+    path and SHA-256 of each in a list; a file that fails is rejected and left out.
     """
     own = fields(TrainingConfig)
     known = draft.keep_known("training", values, own | SHARED_KEYS).items()
@@ -173,8 +178,10 @@ def _make_training(draft: Draft, values: Tree, name: str) -> Tree:
 def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
     """Put each role's section into the payload, merged from model, training and its own keys.
 
-    `critic` is None where the stage has no critic. Runs files of reward functions, rejects models
-    that do not exist, and notes keys that no role reads.
+    `critic` is None where the stage has no critic; a section `critic` is rejected then. A reward
+    without an architecture gets only the keys that it reads. Runs files of reward functions,
+    rejects models that do not exist, and notes keys that no role reads. Without a model a role has
+    no `architecture`.
     """
     known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
     models = {
@@ -220,8 +227,9 @@ def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
 def _make_reward_section(draft: Draft, own: Tree, training: Tree) -> None:
     """Put the reward's section into the payload, for a kind in WITHOUT_ARCHITECTURE.
 
-    own, training: sections of the YAML. Keys that the kind does not read are left out, with a note.
-    An absent `load` of a classifier is taken from `training`.
+    Keys that the kind does not read are left out, with a note. A classifier without `load` gets
+    that of `training`.
+    own, training: the sections `reward` and `training` of the YAML
     """
     keys = WITHOUT_ARCHITECTURE[own["kind"]]
     draft.payload[Role.REWARD.value] = {key: own[key] for key in keys if key in own}
@@ -233,7 +241,10 @@ def _make_reward_section(draft: Draft, own: Tree, training: Tree) -> None:
 
 
 def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
-    """Add notes for keys of `training` and `model` that no role reads, and for unused models."""
+    """Add notes on unused models, and on keys of `training` and used models that no role reads.
+
+    training: the keys that the section shares with roles
+    """
     sections = {role: draft.payload[role.value] or {} for role in CONFIGURED}
     roles = {role: str(keys["model"]) for role, keys in sections.items() if "model" in keys}
     read = set().union(*map(role_keys, roles))
@@ -250,7 +261,8 @@ def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> No
 def _read_architecture(draft: Draft, role: Role, load: Any) -> Tree | None:
     """Return the architecture in config.json of the folder `load`, without absent fields.
 
-    None, with a problem, where the folder or the model cannot be used.
+    None, and `<role>.load` is rejected, where `load` is no text, or the folder or model is
+    unusable.
     """
     path = f"{role.value}.load"
     try:
@@ -270,10 +282,11 @@ def _read_architecture(draft: Draft, role: Role, load: Any) -> Tree | None:
 
 
 def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Return the keys that the role has, merged from `layers`; a later layer wins.
+    """Return the keys of `layers` that the role has, in one dict; a later layer wins.
 
+    `offload` is always there, merged key by key (`_merge_offload`). Other keys of a layer are
+    dropped. Records in `draft.origins` which section each value came from.
     layers: section of the YAML -> its keys
-    Records in `draft.origins` which section each value came from.
     """
     merged: Tree = {"offload": _merge_offload(draft, role, layers)}
     for section, values in layers.items():
@@ -287,8 +300,9 @@ def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
 def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
     """Return the section `offload`, merged from `layers` key by key; a later layer wins.
 
-    `optimizer` of a shared section is ignored for a role without an optimizer. Unknown keys are
-    rejected. Records in `draft.origins` which key each value came from.
+    `optimizer` of a section other than the role's own is ignored for a role without an optimizer.
+    Unknown keys become problems and are left out. Records in `draft.origins` which key each value
+    came from.
     """
     merged: Tree = {}
     learns = "optimizer" in fields(ROLE_SECTIONS[role])
@@ -304,9 +318,10 @@ def _merge_offload(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree
 
 
 def _nest_sections(role: Role, merged: Tree) -> Tree:
-    """Return `merged` with the keys of architecture and optimizer in sections of these names.
+    """Return `merged` with its architecture keys in a dict `architecture`, and so for `optimizer`.
 
-    Optimizer keys are dropped for a role that has no optimizer.
+    Both dicts are there also if empty. A role without an optimizer gets no `optimizer`, and its
+    optimizer keys are dropped.
     """
     nested = {"architecture": ARCHITECTURE_KEYS}
     if "optimizer" in fields(ROLE_SECTIONS[role]):
@@ -321,7 +336,10 @@ def _nest_sections(role: Role, merged: Tree) -> Tree:
 def _report_missing_model(
     draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]
 ) -> None:
-    """Reject a role's `model` (`chosen`) that is None or not among `models`."""
+    """Reject a role's `model` (`chosen`): as required if it is None, else as unknown.
+
+    The remedy names the most similar of `models`, and all of them.
+    """
     path = draft.origins.get((role.value, "model"), f"{role.value}.model")
     guess = closest(str(chosen), models)
     remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"

@@ -48,8 +48,9 @@ class ParallelLayout:
 
 
 def count_per_node(processes: Sequence[int], first: int, count: int) -> list[int]:
-    """Return how many of the ranks first, ..., first + count - 1 each node runs, without zeros.
+    """Return how many of the ranks first, ..., first + count - 1 each node runs.
 
+    Nodes without such a rank are left out, so the index is not that of the node.
     processes: ranks of each node; rank numbers fill one node after the other
     """
     ends = list(accumulate(processes))

@@ -31,12 +31,12 @@ def itemsize(role: RoleConfig) -> int:
 
 
 def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
-    """Return the length of Megatron's gradient buffer, in numbers.
+    """Return the length of Megatron's gradient buffer, in numbers: the sum of `sizes`, or padded.
 
     sizes:       numbers of each parameter
-    distributed: with the distributed optimizer the buffer is padded, so that each parameter starts
-                 at a multiple of 64 and the length is a multiple of 128 and of `dp`; its weights
-                 are in a buffer of the same length
+    distributed: with the distributed optimizer each parameter is padded to a multiple of 64, and
+                 the length to a multiple of 128 and of `dp`; the weights are in a buffer of this
+                 length
     """
     if not distributed:
         return sum(sizes)
@@ -83,16 +83,9 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes of activations that one layer keeps for its backward pass.
 
-    Of a micro-batch of `tokens`. The activations kept are:
-    - of each of two norms: the input in fp32, the normed value and the output
-    - of attention: projections, rotated queries and keys, cosines and sines, the output twice,
-      and the log of the softmax's divisor. Ranks that share a key-value group gather the
-      projections of all ranks
-    - of the gated MLP: gate and up projection together, the activated gate, the up projection
-      alone, and the product of gate and up
-    - of experts: as of the MLP for each token sent to them, its hidden state, and the product
-      times the router's weight
-    - of the router: its probabilities and choices
+    Of a micro-batch of `tokens`, on one rank: those of two norms (divided by `tp` only with
+    `sequence_parallel`), of attention (`_attention_bytes`) and of the MLP or the experts
+    (`mlp_activation_bytes`).
     """
     norm = _norm_bytes(a, tokens, tp, sequence_parallel, itemsize)
     attention = _attention_bytes(a, tokens, tp, itemsize)
@@ -117,11 +110,21 @@ def layer_forward_bytes(
 def _norm_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
+    """Return the bytes that a norm keeps: its input in fp32, the normed value and the output.
+
+    Also one fp32 number per token. With `sequence_parallel` a rank has 1 / tp of the tokens.
+    """
     norm_tokens = tokens // tp if sequence_parallel else tokens
     return norm_tokens * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
 
 
 def _attention_bytes(a: ArchitectureConfig, tokens: int, tp: int, itemsize: int) -> int:
+    """Return the bytes that one layer's attention keeps for the backward pass.
+
+    Projections, rotated queries and keys, cosines and sines, the output twice, and the log of the
+    softmax's divisor; with `qk_layernorm` also what these norms keep. Ranks that share a key-value
+    group gather the projections of all ranks.
+    """
     queries = a.num_attention_heads * a.head_dim // tp
     keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
     projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
@@ -137,7 +140,10 @@ def mlp_activation_bytes(
 ) -> int:
     """Return the bytes that one layer's MLP, or its experts, keep for the backward pass.
 
-    `layer_activation_bytes` includes them.
+    The gate and up projection together, the activated gate, the up projection alone, and the
+    product of gate and up. Of experts these for each token sent to them (`dispatched_tokens`), its
+    hidden state and the product times the router's weight; and the router's probabilities and
+    choices. `layer_activation_bytes` includes the result.
     """
     if a.num_experts is None:
         return tokens * 5 * itemsize * a.mlp_hidden_size // tp
@@ -149,12 +155,15 @@ def mlp_activation_bytes(
 def chunk_activation_bytes(
     role: LearningConfig, layer: int, mlp: int, entry: int
 ) -> tuple[int, int]:
-    """Return the bytes that a chunk of layers keeps for backward, and the bytes of a recomputation.
+    """Return (bytes kept for each micro-batch in flight, bytes recomputed at one time) of a chunk.
 
-    layer: bytes of the activations of one layer
-    mlp:   bytes of its MLP's activations, included in `layer`
-    entry: bytes of the hidden states that enter a layer
-    Returns (bytes kept for each micro-batch in flight, bytes recomputed at one time).
+    layer, mlp, entry: bytes of a layer's activations, of those of its MLP (included in `layer`),
+                       and of the hidden states that enter a layer
+    none:      all layers; 0
+    selective: the layers without their MLPs; one MLP
+    uniform:   one entry per group of `recompute_num_layers` layers; the layers of one group
+    block:     entries of the first `recompute_num_layers` layers, and the other layers; one layer
+               if there are no others, else 0
     """
     layers, size = role.layers_per_chunk, role.recompute_num_layers
     if role.recompute is Recompute.NONE:
@@ -179,7 +188,10 @@ def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_para
 def dispatch_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Return the bytes of hidden states sent to the experts and back: three copies, 0 if dense."""
+    """Return the bytes of hidden states sent to the experts and back: three copies, 0 if dense.
+
+    A copy has `dispatched_tokens` hidden states.
+    """
     dispatched = dispatched_tokens(a, tokens, tp, sequence_parallel)
     return 3 * dispatched * a.hidden_size * itemsize
 
@@ -187,11 +199,11 @@ def dispatch_bytes(
 def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
     """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
 
-    For all tokens: the routing and the results. For one exchange at a time: the tokens of all
-    ranks, and their results in fp32. In addition, for each expert that a token is sent to, 40 bytes
-    to sort by and the largest of these: the result, and again in fp32; a hidden state and two parts
-    of the gated MLP; three parts of the MLP, and one of them again in fp32.
-
+    For all tokens: the routing and the results. For the tokens of one exchange (of all ranks,
+    together about EXCHANGE_TOKENS at most): themselves, and their results in fp32. In addition, for
+    each expert that such a token is sent to, 40 bytes to sort by and the largest of these three:
+    the result, and again in fp32; a hidden state and two parts of the gated MLP; three parts of the
+    MLP, and one of them again in fp32.
     tokens: of the rank that has the most
     """
     routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
@@ -206,7 +218,11 @@ def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsiz
 
 
 def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
-    """Return the tokens of a rank's largest micro-batch, of `samples` of up to `length` tokens."""
+    """Return the tokens of a rank's largest micro-batch, of `samples` of up to `length` tokens.
+
+    With `max_tokens_per_micro_batch` at most that; else of `micro_batch_size` samples. Never more
+    than all samples have.
+    """
     limit = role.max_tokens_per_micro_batch
     if limit is None:
         return min(role.micro_batch_size, samples) * length
@@ -214,10 +230,12 @@ def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
-    """Return the number of micro-batches into which a rank divides `samples`.
+    """Return the number of micro-batches into which a rank divides `samples`, rounded up.
 
     With `max_tokens_per_micro_batch` it is an upper bound: every micro-batch takes at least
-    limit // length samples. A virtual pipeline rounds it up to a multiple of its stages.
+    limit // length samples (at least 1). Then rounded up to a multiple of the stages of a virtual
+    pipeline.
+    length: tokens of the longest sample
     """
     limit = role.max_tokens_per_micro_batch
     size = role.micro_batch_size if limit is None else max(limit // length, 1)
@@ -225,10 +243,11 @@ def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
-    """Return for how many forward passes a pipeline stage holds activations at the same time.
+    """Return the number of forward passes whose activations a pipeline stage holds at once.
 
-    One pass is one micro-batch through one of the stage's `chunks`. The result is the number of
-    passes before the first backward pass in the 1F1B schedule, interleaved for several chunks.
+    One pass is one micro-batch through one of the stage's `chunks`. It is the number of passes
+    before the first backward pass in the 1F1B schedule, interleaved for several chunks, and at most
+    `micro_batches` x `chunks`.
     """
     if chunks == 1:
         return min(pp - pp_rank, micro_batches)
@@ -291,9 +310,9 @@ def round_to_pages(length: int) -> int:
 
 
 def kv_cache_bytes(tokens: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values of `tokens` on a rank, in all layers.
+    """Return the bytes of the keys and values of `tokens` tokens on a rank, over all layers.
 
-    A key-value group that several ranks share counts on each.
+    The groups are divided by `tp`; one that several ranks share counts in full on each.
     """
     groups = groups_per_rank(a.kv_heads, tp)
     return 2 * tokens * a.num_layers * groups * a.head_dim * itemsize
@@ -311,13 +330,14 @@ def kv_cache_tokens(token_bytes: int, memory: int | None) -> int | None:
 def kv_cache_rows(
     limit: int | None, waiting: int, prompt: int, response: int, tokens: int | None
 ) -> int:
-    """Return how many sequences a rank generates at the same time.
+    """Return how many sequences a rank generates at the same time, at most `waiting`.
 
-    limit:   num_samples_per_step; None = as many as fit into the cache with half a response each,
-             at least one. Rows begin short; once the cache is full the shortest rows wait
-    waiting: sequences to generate, an upper bound of the result
+    limit:   num_samples_per_step, not compared with the cache; None = as many as fit into `tokens`
+             with a prompt and half a response each, rounded up to pages, at least one. Rows begin
+             short; once the cache is full the shortest rows wait
+    waiting: sequences to generate
     prompt, response: longest of each, in tokens
-    tokens:  room of the cache; None = no limit
+    tokens:  size of the cache in tokens; None = no limit
     """
     if limit is None:
         row = min(round_to_pages(prompt + response // 2), prompt + response)
@@ -368,8 +388,10 @@ def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
 def communicators(
     tp: int, pp: int, dp: int, trains: bool, generates: bool, ep: int = 1, experts: bool = False
 ) -> int:
-    """Return the number of process groups of several ranks, each with buffers on a device.
+    """Return how many process groups of more than one rank a rank of the role belongs to.
 
+    Each has buffers on the device. Training adds groups for sums over the model's ranks, generation
+    has groups of its own.
     trains, generates: whether the role does so
     experts: whether the model has experts, which have groups of their own
     """

@@ -30,7 +30,11 @@ LIMITS = {
 
 
 def explain(path: str, errors: list[ErrorDetails]) -> Problem:
-    """Return one problem for all pydantic errors of the key `path`; a union type has several."""
+    """Return one problem for all pydantic errors of the key `path`; a union type has several.
+
+    For a missing key: `is required`. Else the rules of all errors joined with "or", the value, and
+    the remedy of the first error.
+    """
     if errors[0]["type"] == "missing":
         return Problem(
             path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"
@@ -58,7 +62,11 @@ def problems_of(error: ValidationError) -> list[Problem]:
 
 
 def _rule(error: ErrorDetails) -> tuple[str, str]:
-    """Return (rule, remedy) for one error of pydantic."""
+    """Return (rule, remedy) for one error of pydantic.
+
+    For words of an enum or literal the remedy is the most similar one, else the first; then texts
+    of LIMITS, of an empty text, of TYPES; else pydantic's message.
+    """
     context: dict[str, Any] = error.get("ctx", {})
     kind = error["type"]
     if kind in ("enum", "literal_error"):

@@ -40,11 +40,12 @@ def loaded() -> tuple[Source, ...]:
 
 
 def read_and_load(entry: Any) -> dict[str, str]:
-    """Run the plugin of an entry of `training.plugins`; return {file: absolute path, sha256: ...}.
+    """Run the plugin of an entry of `training.plugins`; return its absolute path and hash.
 
+    Returns {file: path, sha256: hash of the text}.
     entry: a path, or {file: path, sha256: expected hash of the text}
-    Errors: UserError where the entry is no path, the file cannot be read, has another hash or
-    raises an exception.
+    Errors: UserError where the entry has no path, the file cannot be read, has another hash or
+    raises an exception (SystemExit included).
     """
     path, expected = split_entry(entry, "file")
     if not isinstance(path, str) or not path:
@@ -58,10 +59,10 @@ def read_and_load(entry: Any) -> dict[str, str]:
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
-    """Return a picklable factory that runs this process's plugins in another process first.
+    """Return a picklable callable for another process, which calls `factory` with its arguments.
 
-    Before it calls `factory` it also registers the texts of reward functions there (`carry`).
-    Without plugins and texts `factory` itself is returned.
+    Before that it runs the plugins of this process there (`load`), and registers the texts of
+    reward functions (`carry`). Without plugins and texts `factory` itself is returned.
     """
     plugins, others = loaded(), list_carried()
     return partial(_load_and_make, plugins, others, factory) if plugins or others else factory

@@ -62,15 +62,16 @@ LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def document() -> str:
-    """Return the page `docs/configuration.md` as Markdown."""
+    """Return the page `docs/configuration.md` as Markdown: HEAD, then a table per section."""
     tables = (f"## `{title}`\n\n{_section(keys)}" for title, keys in sections().items())
     return "\n".join((HEAD, "\n\n".join(tables))) + "\n"
 
 
 def sections() -> dict[str, dict[str, FieldInfo]]:
-    """Map the title of each table to its keys and fields, in the order of the page.
+    """Map the title of each table to its fields by key, in the order of the page.
 
-    Keys that several roles share have a table of their own.
+    Keys that several roles share have a table of their own; a role without keys of its own has
+    none.
     """
     own = {role.value: _own_keys(schema) for role, schema in ROLE_SECTIONS.items()}
     plain = {name: _fields_without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
@@ -95,8 +96,11 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
 
 def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
-    """Return the keys of a role without those of optimizers, of nested sections, and those whose
-    description is the same for all roles."""
+    """Map the keys of a role to their fields, for its own table.
+
+    Left out: optimizer keys, nested sections, and keys of RoleConfig that mean the same for all
+    roles (same description and `resume`).
+    """
     common = {
         name
         for name, field in RoleConfig.model_fields.items()
@@ -107,7 +111,10 @@ def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
 
 
 def make_table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, with `|` in cells escaped. head: titles with " | " between them"""
+    """Return a Markdown table without final line break, with `|` in cells (not in `head`) escaped.
+
+    head: titles with " | " between them
+    """
     columns = head.split(" | ")
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = [columns, ["---"] * len(columns), *cells]
@@ -115,7 +122,10 @@ def make_table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def quote_values(values: Iterable[Any]) -> str:
-    """Return values as in YAML, each in backticks, separated by commas. An empty tuple is `[]`."""
+    """Return values as in YAML, each in backticks, separated by commas. An empty tuple is `[]`.
+
+    Texts are written as they are, others by `format_value`.
+    """
     texts = (value if isinstance(value, str) else format_value(value) for value in values)
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 
@@ -133,7 +143,7 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """Return the type and limits of a key's values for the table, as `integer >= 1`."""
+    """Return the type and limits of a key's values for the table, as `integer >= 1` or `A or B`."""
     if field is POOL:
         return "integer or list of integers"
     first, *others = dict.fromkeys(_kinds(field.annotation))
@@ -147,7 +157,11 @@ def _type(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """Yield the words for a type annotation: one, or one for each member of a union."""
+    """Yield the words for a type annotation: one, or one for each member of a union, None last.
+
+    Enum values and literals quoted; `list of ...` for a tuple; `mapping` for a section; else by
+    WORDS, `text` where it lacks the type.
+    """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(inner[0])
@@ -185,7 +199,10 @@ def _resume(field: FieldInfo) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page into the file that the one argument names, else print it. Returns 0."""
+    """Write the page into the file that the one argument names, and return 0.
+
+    Prints it if there is not exactly one argument.
+    """
     if len(arguments) != 1:
         print(document(), end="")
     else:

@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 def register_part(registry: dict[str, T], name: str, part: T, what: str) -> None:
-    """Put `part` into `registry` under `name`. Errors: ValueError for a name that is taken.
+    """Put `part` into `registry` under `name`, in place. Errors: ValueError for a name in use.
 
-    what: kind of part, for the message
+    what: kind of part, for the message, which lists all names in use
     """
     if name in registry:
         taken = ", ".join(sorted(registry))

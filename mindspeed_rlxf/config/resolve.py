@@ -56,6 +56,8 @@ def resolve_with_notes(
     """Return what `resolve` returns, and lines about legal keys that may surprise.
 
     Such keys have no effect in this run, or an effect that the user may not expect.
+    Errors: ConfigError with all problems of the configuration. The host is not checked in a dry
+    run, and rules between sections are not while a key of LAYOUT_KEYS is wrong.
     """
     draft = make_draft(tree, name, dialect)
     if (config := _validate(draft)) is not None:
@@ -74,8 +76,10 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
-    """Yield a remark on a save interval longer than the run, and on a `save` folder that actor and
-    critic share."""
+    """Yield a text if `save_interval` is over `train_iters`, one if actor and critic share `save`.
+
+    The texts are for the user; neither case is an error.
+    """
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
@@ -91,11 +95,11 @@ def _remarks(config: RunConfig) -> Iterator[str]:
 
 
 def _validate(draft: Draft) -> RunConfig | None:
-    """Return the payload as RunConfig with types and limits checked; None if a role that needs an
-    architecture has none.
+    """Return the payload as RunConfig, with types and limits checked.
 
-    Wrong values are added to the draft's problems, and are absent from the result or replaced by
-    stand-ins, so that the caller can check rules between the other keys.
+    None if a role that needs an architecture has none. Wrong values are added to the draft's
+    problems, and the result lacks them or has stand-ins, so that the caller can check rules between
+    the other keys. The payload is not changed.
     """
     try:
         return RunConfig.model_validate(draft.payload, context=RULES_LATER)
@@ -112,8 +116,9 @@ def _validate(draft: Draft) -> RunConfig | None:
 
 
 def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) -> Iterator[Problem]:
-    """Yield broken rules within a section and the sections inside it, with keys as in the YAML.
+    """Yield the `broken_rules` of a section, then those of the sections inside it, also in tuples.
 
+    The problems' keys become full keys as the user wrote them.
     loc: location of the section in the payload
     """
     for problem in section.broken_rules():
@@ -127,9 +132,10 @@ def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) ->
 def _report_errors(
     draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]
 ) -> None:
-    """Add one problem to the draft for each wrong key that has none yet, and mark it as broken.
+    """Add one problem to the draft for each wrong key that is not in `draft.broken` yet.
 
-    A missing architecture is passed over, as the missing model is reported already.
+    All errors of a key make one problem, and the key is added to `draft.broken`. A missing
+    architecture is passed over, as the missing model is reported already.
     details, places: pydantic's errors and the location of each in the payload
     """
     by_path: dict[str, list[ErrorDetails]] = {}
@@ -144,7 +150,11 @@ def _report_errors(
 
 
 def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Return the location of an error in the payload, without pydantic's tags of union members."""
+    """Return the path of keys and indices in the payload at which a pydantic error lies.
+
+    It ends before the first item of the error's `loc` that the payload lacks, as pydantic's tags of
+    union members; the name of a missing key stays in.
+    """
     node = payload
     place: list[int | str] = []
     for part in detail["loc"]:
@@ -159,10 +169,10 @@ def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _replace_wrong_value(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Remove the wrong value at `place`, which must exist, from `payload`.
+    """Remove the wrong value at `place`, which must exist, from `payload` in place.
 
-    A key with an entry in STAND_INS gets that value instead. A wrong item of a list removes the
-    whole list.
+    A key whose name is in STAND_INS gets that value instead. For a wrong item of a list the whole
+    list is removed or replaced.
     """
     *parents, last = takewhile(lambda part: isinstance(part, str), place)
     holder: Any = payload

@@ -98,12 +98,19 @@ class RewardConfig(RoleConfig):
 
     @property
     def runs_programs(self) -> bool:
-        """Whether some rule or function runs programs that responses contain."""
+        """Whether some rule or function in the section is one of RULES_OF_PROGRAMS.
+
+        These run programs that responses contain.
+        """
         named = {*self.rules.values(), *(part.function for part in self.parts)}
         return not RULES_OF_PROGRAMS.isdisjoint(named)
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, of scoring in two ways, of functions and of time limits."""
+        """Yield broken rules of a role, of scoring in two ways, of functions and of time limits.
+
+        `verifier` needs kind rule, and no `rules`. The others: RoleConfig, `_check_functions`,
+        `_check_timeout`.
+        """
         yield from super().broken_rules()
         if self.verifier and self.kind is not RewardKind.RULE:
             yield Problem(
@@ -136,7 +143,11 @@ class RewardConfig(RoleConfig):
             yield Problem("functions", rule, remedy="add name: to one of them")
 
     def _check_timeout(self) -> Iterator[Problem]:
-        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs."""
+        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs.
+
+        It must be above `sandbox.response_s` x the most functions that run programs for one sample
+        (at least 1). Not checked if no rule or function runs programs.
+        """
         needed = self.sandbox.response_s * max(1, self._count_program_functions())
         if self.runs_programs and self.timeout_s <= needed:
             times = "" if needed == self.sandbox.response_s else ", for each part with programs"
@@ -146,7 +157,7 @@ class RewardConfig(RoleConfig):
             yield Problem("timeout_s", rule, self.timeout_s, remedy)
 
     def _count_program_functions(self) -> int:
-        """Return how many functions run programs for one sample, of the data source with most."""
+        """Return how many functions run programs for one sample, the maximum over data sources."""
         sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
         return max(
             sum(self._runs_programs(part, source) for part in self.parts) for source in sources

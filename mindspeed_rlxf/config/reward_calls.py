@@ -18,7 +18,10 @@ RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 
 
 def split_name(function: str) -> tuple[str, str] | None:
-    """Split `path/to/file.py:name` into path and name; None where the text has another form."""
+    """Split `path/to/file.py:name` at the last colon into path and name, which may be empty.
+
+    None for text without a colon, or where the path does not end with `.py`.
+    """
     path, colon, name = function.rpartition(":")
     return (path, name) if colon and path.endswith(".py") else None
 
@@ -26,7 +29,9 @@ def split_name(function: str) -> tuple[str, str] | None:
 def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     """Return the function `name`, or the static method `Class.method`, of the module.
 
-    Errors: ValueError for a class, and for a missing name (the message lists the functions).
+    Anything callable but a class will do.
+    Errors: ValueError for a class, and for a name that is missing or not callable (the message
+    lists the module's functions without leading `_`).
     """
     found: Any = module
     for part in name.split("."):
@@ -42,8 +47,8 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the keyword arguments that the run passes to this function.
 
-    GIVEN, and `data_source` if the function has a parameter of that name. The YAML's `arguments`
-    are not included.
+    GIVEN, then `data_source` if the function has a parameter of that very name (`**kwargs` does not
+    count). The YAML's `arguments` are not included.
     """
     takes = DATA_SOURCE in inspect.signature(function).parameters
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN
@@ -52,7 +57,8 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
 def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
     """Return the rule that a reward function breaks, as text for a problem; None if it is legal.
 
-    arguments: of the YAML. They must not repeat the run's own, and the signature must accept both.
+    It must accept GIVEN and `arguments` as keywords, by its signature. It is not called.
+    arguments: of the YAML; they must not have a name in GIVEN, nor `data_source`
     """
     if taken := _overlap(arguments, (*GIVEN, DATA_SOURCE)):
         return f"arguments must not have {', '.join(taken)}, which the run gives"

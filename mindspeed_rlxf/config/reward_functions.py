@@ -19,7 +19,8 @@ def read_functions(draft: Draft, reward: Tree) -> None:
     """Complete the entries of `function` and `functions` in the section `reward`, in place.
 
     Runs their files in this process, and registers the texts for the processes that score.
-    Wrong entries are rejected: `function` becomes None, and `functions` loses them.
+    Wrong entries are rejected: `function` becomes None, and `functions` loses them. A single entry
+    of `functions` becomes a list, and None is removed.
     """
     if reward.get("function") is not None:
         reward["function"] = _read_entry(draft, "reward.function", reward["function"])
@@ -35,8 +36,9 @@ def read_functions(draft: Draft, reward: Tree) -> None:
 def _read_entry(draft: Draft, key: str, given: Any) -> Any:
     """Return an entry as a dict with name, absolute path and SHA-256; None where it is rejected.
 
-    given: a text such as FORM, or a dict of keys of FunctionConfig
-    An entry without a function, as of a `url`, only gets a name.
+    The file is run. An unknown key becomes a problem and is left out. An entry whose `function` is
+    no text gets no path or hash, only the default name `remote` with a `url`, else `function`.
+    given: a text such as FORM, the name of a built-in rule, or a dict of keys of FunctionConfig
     """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
@@ -55,10 +57,11 @@ def _read_entry(draft: Draft, key: str, given: Any) -> Any:
 
 
 def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
-    """Return `entry` with name, absolute path and SHA-256; for a built-in rule only with its name.
+    """Return `entry` with path, SHA-256 and a default name; a built-in rule only with a name.
 
-    Runs the file, unless it has run in this process, and registers its text (`carry`).
-    Errors: UserError for a bad name, file or signature.
+    Runs the file, unless it has run in this process, and registers its text (`carry`). The default
+    name is that of the function.
+    Errors: UserError for a bad name, file (unreadable, another hash, an exception) or signature.
     """
     if (named := split_name(function)) is None or not named[1]:
         if ".py" in function or "/" in function:

@@ -48,7 +48,8 @@ class OptimizerConfig(Section):
     def gathers_ahead(self) -> bool:
         """Whether forward passes gather the weights that the last optimizer step changed.
 
-        True needs the distributed optimizer and both overlap keys.
+        True if `use_distributed_optimizer`, `overlap_grad_reduce` and `overlap_param_gather` all
+        are.
         """
         sharded = self.use_distributed_optimizer and self.overlap_grad_reduce
         return self.overlap_param_gather and sharded
@@ -109,7 +110,10 @@ class RoleConfig(Section):
 
     @property
     def model_chunks(self) -> int:
-        """Chunks of layers of a pipeline rank; more than 1 = virtual pipeline."""
+        """Number of chunks of layers of a pipeline rank; more than 1 = virtual pipeline.
+
+        1 without `num_layers_per_virtual_pipeline_stage`.
+        """
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return 1
@@ -117,7 +121,7 @@ class RoleConfig(Section):
 
     @property
     def layers_per_chunk(self) -> int:
-        """Number of layers of a pipeline stage, or of one of its chunks if it has several."""
+        """Layers per pipeline stage, or per chunk if stages have several; rounded down."""
         stages = self.pipeline_model_parallel_size * self.model_chunks
         return self.architecture.num_layers // stages
 
@@ -130,7 +134,9 @@ class RoleConfig(Section):
     def broken_rules(self) -> Iterator[Problem]:
         """Yield broken rules between model, parallel sizes, micro-batches and offload.
 
-        Nothing for a reward without an architecture.
+        A token limit without packing, optimizer offload in a role that learns nothing,
+        `_check_pipeline`, sizes of the model that TP does not divide, expert parallelism without
+        experts. Nothing for a reward without an architecture.
         """
         if self.architecture is None:  # a reward computed by a rule has no model
             return
@@ -161,8 +167,11 @@ class RoleConfig(Section):
             )
 
     def _check_pipeline(self) -> Iterator[Problem]:
-        """Yield a problem when pipeline stages or chunks do not divide the layers, or when chunks
-        are given for one stage."""
+        """Yield the first problem of pipeline stages and chunks, if there is one.
+
+        The stages must divide the layers. `num_layers_per_virtual_pipeline_stage`, if set, needs
+        several stages and must divide the layers of a stage.
+        """
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         reads = ("architecture.num_layers",)
@@ -221,8 +230,10 @@ class LearningConfig(RoleConfig):
             yield from self._check_recompute()
 
     def _check_experts(self) -> Iterator[Problem]:
-        """Yield problems of training a mixture of experts: tensor parallelism without sequence
-        parallelism, and a loss that balances experts with several pipeline stages."""
+        """Yield problems of training a mixture of experts; nothing for a dense model.
+
+        TP > 1 needs `sequence_parallel`. The loss that balances experts needs one pipeline stage.
+        """
         a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
             yield Problem(
@@ -243,9 +254,11 @@ class LearningConfig(RoleConfig):
             )
 
     def _check_recompute(self) -> Iterator[Problem]:
-        """Yield a problem when `recompute_num_layers` does not fit the layers of a stage or chunk.
+        """Yield at most one problem, if `recompute: full` has a bad `recompute_num_layers`.
 
-        Megatron would fail at the first step, or recompute fewer layers than asked for.
+        It must be at most the number of layers of a stage or chunk, and divide it with
+        `recompute_method: uniform`. Else Megatron fails at the first step or recomputes fewer
+        layers.
         """
         size, layers = self.recompute_num_layers, self.layers_per_chunk
         reads = ("architecture.num_layers", PIPELINE, CHUNK)
@@ -332,7 +345,12 @@ class ActorConfig(LearningConfig):
         return self.temperature if self.do_sample else 1.0
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a trained role, of sampling, of stop tokens and of a split pool."""
+        """Yield broken rules of a trained role, of sampling, of stop tokens and of a split pool.
+
+        `min_new_tokens` above `max_new_tokens`, an empty stop string, several samples per prompt
+        without sampling, stop tokens outside the vocabulary, only one of the two sizes of a split
+        pool.
+        """
         yield from super().broken_rules()
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(

@@ -129,7 +129,7 @@ class RunConfig(Section):
 
     @property
     def value_model(self) -> CriticConfig:
-        """Section of the critic. AssertionError in a stage without one."""
+        """Section of the critic. AssertionError if the configuration has none."""
         assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
         return self.critic
 
@@ -154,7 +154,7 @@ class RunConfig(Section):
     def samples_together(self) -> int:
         """Number of consecutive samples that must be on one data-parallel rank.
 
-        All responses to a prompt where they are compared, else 1.
+        `n_samples_per_prompt` if the estimator compares a group, and in online DPO; else 1.
         """
         compares = self.algorithm.estimator.compares_group
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
@@ -164,8 +164,8 @@ class RunConfig(Section):
         """Return how many consecutive samples of a mini-batch must be in one micro-batch.
 
         micro_batch_size where the loss of a micro-batch is not a sum over its samples (a mean, or
-        load balancing of experts), unless micro-batches have a token limit; else 2 for pairs of
-        online DPO; else 1.
+        load balancing of experts) and the role has no token limit; else 2 for the actor in online
+        DPO; else 1.
         """
         section = self.role(role)
         means = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
@@ -179,7 +179,8 @@ class RunConfig(Section):
     def verifiers(self) -> list[tuple[Verifier, float]]:
         """(rule, weight) of the rules that score every prompt; [] = the data source chooses one.
 
-        With `reward.verifier` but no `verifier_function` it is `acc`. The default weight is 1.
+        [] without `reward.verifier`. With it but without `verifier_function` the one rule is `acc`.
+        The weights are `verifier_weight`; without it each is 1.
         """
         if not self.reward.verifier:
             return []
@@ -188,14 +189,15 @@ class RunConfig(Section):
 
     @property
     def shared_save(self) -> str | None:
-        """Folder that is `save` of actor and critic alike; None if theirs differ or are not set."""
+        """Folder that is `save` of both actor and critic; None if theirs differ or one has none."""
         actor, critic = self.actor_rollout.save, self.critic and self.critic.save
         return actor if actor is not None and actor == critic else None
 
     def save_folder(self, role: Role) -> Path | None:
-        """Return the folder for the final weights of a trained role, by its `save`.
+        """Return the folder for the final weights of a trained role: its `save`.
 
-        A subfolder where actor and critic share `save`. None = in the run directory.
+        If actor and critic have the same `save`, its subfolder for the role. None without `save`:
+        the weights then go into the run directory.
         """
         section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
         if section.save is None:
@@ -203,7 +205,7 @@ class RunConfig(Section):
         return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
-        """Return the section of a role. AssertionError where the run has none (a critic)."""
+        """Return the section of a role. AssertionError where it is None, as `critic` may be."""
         section = getattr(self, role.value)
         assert isinstance(section, RoleConfig)
         return section
@@ -221,7 +223,7 @@ class RunConfig(Section):
         return sum(self.resource_pool[pool])
 
     def layout(self, role: Role) -> ParallelLayout:
-        """Return the parallel layout of a role's ranks: of the actor, those that train."""
+        """Return ranks, TP and PP of a role; of the actor only the ranks that train count."""
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),
@@ -230,9 +232,10 @@ class RunConfig(Section):
         )
 
     def processes_of(self, role: Role) -> list[int]:
-        """Return how many processes the pool of a role has, one number per node.
+        """Return how many processes a role has on each node of its pool.
 
-        Where the actor's pool is split, only the processes that train count. The role needs a pool.
+        Of the actor in a split pool only the first processes count, which train, and nodes without
+        any are left out. KeyError if the pool does not exist.
         """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:
@@ -241,25 +244,33 @@ class RunConfig(Section):
 
     @property
     def parts(self) -> tuple[int, int] | None:
-        """Numbers of ranks of the actor's pool that (train, generate); None = all do both."""
+        """Numbers of ranks of the actor's pool that (train, generate) if it is split.
+
+        None = not split, all ranks do both; also where only one of the two keys is set.
+        """
         train, infer = self.actor_rollout.num_gpus_for_train, self.actor_rollout.num_gpus_for_infer
         return None if train is None or infer is None else (train, infer)
 
     @property
     def rollout_tp(self) -> int:
-        """Tensor-parallel size of generation."""
+        """Tensor-parallel size of generation: that of `rollout` if set, else the actor's."""
         actor = self.actor_rollout
         return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
 
     @property
     def rollout_ep(self) -> int:
-        """Number of replicas that share the experts of a layer in generation; 1 = not shared."""
+        """Number of replicas that share the experts of a layer in generation; 1 = not shared.
+
+        That of `rollout` if set; else 1 in a split pool, and otherwise the actor's.
+        """
         usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
         return self.rollout.expert_model_parallel_size or usual
 
     @property
     def rollout_layout(self) -> ParallelLayout:
-        """Parallel layout of the ranks that generate: the actor's, or in a split pool those that
-        only generate. No pipeline."""
+        """Parallel layout of the ranks that generate, with `rollout_tp` and without a pipeline.
+
+        The ranks are those of the actor, or in a split pool those that only generate.
+        """
         generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
         return ParallelLayout(generating, self.rollout_tp)

@@ -61,7 +61,8 @@ ELSEWHERE = "${*}"
 def is_secret_name(name: str) -> bool:
     """Return whether a name sounds like a secret: `HF_TOKEN`, `api-key`, `db.password`, `apiKey`.
 
-    Keys of the configuration such as `prompt_key` do not. Names over LONGEST_NAME characters do.
+    False for a name whose part after the last dot is a key of the configuration, as `prompt_key`.
+    True for every name of more than LONGEST_NAME characters.
     """
     if len(name) > LONGEST_NAME:
         return True
@@ -71,12 +72,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Return whether a variable is a secret, by its name or by the form of its value."""
+    """Return whether a variable's name sounds secret or its value contains a form of secret."""
     return is_secret_name(name) or any(f.search(value) for f in (*FORMS, SCHEME, URL_USER))
 
 
 def read_variable(name: str, value: Any) -> Any:
-    """Return a value of `resource_pool.env` as text, or as `Withheld` if it looks like a secret.
+    """Return a value of `resource_pool.env` as text, or as `Withheld` if name or value is a secret.
 
     A number becomes text; `***` becomes the environment variable `name` of this process, as
     `Withheld`. A `Withheld` stays. Other values (a list, true) are returned unchanged, and fail in
@@ -107,16 +108,19 @@ def read_variable(name: str, value: Any) -> Any:
 
 
 def withhold(name: str, value: str) -> str:
-    """Return the value; as `Withheld`, shown as `***`, if it looks like a secret."""
+    """Return `Withheld(value)`, shown as `***`, if the name or the value looks like a secret.
+
+    Otherwise, and if it is `Withheld` already, return the value unchanged.
+    """
     if isinstance(value, Withheld) or not looks_secret(name, value):
         return value
     return Withheld(MASK, value)
 
 
 def mask_secret(name: str, shown: Any) -> Any:
-    """Return `***` for a value that looks like a secret, else the value.
+    """Return `***` for text that is a secret by its name or form, else `shown` unchanged.
 
-    An interpolation such as `${oc.env:NAME}` shows no secret and is returned as is.
+    An interpolation without default value, such as `${oc.env:NAME}`, shows no secret and stays.
     """
     if isinstance(shown, str) and not BY_NAME.fullmatch(shown) and looks_secret(name, shown):
         return MASK
@@ -126,7 +130,8 @@ def mask_secret(name: str, shown: Any) -> Any:
 def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
     """Wrap values of `resource_pool.env` that came from interpolations as `Withheld`, in place.
 
-    They are shown as the user wrote them, such as `${oc.env:NAME}`, and never with their values.
+    They are shown as the user wrote them, such as `${oc.env:NAME}`, or as `***` (`_as_written`),
+    and never with their values. Other values stay.
     tree:   resolved configuration, changed in place
     config: the same with its interpolations
     """
@@ -147,10 +152,11 @@ def _written_value(written: Any, name: Any) -> Any:
 
 
 def _as_written(name: str, value: Any, written: Any) -> Any:
-    """Return the value; as `Withheld`, shown as `written`, where that text has an interpolation.
+    """Return the value; as `Withheld`, shown as `written`, if `written` has an interpolation.
 
-    Only text and numbers are withheld, numbers as text. Shown as `***` where `written` itself has a
-    secret, for example as a default value.
+    Only text and numbers are withheld, numbers as text. Shown as `***` where `written` is ELSEWHERE
+    or itself has a secret, for example as a default value.
+    written: the value in the YAML, before interpolation
     """
     if not isinstance(written, str) or "${" not in written:
         return value

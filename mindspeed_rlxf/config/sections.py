@@ -134,7 +134,8 @@ class TrainingConfig(Section):
     def seconds_between_saves(self) -> float:
         """Seconds between checkpoints by time; 0 = none by time.
 
-        Without `save_interval_s`: 1800, or 0 if `save_interval` saves during the run.
+        `save_interval_s` if set. Else 0 if `save_interval` is from 1 to `train_iters`, so that it
+        saves during the run; else 1800.
         """
         if self.save_interval_s is not None:
             return self.save_interval_s
@@ -150,7 +151,7 @@ class TrainingConfig(Section):
     @field_validator("max_wall_time", mode="before")
     @classmethod
     def _parse_time_limit(cls, value: Any) -> Any:
-        """Return text such as `1-02:00:00` ([D-]HH:MM:SS) as seconds; other values unchanged."""
+        """Return text such as `1-02:00:00` ([D-]HH:MM:SS) as float seconds; other values as is."""
         found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
         if found is None:
             return value

@@ -59,8 +59,8 @@ class _Loader(InspectLoader):
 def run_as_module(source: Source) -> ModuleType:
     """Run the file as a new module of this process, put it in `sys.modules` and return it.
 
-    Prints a note if the file runs for longer than SLOW_S. Its exceptions are not caught; the
-    module is removed again then.
+    Prints a note to stderr if the file runs for longer than SLOW_S. Its exceptions are not caught;
+    the module is removed from `sys.modules` then.
     """
     spec = spec_from_loader(source.module, _Loader(source))
     assert spec is not None and spec.loader is not None
@@ -85,8 +85,9 @@ def _name_slow_file(file: str) -> None:
 
 
 def read_source(key: str, path: str, expected: str | None = None) -> Source:
-    """Read the file `path`, which the key names.
+    """Return the text of the Python file `path`, with its absolute path; `~` is expanded.
 
+    key:      of the configuration that names the file, for problems
     expected: SHA-256 that the text must have; None = any
     Errors: UserError where the file cannot be read or has another hash.
     """
@@ -104,8 +105,9 @@ def read_source(key: str, path: str, expected: str | None = None) -> Source:
 
 
 def load_error(key: str, file: str, error: BaseException) -> UserError:
-    """Return a UserError that reports an exception of the file `file`, with the line.
+    """Return a UserError that reports an exception that running `file` raised.
 
+    The text has the exception's type and message, and its line in `file`, or `while loading`.
     key: of the configuration that names the file
     """
     rule = f"must run without an error, {type(error).__name__} {_find_line(file, error)}: {error}"
@@ -142,9 +144,9 @@ def find_carried(file: str, sha256: str) -> Source:
 
 
 def split_entry(entry: Any, name: str) -> tuple[Any, Any]:
-    """Return (path, SHA-256 or None) of an entry: a path, or {name: path, sha256: ...}.
+    """Return (path, SHA-256) of an entry: a path, or a dict {name: path, sha256: ...}.
 
-    Values are not checked.
+    Each is None where it is absent. Values are not checked.
     """
     given = entry if isinstance(entry, dict) else {name: entry}
     return given.get(name), given.get("sha256")

@@ -13,9 +13,10 @@ MAX_SHOWN = 60  # characters of a value
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """Return the one of `words` that is most like `word`, which may be misspelt or shortened.
+    """Return the one of `words` that is most like `word`; else the shortest that begins with it.
 
-    None when none is similar, or `word` is longer than MAX_WORD.
+    Only a word of more than two characters is taken as such a beginning. None when nothing fits, or
+    `word` is longer than MAX_WORD.
     """
     if len(word) > MAX_WORD:
         return None  # the time to compare grows with the square of the length
@@ -26,9 +27,9 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
 
 def neighbours(value: int, good: Iterable[int]) -> list[int]:
-    """Return the nearest positive number of `good` below `value`, and the nearest above.
+    """Return the nearest positive number of `good` below `value`, then the nearest above.
 
-    Either may be missing.
+    Either may be missing. `value` itself is never returned.
     """
     below = [number for number in good if 0 < number < value]
     above = [number for number in good if number > value]
@@ -36,7 +37,10 @@ def neighbours(value: int, good: Iterable[int]) -> list[int]:
 
 
 def multiples_around(value: int, step: int) -> list[int]:
-    """Return the nearest positive multiples of `step`: one at or below `value`, one above."""
+    """Return the nearest multiples of `step`, ascending: one at or below `value`, one above.
+
+    Only the one above where the other would be 0.
+    """
     lower = value // step * step
     return [number for number in (lower, lower + step) if number > 0]
 
@@ -55,7 +59,10 @@ def use(numbers: Iterable[int]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text with YAML's words: null, true, .inf; strings in quotes."""
+    """Return `repr(value)`, but YAML's words for None, bools, inf and NaN (null, true, .inf, .nan).
+
+    Only for the value itself, not inside lists and dicts.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -66,6 +73,6 @@ def format_value(value: Any) -> str:
 
 
 def shorten_value(value: Any) -> str:
-    """Return `format_value` of a value, cut to MAX_SHOWN characters."""
+    """Return `format_value` of a value, cut to MAX_SHOWN characters, the last three then "..."."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -46,14 +46,17 @@ class ValidationConfig(Section):
 
     @property
     def sizes(self) -> list[int]:
-        """Values of K of the metrics best@K and pass@K: powers of two below `n_samples`, and
-        `n_samples`."""
+        """K of best@K and pass@K, ascending: 1, 2, 4 ... below `n_samples`, then `n_samples`."""
         powers = [2**i for i in range(self.n_samples.bit_length()) if 2**i < self.n_samples]
         return [*powers, self.n_samples]
 
     @property
     def metrics(self) -> list[str]:
-        """Names that `best_metric` may have: the metrics that every data source gets."""
+        """Names that `best_metric` may have: metrics that every data source gets, without prefix.
+
+        Always score and mean@N, N = `n_samples`; best@K for each K > 1 of `sizes`; with kind rule
+        and N > 1 maj@N; with kind rule or a `pass_score` pass@K for each K of `sizes`.
+        """
         n = self.n_samples
         by_rule = self.reward is RewardKind.RULE
         found = ["score", f"mean@{n}"]

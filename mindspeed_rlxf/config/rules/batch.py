@@ -29,7 +29,7 @@ def check_batches(config: RunConfig) -> list[Problem]:
 
 
 def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield a problem if `max_tokens_per_micro_batch` of a role is below `seq_length`."""
+    """Yield a problem if `max_tokens_per_micro_batch` of a role is set and below `seq_length`."""
     limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
     if limit is not None and limit < longest:
         yield Problem(
@@ -41,9 +41,8 @@ def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem per role with a token limit of micro-batches, if losses are means over them.
-
-    `loss_normalizer: micro_batch_mean` needs micro-batches with the same number of samples.
+    """Yield a problem for each of actor and critic with `max_tokens_per_micro_batch`, whose
+    micro-batches have unequal numbers of samples. Only for `loss_normalizer: micro_batch_mean`.
     """
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
@@ -60,10 +59,12 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems if the samples cannot be divided equally among the ranks of every role.
+    """Yield problems of `global_batch_size`, which all roles' ranks must be able to divide equally.
 
-    Also if the responses to a prompt, where an estimator compares them, would be on several ranks,
-    or if greedy responses (one per prompt) cannot be divided among the reward's replicas.
+    One for each role's unit of samples (`_Share`) that does not divide the samples of an iteration;
+    not if a larger unit that was reported implies it. Also if responses that are compared would be
+    on several ranks (not after the first kind), and if greedy responses, one per prompt, cannot be
+    divided among the reward's replicas.
     """
     prompts, per_prompt = (
         config.training.global_batch_size,
@@ -100,7 +101,10 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _prompt_step(config: RunConfig) -> int:
-    """Return the number of which a legal `global_batch_size` is a multiple (`_check_batch`)."""
+    """Return the number whose multiples are the legal values of `global_batch_size`.
+
+    The least common multiple of the numbers of prompts that the rules of `_check_batch` need.
+    """
     per_prompt = config.actor_rollout.n_samples_per_prompt
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
@@ -123,7 +127,11 @@ class _Share:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Share:
-        """Return the factors of a role."""
+        """Return the factors of a role, for the sizes of the configuration.
+
+        `stages` is that of the virtual pipeline for a role that learns; `together` is 2 for the
+        actor of online DPO.
+        """
         section = config.role(role)
         learns = isinstance(section, LearningConfig)
         stages = section.micro_batch_multiple if learns else 1
@@ -149,8 +157,9 @@ def _shares(config: RunConfig) -> dict[_Share, Role]:
 def _legal_samples(config: RunConfig) -> int:
     """Return the samples of an iteration, by which mini-batches are checked.
 
-    Where `global_batch_size` is illegal: the greatest common divisor of the two sizes that its
-    problem proposes, so that remedies for mini-batches fit both.
+    prompts x `n_samples_per_prompt`. Prompts are `global_batch_size`, or where it is illegal the
+    greatest common divisor of the two sizes that its problem proposes, so that remedies for
+    mini-batches fit both.
     """
     prompts, step = config.training.global_batch_size, _prompt_step(config)
     if prompts % step:
@@ -159,7 +168,12 @@ def _legal_samples(config: RunConfig) -> int:
 
 
 def _check_mini_batches(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of the mini-batches of actor and critic, at most one per role."""
+    """Yield problems of the mini-batches of actor and critic, at most one per role.
+
+    Reported is the first of: a micro-batch that separates a pair of responses, a mini-batch that
+    does not divide the samples of an iteration, one that is no multiple of the ranks'
+    micro-batches.
+    """
     sizes = [(Role.ACTOR_ROLLOUT, "ppo_mini_batch_size"), (Role.CRITIC, "critic_mini_batch_size")]
     for role, key in sizes:
         if role in config.roles:
@@ -185,7 +199,10 @@ class _Step:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
-        """Return the factors of an optimizer step of a role, which must be a trained one."""
+        """Return the factors of an optimizer step of a role, which must be the actor or the critic.
+
+        `micro` is 1 with a token limit.
+        """
         section, share = config.role(role), _Share.of(config, role)
         micro, factors = 1, str(replace(share, together=1))
         by_tokens = section.max_tokens_per_micro_batch is not None
@@ -213,9 +230,10 @@ class _Step:
         return [n for n in divisors(self.samples // self.share) if n % self.together == 0]
 
     def remedy(self, size: int) -> str:
-        """Return text that proposes the legal mini-batches nearest to `size`.
+        """Return text that proposes the legal mini-batches nearest to `size`, on both sides.
 
-        If none is legal: another micro_batch_size, and a mini-batch for it.
+        If none is legal for the micro_batch_size: another micro_batch_size, and a mini-batch for
+        it.
         """
         if good := self.sizes(self.micro):
             return use(neighbours(size, good))
@@ -229,6 +247,8 @@ class _Step:
 def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
     """Return the problem of a micro_batch_size that separates pairs, with even sizes as remedy.
 
+    The remedy is the nearest one or two sizes that the mini-batch allows, ascending; if there are
+    none, a new micro-batch and a new mini-batch.
     key, size: of the role's mini-batch
     """
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
@@ -245,8 +265,12 @@ def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
 
 
 def _check_mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
-    """Yield a problem if a mini-batch does not divide the samples of an iteration, or is no
-    multiple of the micro-batches of all data-parallel ranks."""
+    """Yield at most one problem: the first of these two rules that the mini-batch breaks.
+
+    It divides the samples of an iteration (checked only if `global_batch_size` is legal). It is a
+    multiple of DP x stages of a virtual pipeline x micro-batch size.
+    key, size: of the mini-batch
+    """
     if step.is_legal and step.samples % size:
         yield Problem(
             key,

@@ -27,7 +27,7 @@ OF_POLICY_LOSS = (
 
 
 def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each key of `_contradictions` that differs from its default."""
+    """Yield a problem for each key of `_contradictions` whose value is not its default."""
     for idle in _contradictions(config):
         for key in idle.keys:
             value, default = value_and_default(config, idle.section, key)
@@ -41,8 +41,12 @@ def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _contradictions(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads: in this stage, with this estimator, or without group
-    filtering or an overlong buffer."""
+    """Yield the keys that nothing reads, with the reason, whatever their values.
+
+    In online DPO those of advantages and policy loss; else those of DPO and
+    `_find_idle_of_estimator`. `max_num_gen_batches` without group filtering,
+    `overlong_penalty_factor` with an overlong buffer of 0.
+    """
     stage = f"with {ref('training.stage')}={config.training.stage.value}"
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield Idle("algorithm", OF_ADVANTAGES, stage)
@@ -59,8 +63,13 @@ def _contradictions(config: RunConfig) -> Iterator[Idle]:
 
 
 def _find_idle_of_estimator(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads with this estimator, these lambdas, this KL control or
-    these clip ranges."""
+    """Yield the keys that nothing reads, with the reason, whatever their values.
+
+    The lambdas without a critic, `lam` if `critic_lam` and `lam_alpha` replace it, score slots if
+    the estimator does not discount, the target and horizon of a fixed KL coefficient,
+    OF_TOKEN_REWARDS if it does not discount or reads greedy scores, `clip_ratio` if a lower and
+    upper one replace it.
+    """
     algorithm, actor = config.algorithm, config.actor_rollout
     traits = algorithm.estimator
     estimator = f"with {ref('algorithm.adv_estimator')}={algorithm.adv_estimator}"

@@ -25,10 +25,11 @@ PROCESS_BYTES = GIB // 2
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """Return problems of missing devices or memory of this host, of pools of another size than
-    torchrun's world, of a wrong Ray resource and of a megatron-core that is too old.
+    """Return problems of this host: an old megatron-core, and missing devices or memory.
 
-    Devices and memory are not checked for a Ray cluster that is joined.
+    With runtime `local` also pools of another size than torchrun's world, and devices are needed
+    for the largest pool. With Ray also a wrong Ray resource, and devices are needed for all pools
+    together, but not checked if a cluster is joined.
     """
     sizes = _pool_sizes(config).values()
     problems = [*_check_shared_groups(config)]
@@ -48,7 +49,10 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
 
 
 def _check_local_world(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1)."""
+    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1).
+
+    Call it only with `runtime.kind=local`, where every process runs every role.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for pool, size in _pool_sizes(config).items():
         if size != world:
@@ -61,8 +65,11 @@ def _check_local_world(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each TP above the number of key-value groups, if megatron-core is older
-    than SHARED_GROUPS_SINCE."""
+    """Yield a problem for each TP above its model's number of key-value groups.
+
+    Checks the roles with an architecture, and generation if its TP is not the actor's. Nothing if
+    megatron-core is not installed or not older than SHARED_GROUPS_SINCE.
+    """
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
         for role in config.roles
@@ -88,8 +95,10 @@ def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_resource(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem, unless on CPU, if `device.resource_name` is given and is not the name under
-    which Ray hands out the kind of device."""
+    """Yield a problem if `device.resource_name` is not the name of Ray's resource for the device.
+
+    Nothing on CPU, and where the key is not set.
+    """
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
@@ -105,9 +114,10 @@ def _check_resource(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
-    """Yield a problem if this host lacks devices, or on CPU memory, for `wanted` processes.
+    """Yield at most one problem, if this host has too little for `wanted` processes.
 
-    A device kind that this host does not have is a problem too.
+    Each needs one device, or on CPU PROCESS_BYTES of memory. It is a problem too if the host does
+    not have the kind of device.
     """
     from mindspeed_rlxf import device
 

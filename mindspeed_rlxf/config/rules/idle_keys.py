@@ -56,8 +56,8 @@ def find_idle_keys(
     """Yield (`no effect ...`, `key=value`) for each key that has no effect and not its default.
 
     Keys read from a checkpoint's config.json (`model: auto`) are left out.
-    origins: (section, key) -> key as the user wrote it. One that sets several roles is yielded
-             only if it has no effect in any of them
+    origins: (section, key) -> key as the user wrote it; where absent, `section.key` is shown.
+             One that sets several roles is yielded only if it has no effect in any of them
     """
     reasons = {
         (idle.section, key): idle.reason for idle in _find_all_idle(config) for key in idle.keys
@@ -73,7 +73,11 @@ def find_idle_keys(
 
 
 def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, Any]:
-    """Return (value, default) of a key of a section, its architecture or its optimizer."""
+    """Return (value, default) of the key `section.key`.
+
+    Where the section lacks the key: that of its architecture, else of its optimizer.
+    section: location in the config, may be dotted
+    """
     holder: BaseModel = attrgetter(section)(config)
     if key not in type(holder).model_fields:
         nested = [getattr(holder, name, None) for name in ("architecture", "optimizer")]
@@ -84,7 +88,8 @@ def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, A
 def _find_all_idle(config: RunConfig) -> Iterator[Idle]:
     """Yield all keys without effect, also those that have their default value.
 
-    A key may come twice, with different reasons; the last one counts.
+    The caller must compare values. A key may come twice, with different reasons; the last one
+    counts. Roles without an architecture are left out.
     """
     yield from _find_idle_of_training(config)
     yield from _find_idle_of_validation(config)
@@ -221,7 +226,11 @@ def _find_idle_of_generation(config: RunConfig) -> Iterator[Idle]:
 
 
 def _find_idle_of_model(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Yield keys of a role's architecture that have no effect in this role."""
+    """Yield keys of a role's architecture that have no effect in this role.
+
+    Rotary keys that the scaling type does not read; `init_method_std` except in the critic;
+    balancing of experts in reference and reward.
+    """
     scaling = config.role(role).architecture.rope_scaling_type
     if scaling is None:
         factors = ("rope_scaling_factor", *OF_LLAMA3)
@@ -266,7 +275,10 @@ def _find_idle_of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
 
 
 def _find_idle_of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:
-    """Yield `offload.weights` where no other role has a model on the role's devices."""
+    """Yield the key `offload.weights` of the role if no other role has a model on its devices.
+
+    A reward of kind rule has no model.
+    """
     others = [other for other in config.roles_of(config.pool_of(role)) if other is not role]
     rule = config.reward.kind is RewardKind.RULE
     if all(other is Role.REWARD and rule for other in others):

@@ -22,8 +22,9 @@ ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 def check_split(config: RunConfig) -> Iterator[Problem]:
     """Yield problems of an actor's pool that is split into training and generating devices.
 
-    It must have the sum of both numbers, no other role, whole TP groups and the Ray runtime.
-    Without a split, rollout sizes (tensor, expert parallel) other than the actor's are a problem.
+    The pool must have as many devices as both numbers add up to, no other role, the groups that
+    `_check_replicas` needs, and not runtime `local`. Without a split, a rollout size (tensor or
+    expert parallel) other than the actor's is a problem. Nothing if only one number is set.
     """
     train, infer = config.actor_rollout.num_gpus_for_train, config.actor_rollout.num_gpus_for_infer
     if train is None and infer is None:
@@ -75,7 +76,9 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
 def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
     """Yield a problem unless the generating ranks form whole tensor-parallel groups on each node.
 
-    Where they do on the whole, also yields the problems of the rollout's expert-parallel size.
+    If the rollout's TP does not divide `infer`, that is the only problem. Otherwise there is one
+    for each node whose generating ranks are no multiple of TP, and those of
+    `_check_rollout_experts`.
     train, infer: numbers of ranks that train and that generate
     """
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
@@ -109,8 +112,9 @@ def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Probl
 
 
 def _check_rollout_experts(config: RunConfig, dp: int) -> Iterator[Problem]:
-    """Yield problems of the expert-parallel size of ranks that only generate.
+    """Yield problems of the expert-parallel size of ranks that only generate, if it is above 1.
 
+    A problem for a model without experts; else those of `find_uneven_experts`.
     dp: number of their replicas
     """
     actor, ep = config.actor_rollout, config.rollout_ep
@@ -126,11 +130,11 @@ def _check_rollout_experts(config: RunConfig, dp: int) -> Iterator[Problem]:
 def find_uneven_experts(
     key: str, ep: int, section: RoleConfig, dp: int | None
 ) -> Iterator[Problem]:
-    """Yield a problem if an expert-parallel size does not divide the experts, and one if it does
-    not divide the data-parallel size.
+    """Yield a problem if `ep` does not divide the experts, another if it does not divide `dp`.
 
+    key:     of the expert-parallel size `ep` in the YAML
     section: of a role whose model has experts
-    dp:      None when the number of processes does not allow a data-parallel size
+    dp:      data-parallel size; None = not checked, the number of processes does not allow one
     """
     experts = section.architecture.num_experts
     assert experts is not None, "checked by the caller"

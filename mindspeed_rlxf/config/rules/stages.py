@@ -24,7 +24,8 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 def check_stage(config: RunConfig) -> Iterator[Problem]:
     """Yield broken rules between the stage, the estimator, the rewards and the samples.
 
-    A key that has no effect with this stage or estimator is also a problem.
+    A key that differs from its default and has no effect with this stage or estimator is one too.
+    `_check_pairs` is for online DPO; the rules of estimator and full KL are for other stages.
     """
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield from _check_pairs(config)
@@ -41,8 +42,10 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_estimator(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems if only one of stage and estimator has a critic, and of `kl_penalty: kl` as a
-    loss."""
+    """Yield a problem if only one of stage and estimator has a critic.
+
+    Another for `kl_penalty: kl` with the KL in the loss.
+    """
     algorithm, stage = config.algorithm, config.training.stage
     estimator, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
     if stage is Stage.RAY_PPO and not needs_critic:
@@ -69,8 +72,10 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of `kl_penalty: full` unless it is in the reward, and actor and reference are
-    on one pool with equal TP and PP."""
+    """Yield a problem for each rule of `kl_penalty: full` that is broken; none without reference.
+
+    The KL must not be in the loss. Actor and reference must be on one pool, with equal TP and PP.
+    """
     if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
@@ -98,7 +103,10 @@ def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if the vocabulary size of the reference is not the actor's."""
+    """Yield a problem if the vocabulary size of the reference is not the actor's.
+
+    Nothing in a run without a reference.
+    """
     sections = config.actor_rollout, config.ref
     if Role.REF not in config.roles:
         return
@@ -114,8 +122,11 @@ def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for one response per prompt where responses are compared. Not for DPO, whose
-    number `_check_pairs` checks."""
+    """Yield a problem for one response per prompt where responses are compared.
+
+    One each for an estimator that compares a group, and for `filter_groups`. Nothing for DPO, whose
+    number `_check_pairs` checks.
+    """
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
     if samples > 1 or config.training.stage is Stage.RAY_ONLINE_DPO:
         return
@@ -133,8 +144,9 @@ def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_pairs(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of online DPO without two responses per prompt, or with a token limit that
-    may put them into different micro-batches."""
+    """Yield a problem unless there are two responses per prompt, and one if the actor's
+    `max_tokens_per_micro_batch` is set, which may separate them. For online DPO only.
+    """
     samples = config.actor_rollout.n_samples_per_prompt
     limit = config.actor_rollout.max_tokens_per_micro_batch
     if samples != 2:
@@ -154,8 +166,12 @@ def _check_pairs(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_rewards(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of an overlong buffer above `max_new_tokens`, and of `filter_groups` with
-    fixed responses, an estimator that compares no responses, or a reward model."""
+    """Yield a problem for each broken rule of the overlong buffer and of `filter_groups`.
+
+    The buffer must be at most `max_new_tokens`. `filter_groups` needs responses that are generated
+    (no `fixed_responses`), an estimator that compares them or online DPO, and a reward of kind
+    rule.
+    """
     actor, algorithm = config.actor_rollout, config.algorithm
     if algorithm.overlong_buffer_len > actor.max_new_tokens:
         yield Problem(
@@ -193,7 +209,11 @@ def _check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_verifiers(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of verifier keys without `reward.verifier`, and of too many or few weights."""
+    """Yield problems of `verifier_function` and `verifier_weight`.
+
+    Without `reward.verifier` one for each that is set. With it one if weights are set and are not
+    as many as functions (1 without functions).
+    """
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
@@ -215,7 +235,11 @@ def _check_verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_whitening(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if advantages are whitened over a set that has a single token."""
+    """Yield a problem if advantages are whitened over a set that cannot have two tokens.
+
+    The set is one sample, of the iteration or of a mini-batch, with `max_new_tokens` 1. Nothing for
+    online DPO, which has no advantages.
+    """
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,

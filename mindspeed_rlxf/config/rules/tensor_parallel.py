@@ -36,7 +36,7 @@ def whole_groups(a: ArchitectureConfig, tp: int) -> bool:
 
 
 def possible_sizes(a: ArchitectureConfig) -> list[int]:
-    """List the tensor-parallel sizes that a model allows, ascending, by heads, groups and MLP."""
+    """List the tensor-parallel sizes that `find_uneven` allows for a model, ascending."""
     common = gcd(a.num_attention_heads, a.mlp_hidden_size)
     return [tp for tp in divisors(common) if whole_groups(a, tp) and qkv_rows(a) % tp == 0]
 
@@ -44,10 +44,11 @@ def possible_sizes(a: ArchitectureConfig) -> list[int]:
 def find_uneven(
     key: str, tp: int, a: ArchitectureConfig, model: str, section: str = ""
 ) -> Iterator[Problem]:
-    """Yield a problem for each size of a model that does not fit a tensor-parallel size.
+    """Yield a problem for each rule that a tensor-parallel size breaks for a model.
 
-    It must divide the attention heads, the rows of the query, key and value projections and the
-    MLP's width, and must divide the key-value groups or be a multiple of them.
+    It must divide the attention heads, the rows of the query, key and value projections (checked if
+    heads and groups fit) and the width of the MLP or expert, and divide the key-value groups or be
+    a multiple of them.
     key:     configuration key that sets `tp`
     model:   name of the architecture `a`
     section: prefix of the keys `architecture.*` in the problems, as "actor_rollout."
