@@ -151,9 +151,10 @@ VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at valida
 
 
 def measure_entropy_collapse(history: History) -> Reading | None:
-    """Ill if the mean entropy of the last 5 iterations is near 0 and far below its first values.
+    """Ill if the mean entropy of the last 5 iterations is below LOW_ENTROPY nats per token.
 
-    None if there are fewer than 5 values.
+    It must also be below ENTROPY_SHARE of the entropy at the start (`History.first`). None if there
+    are fewer than 5 values.
     """
     recent = history.last(ENTROPY, 5)
     if not recent:
@@ -167,7 +168,7 @@ def measure_entropy_collapse(history: History) -> Reading | None:
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
     """Ill if the KL to the reference is over the limit in each of the last 3 iterations.
 
-    limit: nats per token. None if there are fewer than 3 values.
+    The value read is their mean. limit: nats per token. None if there are fewer than 3 values.
     """
     recent = history.last(KL, 3)
     if not recent:
@@ -363,7 +364,10 @@ class Health:
         )
 
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Add the metrics of an iteration; return the illnesses that begin or end in it."""
+        """Add the metrics of an iteration; return the illnesses that begin or end in it.
+
+        Puts each rule's reading into `readings`; rules with too few values keep their earlier one.
+        """
         self._history.add(metrics)
         found = []
         for rule, (measure, remedy) in self._rules.items():

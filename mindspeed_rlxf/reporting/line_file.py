@@ -91,7 +91,7 @@ class LineFile:
     def rotate(self) -> bool:
         """Compress the file as a new part if it has reached the limit; return whether it had.
 
-        If so, streams that append to the file must be opened again.
+        If so, streams that append to the file must be opened again. A limit of 0 is none: False.
         """
         if not self.limit or not self.path.exists() or self.path.stat().st_size < self.limit:
             return False

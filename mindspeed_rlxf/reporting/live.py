@@ -57,7 +57,7 @@ class LiveConsole(Console):
         self._terminal.show_cursor(True)  # a killed process cannot show it again
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
-        """Begin a run, see `Console.begin`; the view shows the title."""
+        """Begin a run, see `Console.begin`; set title, total and iteration (`done`) of the view."""
         super().begin(total, names, done, title)
         self.view.title, self.view.total, self.view.iteration = printable(title), total, done
 
@@ -216,7 +216,10 @@ class View:
         return [bar, legend]
 
     def _memory(self) -> str:
-        """Return the largest memory peak with its phase, and the idle share of each pool."""
+        """Return the largest memory peak with its phase, and the idle share of each pool.
+
+        "-" in place of the peak if no memory was measured; without idle shares only the peak.
+        """
         peaks = {k[7:]: v for k, v in self.metrics.items() if k.startswith("memory/")}
         phase = max(peaks, key=lambda name: peaks[name], default="")
         text = f"peak {peaks[phase]:.2f} GiB ({phase})" if phase else "-"

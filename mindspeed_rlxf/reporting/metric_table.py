@@ -39,7 +39,10 @@ class Metric:
         return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
 
     def is_healthy(self, value: float) -> bool:
-        """Whether a value is in the healthy range; True without a range, False for NaN."""
+        """Whether a value is in the healthy range, ends included; a limit that is None is no limit.
+
+        True for any value if the metric has no range, else False for NaN.
+        """
         if self.healthy is None:
             return True
         low, high = self.healthy

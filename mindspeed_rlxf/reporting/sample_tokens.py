@@ -29,7 +29,9 @@ class TokenWriter:
     """Appends to the file of one rank, which no other process writes."""
 
     def __init__(self, folder: Path, rank: int, limit: int = 0, mode: int = PRIVATE) -> None:
-        """folder: made by the first `write`; limit: bytes from which a file is compressed, or 0"""
+        """folder: made by the first `write`; mode: permission bits
+        limit: bytes from which a file is compressed, 0 = never
+        """
         self._folder, self._mode = folder, mode
         self._file = LineFile(folder / f"rank_{rank:05d}.jsonl", limit)
 

@@ -69,9 +69,10 @@ class RunDirectory:
     def create(cls, config: RunConfig) -> RunDirectory:
         """Make or reuse the run's folder: lock it for this process, make logs/, write config.yaml.
 
-        If the folder has a run already, keys that differ are stored in `changes`, and the
-        configuration is written to the next config.<n>.yaml. Raises UserError (see `check`), also
-        for a folder that cannot be written.
+        If the folder has a run already, keys that differ are stored in `changes`; if there are any, the
+        configuration is written to the next config.<n>.yaml, else it is not written. Earlier
+        configurations get the present file mode. Raises UserError (see `check`), also for a folder that
+        cannot be written, which is then unlocked.
         """
         if problems := cls.check(config):
             raise UserError(problems)
@@ -234,10 +235,10 @@ def _not_writable(path: Path, reason: str) -> Problem:
 
 
 def _make_folder(path: Path, file_mode: int) -> None:
-    """Make a folder, and its parents; do nothing if it exists.
+    """Make a folder and its parents; do nothing if it exists.
 
-    Its mode is 0711 less the umask, so that others can open the weights in it by name, and in any
-    case what `file_mode` grants.
+    The folder gets mode 0711 less the umask, so that others can open the weights in it by name,
+    plus the bits of `folder_mode(file_mode)`. New parents have the default mode.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -115,9 +115,9 @@ def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Pro
 
 
 def check_train_iters(config: RunConfig, newest: WholeCheckpoint | None) -> list[Problem]:
-    """Return a problem if the run has done more iterations than `train_iters`; [] otherwise.
+    """Return [problem] if the run has done more iterations than `train_iters`; [] otherwise.
 
-    newest: checkpoint that the command would resume from
+    newest: checkpoint that the command would resume from; None = no checkpoint, no problem
     """
     wanted = config.training.train_iters
     if newest is None or newest.checkpoint.iteration <= wanted:

@@ -25,7 +25,7 @@ def export_weights(
 ) -> None:
     """Write Hugging Face and Megatron folders of each role's weights; wait until they are written.
 
-    Removes existing folders first. writes: False on all but the first rank of torchrun
+    `writes` removes existing folders first; False on all but the first rank of torchrun.
     """
     pending = []
     for role, group in trained.items():
@@ -39,7 +39,10 @@ def export_weights(
 
 
 def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
-    """Return the (Hugging Face, Megatron) folders of a role: under its `save`, else in `final`."""
+    """Return the (Hugging Face, Megatron) folders of a role, without making them.
+
+    They are subfolders of the role's `save`; without it, of `final`, with the role in their names.
+    """
     folder = config.save_folder(role)
     if folder is not None:
         return folder / HF, folder / MEGATRON

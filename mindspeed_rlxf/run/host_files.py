@@ -53,7 +53,11 @@ def look_for(file: Path) -> HostView:
 
 
 def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
-    """Read and hash all files; return a text for each that is not its entry's, [] for none."""
+    """Read and hash all files of `entries`; return one text per problem, [] if there is none.
+
+    Problems, in the order of `entries`: a file is missing, a link, unreadable, or has another size
+    or hash than its entry.
+    """
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(partial(content_problem, folder), entries)
         return [problem for problem in found if problem is not None]

@@ -156,10 +156,10 @@ class HostParts:
         )
 
     def _copy_file(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file in chunks to the host `target` from a host that has it.
+        """Copy one file in chunks to the host `target` from the first host, by name, that has it.
 
-        place: index of `entry` in the manifest; held: indices of the files that each host has
-        Returns a text if the copy is damaged, "" if not.
+        place: index of `entry` in the manifest; held: host -> indices of the files that it has
+        Returns what is wrong with the complete copy on `target`, "" if nothing.
         """
         source = min(key for key, places in held.items() if place in places)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)

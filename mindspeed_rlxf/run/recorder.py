@@ -67,9 +67,9 @@ class Recorder:
         self.console.begin(config.training.train_iters, names, done, title)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
-        """Write an iteration's metrics to file and trackers, and print them.
+        """Write an iteration's metrics to file and trackers, and show them on the console.
 
-        Warns once of prompt groups whose responses all score the same. seconds: of the iteration
+        Warns, once per run, if all responses of a prompt group score the same. seconds: of the iteration
         """
         self._metrics.write(iteration, metrics, seconds)
         self._trackers.log(iteration, metrics)
@@ -137,10 +137,10 @@ class Recorder:
     def write_validation(
         self, iteration: int, metrics: dict[str, float], own_line: bool = False
     ) -> None:
-        """Print one line of validation metrics.
+        """Print one line of the metrics `val/...`, as a note.
 
-        own_line: they belong to no iteration: also write them to metrics.jsonl and the trackers,
-                  and show them to the health rules
+        own_line: for metrics that belong to no iteration of this run: also write all of them to
+                  metrics.jsonl and the trackers, and pass them to the health rules as replayed ones
         """
         if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])

@@ -118,7 +118,10 @@ def report_mode(run: Path, file: Path) -> int | None:
 
 
 def _is_exported(directory: RunDirectory) -> bool:
-    """Return whether the weights of the run's last iteration were exported."""
+    """Return whether the exported weights are of the run's last iteration with metrics, or later.
+
+    False without metrics, or if the file with the exported iteration is missing or damaged.
+    """
     try:
         exported = int(read_pointer(directory.checkpoints / EXPORTED))
     except (OSError, ValueError):

@@ -22,7 +22,11 @@ SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Return statistics of prompt and response lengths, and the shares with EOS and without."""
+    """Return statistics of prompt and response lengths, in tokens.
+
+    For both the `_summary`; for responses also p50, p90, `eos_fraction` (the share that has EOS) and
+    `cut_fraction` (the rest).
+    """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {
         **_summary(lengths.prompts).named("prompt_length"),
@@ -46,10 +50,11 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Return the mean of each named part of the rewards, and counts of failed samples by cause.
+    """Return the mean of each named part as `reward/<part>`, and counts of failed samples by cause.
 
-    Where functions score, a part's mean is over the samples that have it; else a missing part
-    counts as 0. The score itself is in `experience_metrics`.
+    Where functions score, a part's mean is over the samples that have it, and `reward/failed` and
+    `reward/failed_<cause>` are added; else a missing part counts as 0. The score itself is in
+    `experience_metrics`.
     """
     values: dict[str, list[float]] = {}
     for part in report.parts:
@@ -134,8 +139,9 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 def throughput_metrics(
     reports: Sequence[GenerateReport], seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """Return tokens (prompts and responses, dropped samples too) per second, also per device.
+    """Return `throughput/tokens_per_s` and `throughput/tokens_per_s_per_device`.
 
+    Counts tokens of prompts and of responses, also those of dropped samples.
     seconds: of the whole iteration
     """
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)

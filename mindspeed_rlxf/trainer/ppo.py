@@ -120,9 +120,10 @@ class PpoTrainer:
         ref: Pending | None,
         values: Pending | None,
     ) -> Pending:
-        """Start the call that makes rewards and advantages.
+        """Start the call that makes rewards and advantages, and return it.
 
         It runs on the ranks of the critic, or of the actor where there is no critic.
+        old, ref, values: calls that make the rows of log probabilities and values; None = not used
         """
         inputs = ExperienceInputs(
             rollouts=as_rows_field(collected.rollouts),

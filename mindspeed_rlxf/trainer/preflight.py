@@ -125,7 +125,8 @@ def _sources(prepared: Prepared) -> set[str]:
 def _find_config_folder(config: RunConfig) -> str | None:
     """Return the folder whose generation_config.json the actor uses; None without `load`.
 
-    It is `load`, or the tokenizer's folder where Megatron weights have no config.json.
+    It is `load`, or the tokenizer's folder where Megatron weights have no config.json. Where the
+    weights cannot be described, `load`, without an error.
     """
     load = config.actor_rollout.load
     try:
@@ -185,7 +186,7 @@ def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Prob
 
 
 def _find_missing_files(config: RunConfig) -> list[Problem]:
-    """Return a problem for each file of prompts that does not exist."""
+    """Return a problem for each of `data.train_files` and `data.val_files` that does not exist."""
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -205,7 +206,8 @@ def _load_prompts(
 ) -> IndexedPrompts:
     """Return the prompts of indexed data sets if `prefixes` are given, else of `files`.
 
-    Their errors are added to `problems`, and no prompts returned. Only data sets name stop tokens.
+    Appends load errors to `problems`, and then returns no prompts. Only indexed data sets can name
+    stop tokens.
     """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
@@ -217,7 +219,8 @@ def _load_prompts(
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     """Return problems of the weights in a role's `load` folder: missing, damaged, other shapes.
 
-    [] for a rule reward, which needs none. Reads headers only.
+    [] for a rule reward, which needs none; a Hugging Face classifier is left to `check_classifier`.
+    For other roles `load` must be set. Reads headers only.
     """
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
@@ -317,9 +320,11 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Return problems of rules and functions with the prompts that they have to score.
+    """Return problems of the reward rules and functions, alone and with the prompts they score.
 
-    Sets `sandbox` and `scores_in_processes` of `prepared`. May run a program in the sandbox.
+    Stops at the first kind that has any: rules that cannot be made and the sandbox, then the
+    functions, then the prompts. Sets `sandbox` and `scores_in_processes` of `prepared` on the way.
+    May run a program in the sandbox.
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)

@@ -18,11 +18,12 @@ Phases = Mapping[str, Sequence[Pending]]
 
 
 def phase_metrics(phases: Phases) -> dict[str, float]:
-    """Wait for the calls; return seconds, memory (GiB), skew and slowest rank of each phase.
+    """Wait for the calls; return time, memory, skew and slowest rank of each phase.
 
-    `skew/<phase>` is the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
-    other in collectives take equally long, so it shows only work outside of collectives. No skew
-    and slowest rank for a single rank.
+    `timing/<phase>`: seconds, sum over its calls; `memory/<phase>`: GiB, maximum of all ranks.
+    `skew/<phase>`: the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
+    other in collectives take equally long, so it shows only work outside of collectives.
+    `slowest_rank/<phase>`: its number. A phase with a single rank, or no time, lacks the last two.
     """
     metrics = {}
     for name, calls in phases.items():

@@ -125,8 +125,8 @@ class Run:
     def _start_locally(self) -> PpoTrainer | None:
         """Create the run directory and return the trainer in this process, without Ray.
 
-        None where the run only validates. Every process of torchrun calls it; only the first one
-        writes files.
+        With `validation.only` validates and returns None. Every process of torchrun calls it; only the
+        first one writes files.
         """
         from mindspeed_rlxf.cluster.local import LocalRuntime
 
@@ -213,7 +213,10 @@ class Run:
         self.exit_code = EXIT_STOPPED
 
     def _end_failed(self, error: Exception) -> None:
-        """Log and report an error, remove unfinished checkpoints, and set the exit code."""
+        """Remove unfinished checkpoints, report the error, and set the exit code to EXIT_FAILED.
+
+        Logs a traceback too, except for errors of workers and hosts and for timeouts.
+        """
         if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
         if self._started:  # makes room for the report on a full disk
@@ -243,7 +246,10 @@ class Run:
         print(f"report: {directory.report}", flush=True)
 
     def _release_directory(self) -> None:
-        """Unlock the run directory; if no metrics were written, remove its configuration first."""
+        """Unlock the run directory; if no metrics were written, remove its configuration first.
+
+        Does nothing if this process has not created or opened a directory.
+        """
         if self._started:
             self._started.release()
 

@@ -87,7 +87,11 @@ def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
 
 
 def compare_ends(curve: Curve) -> Change | None:
-    """Compare the first and the last iterations of a noisy curve; None if under six values."""
+    """Compare the means of the first and the last iterations of a curve; None if under six values.
+
+    Each mean is of WINDOW values, at most a third of the curve. `Change` has both means, the
+    standard error of their difference, and the number of values in each.
+    """
     values = [value for _, value in curve]
     if len(values) < 6:
         return None
@@ -151,7 +155,9 @@ def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
     """Answer at which iterations half and nine tenths of a score's rise were reached.
 
-    Tells it of the smoothed training score and of validation, as far as they rose.
+    One sentence for the smoothed training score and one for validation, without those that have
+    under 4 values or did not rise; "no rise to date" if both are left out. Otherwise also tells the
+    longest gap between validations.
     """
     validated = validation_curve(iterations, metric)
     trained = smooth(curve_of(iterations, SCORE))

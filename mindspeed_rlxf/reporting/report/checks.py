@@ -77,7 +77,10 @@ def list_checks(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> l
 
 
 def read_kl_limit(config: Mapping[str, Any]) -> float:
-    """Return the KL, in nats per token, that counts as a runaway with this configuration."""
+    """Return the KL, in nats per token, that counts as a runaway: `runaway_limit` of two flat keys.
+
+    They are algorithm.kl_ctrl.type and .target_kl; a target that is no number counts as 0.
+    """
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     return runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)

@@ -104,10 +104,11 @@ def read_resumes(run: Path) -> list[str]:
 
 
 def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints, oldest first, and the versions and layouts of the last one.
+    """Return the checkpoints in the order of their names, and "versions" and "layouts" of the last.
 
-    A checkpoint has `name`, `iteration`, `bytes` and `best`. Those without a readable manifest are
-    left out; without any checkpoint, returns ([], {}).
+    A checkpoint has `name`, `iteration`, `bytes` and `best`. Those set aside are listed too, those
+    without a readable manifest are not. The second value is flattened to keys with dots; without
+    any checkpoint, returns ([], {}).
     """
     folder, found, about = run / "checkpoints", [], {}
     best = -1

@@ -61,7 +61,7 @@ class _Numbers:
         self._known: dict[str, int] = {}
 
     def of(self, text: str) -> int:
-        """Return the number of a text, a new one for a new text."""
+        """Return the number of a text, from 0 on; add the text to `texts` if it is new."""
         if text not in self._known:
             self._known[text] = len(self.texts)
             self.texts.append(text)
@@ -69,7 +69,10 @@ class _Numbers:
 
 
 def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, int], str]]:
-    """Return iteration -> spans, and (pid, tid) -> label: DRIVER, or "pool, role rank"."""
+    """Return iteration -> spans, and (pid, tid) -> label: DRIVER, or "pool, role rank".
+
+    Reads all timeline files of the folder. Spans of negative duration are left out.
+    """
     spans: dict[int, list[Event]] = defaultdict(list)
     pools: dict[int, str] = {}
     threads: dict[tuple[int, int], str] = {}
