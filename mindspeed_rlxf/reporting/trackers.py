@@ -95,7 +95,10 @@ class Trackers:
             sender.put(iteration, metrics)
 
     def close(self) -> None:
-        """Wait until the trackers have written everything, CLOSE_S in all at most; warn of losses."""
+        """Wait until the trackers have written everything; warn of losses.
+
+        Waits CLOSE_S at most, for all of them together.
+        """
         deadline = time.monotonic() + CLOSE_S
         for sender in self._senders:
             sender.end()

@@ -76,8 +76,8 @@ class RunCheckpoints:
     def is_due(self, iteration: int, stops: bool = False) -> bool:
         """Return whether to save after this iteration.
 
-        True after the last iteration, every `save_interval` iterations, and if `seconds_between_saves`
-        have passed since the last save; 0 turns either of the two off.
+        True after the last iteration, every `save_interval` iterations, and if
+        `seconds_between_saves` have passed since the last save; 0 turns either of the two off.
         stops: the run ends early, after this iteration: True
         """
         training = self.config.training
@@ -102,8 +102,8 @@ class RunCheckpoints:
     def _begin_write(self, iteration: int) -> None:
         """Make the hidden folder, let all ranks begin to write, and wait for copies of their state.
 
-        The copies are in memory; the files are written later. Where hosts keep parts of checkpoints on
-        their own disks, makes the folder on those hosts too.
+        The copies are in memory; the files are written later. Where hosts keep parts of checkpoints
+        on their own disks, makes the folder on those hosts too.
         """
         hidden = self.store.hidden(iteration)
         if self.writes:
@@ -147,8 +147,8 @@ class RunCheckpoints:
     def _wait_for_files(self) -> list[Entry]:
         """Wait for the files of all roles; return their manifest entries.
 
-        With `async_save` sets `write_s`, the seconds of the slowest role's write. Entries name a host
-        only where checkpoints have parts on that host's own disk.
+        With `async_save` sets `write_s`, the seconds of the slowest role's write. Entries name a
+        host only where checkpoints have parts on that host's own disk.
         """
         calls = {role: group.end_save() for role, group in self.trained.items()}
         found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
@@ -355,9 +355,10 @@ class RunCheckpoints:
     ) -> None:
         """Continue the run from the checkpoint that the roles have loaded.
 
-        Sets `newest`, cuts token files to their length at the checkpoint, and prints notes, one of them
-        where the layout differs. The process that writes also renames later checkpoints to NAME.unused,
-        points to this checkpoint as latest and to the best of those left, and cuts line files.
+        Sets `newest`, cuts token files to their length at the checkpoint, and prints notes, one of
+        them where the layout differs. The process that writes also renames later checkpoints to
+        NAME.unused, points to this checkpoint as latest and to the best of those left, and cuts
+        line files.
         """
         checkpoint, positions = found.checkpoint, found.state["positions"]
         for path in driver_state.find_removed_samples(self.directory, positions):

@@ -69,10 +69,10 @@ class RunDirectory:
     def create(cls, config: RunConfig) -> RunDirectory:
         """Make or reuse the run's folder: lock it for this process, make logs/, write config.yaml.
 
-        If the folder has a run already, keys that differ are stored in `changes`; if there are any, the
-        configuration is written to the next config.<n>.yaml, else it is not written. Earlier
-        configurations get the present file mode. Raises UserError (see `check`), also for a folder that
-        cannot be written, which is then unlocked.
+        If the folder has a run already, keys that differ are stored in `changes`; if there are any,
+        the configuration is written to the next config.<n>.yaml, else it is not written. Earlier
+        configurations get the present file mode. Raises UserError (see `check`), also for a folder
+        that cannot be written, which is then unlocked.
         """
         if problems := cls.check(config):
             raise UserError(problems)

@@ -88,8 +88,8 @@ def _find_other_holder(folder: Path) -> Problem | None:
 def _try_lock(folder: Path, stream: IO[str]) -> Problem | None:
     """Lock the opened file, without waiting; return a problem if another process has it.
 
-    None if the file is now locked, and also where the file system refuses for another reason, unless
-    the process that the file names is alive.
+    None if the file is now locked, and also where the file system refuses for another reason,
+    unless the process that the file names is alive.
     """
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -69,7 +69,8 @@ class Recorder:
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
         """Write an iteration's metrics to file and trackers, and show them on the console.
 
-        Warns, once per run, if all responses of a prompt group score the same. seconds: of the iteration
+        Warns, once per run, if all responses of a prompt group score the same. seconds: of the
+        iteration
         """
         self._metrics.write(iteration, metrics, seconds)
         self._trackers.log(iteration, metrics)

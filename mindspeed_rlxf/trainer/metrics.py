@@ -24,8 +24,8 @@ SKIPPED = "skipped_steps"
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
     """Return statistics of prompt and response lengths, in tokens.
 
-    For both the `_summary`; for responses also p50, p90, `eos_fraction` (the share that has EOS) and
-    `cut_fraction` (the rest).
+    For both the `_summary`; for responses also p50, p90, `eos_fraction` (the share that has EOS)
+    and `cut_fraction` (the rest).
     """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {

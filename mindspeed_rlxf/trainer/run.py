@@ -125,8 +125,8 @@ class Run:
     def _start_locally(self) -> PpoTrainer | None:
         """Create the run directory and return the trainer in this process, without Ray.
 
-        With `validation.only` validates and returns None. Every process of torchrun calls it; only the
-        first one writes files.
+        With `validation.only` validates and returns None. Every process of torchrun calls it; only
+        the first one writes files.
         """
         from mindspeed_rlxf.cluster.local import LocalRuntime
 

@@ -42,8 +42,8 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
     """Return stretches in which the median of 10 iterations is over 1.5 times the level before.
 
     The level is the median of all iterations before the first such 10. A stretch begins and ends
-    with an iteration that is over the limit itself; `last` is None if it goes on at the end. [] under
-    20 iterations with a time.
+    with an iteration that is over the limit itself; `last` is None if it goes on at the end. []
+    under 20 iterations with a time.
     """
     curve = [point for point in curve_of(iterations, TIME) if point[0] > 0]
     values = [value for _, value in curve]
