@@ -83,7 +83,10 @@ class Console:
         """Do nothing; a live view stops here."""
 
     def time_left(self, iteration: int) -> timedelta:
-        """Estimate the time left, in whole seconds, from the mean of this process's iterations."""
+        """Estimate the time left, in whole seconds, from the mean of this process's iterations.
+
+        Before the first has ended, the time since `begin` counts as its duration.
+        """
         mean_s = (self._clock() - self._start_s) / max(iteration - self._before, 1)
         return timedelta(seconds=round(mean_s * (self._total - iteration)))
 

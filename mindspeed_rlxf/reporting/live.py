@@ -167,7 +167,9 @@ class View:
     def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
         """Return a line: label, last value of metric `name`, its curve, and `facts`.
 
-        Before the first value: the label and "-".
+        The curve has 8 to 60 characters, so that the line fits `width` if possible. Before the
+        first
+        value: the label and "-".
         """
         curve = self._curves[name]
         if not curve:
@@ -281,7 +283,8 @@ class _Lines(io.TextIOBase):
 def draw_curve(values: Sequence[float], width: int) -> str:
     """Draw values, oldest first, as block characters scaled between the smallest and largest value.
 
-    If there are more than `width` values, each character is the mean of several.
+    If there are more than `width` values, each character is the mean of several. Equal values get
+    the lowest block. There must be one value at least.
     """
     size = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for part in _split_from_end(values, size)]

@@ -177,8 +177,8 @@ class _Sender:
     def _send(self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]) -> None:
         """Pass an iteration to the tracker, and append its number to the file of sent iterations.
 
-        Skips numbers up to the last one sent. A tracker that rewinds keeps no file. An exception
-        of the tracker or the file counts the iteration as lost.
+        Does nothing for numbers up to the last one sent. A tracker that rewinds keeps no file. Any
+        exception of the tracker or the file counts the iteration as lost and goes no further.
         tracker: None = it could not be made, so that the iteration is counted as lost
         """
         if iteration <= self._last:

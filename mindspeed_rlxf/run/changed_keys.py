@@ -81,7 +81,10 @@ def _without_hashes(entries: Any) -> Any:
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path of keys, value) of each leaf of nested dicts; an empty dict is a leaf."""
+    """Yield (path of keys, value) of each leaf of nested dicts; an empty dict is a leaf.
+
+    A leaf at the top (empty `path`) is not yielded. Keys become texts.
+    """
     if isinstance(tree, dict) and tree:
         for name, item in tree.items():
             yield from _leaves(item, (*path, str(name)))

@@ -303,9 +303,9 @@ class RunCheckpoints:
         return HostParts(self.store, roles, views, self._timeout_s)
 
     def _check_apart(self, blind: list[str]) -> None:
-        """Raise UserError unless `training.no_shared_storage` is set and the runtime is Ray.
+        """Raise UserError if `training.no_shared_storage` is not set, or the runtime is the local one.
 
-        blind: hosts that do not share the run directory
+        blind: hosts that do not see the run directory, one at least
         """
         if not self.config.training.no_shared_storage:
             raise UserError(

@@ -158,9 +158,9 @@ class RunDirectory:
         )
 
     def _compare_with(self, config: RunConfig) -> list[Change]:
-        """Return the keys that differ from the last configuration in this folder; [] without one.
+        """Return the keys that differ from the last configuration in this folder; [] without config.yaml.
 
-        Raises UserError where that file cannot be read.
+        Raises UserError where the last configuration cannot be read.
         """
         if not self.config.exists():
             return []

@@ -50,7 +50,11 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
 
 
 def check_save_folders(config: RunConfig) -> list[Problem]:
-    """Return a problem for each `ROLE.save` folder that has weights already or is not writable."""
+    """Return problems of the trained roles' `ROLE.save` folders; a role without one has none.
+
+    A problem for each of its Hugging Face and Megatron subfolders that is not empty, and one if
+    the folder, which may not exist yet, cannot be written.
+    """
     problems = []
     for role in (role for role in config.roles if role in SAVED_AS):
         folder, key = config.save_folder(role), f"{role.value}.save"

@@ -79,11 +79,11 @@ def begin_part(store: Path, iteration: int) -> None:
 
 
 def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRIVATE) -> None:
-    """Write the driver's small files to the hidden folder, then rename it to its final name.
+    """Write the driver's small files to the hidden folder, then publish it (`RunStore.commit`).
 
-    A second call only writes the pointer again.
+    A second call, with the hidden folder gone and the final one there, only writes the pointer.
 
-    manifest: of the whole checkpoint, JSON
+    manifest: of the whole checkpoint, JSON; also written
     texts:    path -> contents of a small file
     mode:     permission bits of these files
     """

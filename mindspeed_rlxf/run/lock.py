@@ -69,7 +69,7 @@ def find_holder(folder: Path) -> Problem | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process has the lock; False if the lock file cannot be opened."""
+    """Return whether another process has the lock; False if there is no lock file or it cannot be opened."""
     try:
         return _find_other_holder(folder) is not None
     except OSError:
@@ -77,7 +77,10 @@ def is_locked(folder: Path) -> bool:
 
 
 def _find_other_holder(folder: Path) -> Problem | None:
-    """Return a problem if another process has the lock. Raises OSError if it cannot be opened."""
+    """Return a problem if another process has the lock; None if this one has it or nobody has.
+
+    None also without a lock file. Raises OSError if the file cannot be opened.
+    """
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):
         return None

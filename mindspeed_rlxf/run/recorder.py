@@ -100,9 +100,10 @@ class Recorder:
         self.console.warn_once(text, text)
 
     def _replay_health(self, directory: RunDirectory) -> int:
-        """Apply the health rules to the iterations before a resume, without writing findings.
+        """Apply the health rules to all iterations in metrics.jsonl, without writing findings.
 
-        Prints a note if the run was ended by such a rule. Returns the last iteration, 0 for none.
+        Prints a note for each rule of `stop_on` whose illness began in the last of them and goes
+        on. Returns the last iteration, 0 for none.
         """
         last = 0
         for last, metrics in read_metrics(directory.metrics):
@@ -119,9 +120,9 @@ class Recorder:
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
     ) -> None:
-        """Print warnings of skipped optimizer steps, and of samples whose scores were not finite.
+        """Print one warning per role with skipped optimizer steps, and one of samples with such scores.
 
-        The warning names 8 of these samples at most.
+        Prints nothing if there is neither. The latter warning names 8 samples at most.
         metrics: of the iteration, with `skipped_steps` of each role
         scores:  sample id -> score that was not finite
         """
@@ -251,7 +252,7 @@ def _make_trackers(
     warn: Callable[[str], None],
     writes: bool,
 ) -> Trackers:
-    """Start the trackers of `logging.trackers`; none with `writes` False.
+    """Start the trackers of `logging.trackers`, except for JSONL; none with `writes` False.
 
     resumed: last iteration before a resume, 0 = new run; warn: called with a tracker's problems
     """

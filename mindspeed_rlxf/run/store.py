@@ -55,7 +55,10 @@ class Checkpoint:
         return manifest
 
     def _read_manifest(self) -> Manifest:
-        """Read the manifest. Raises ValueError where it is missing, unreadable or changed."""
+        """Read the manifest and check its hash.
+
+        Raises ValueError, with a text to show, where it is missing, unreadable or changed.
+        """
         try:
             with open_plain(self.path / MANIFEST) as stream:
                 text = stream.read(MAX_JSON).decode("utf-8")
@@ -247,7 +250,7 @@ class RunStore:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder, a file or a link, but not the target of a link."""
+    """Remove a folder, a file or a link, but not the target of a link; raise OSError if absent."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

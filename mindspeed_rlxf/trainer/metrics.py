@@ -97,9 +97,10 @@ def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
-    """Return metrics of KL, KL coefficient, scores, rewards and advantages.
+    """Return metrics `critic/...` of KL, KL coefficient, scores, rewards and advantages.
 
-    With a critic also of returns, values and explained variance. No KL without a reference.
+    Mean, maximum and minimum of each over all ranks; KL only as mean, and none without a reference.
+    With a critic also of returns and values, and the explained variance.
     """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}

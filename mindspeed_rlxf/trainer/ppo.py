@@ -57,8 +57,9 @@ class PpoTrainer:
     def fit(self) -> None:
         """Train to iteration `train_iters`; write metrics, samples, validations and checkpoints.
 
-        An iteration: weights -> generate, score -> log-probs, values -> experience -> updates.
-        Raises Stopped or StoppedByRule, after saving, when the run has to end earlier.
+        With `validation.before` a new run validates first. An iteration: weights -> generate, score
+        -> log-probs, values -> experience -> updates; the actor's only after the warm-up
+        iterations. Raises Stopped or StoppedByRule, after saving, when the run has to end earlier.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)

@@ -85,9 +85,9 @@ class Validator:
         return metrics
 
     def _join_scored(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
-        """Return the scored responses in the order of `prompts`, without the repeated ones.
+        """Return the scored responses in the order of `prompts`, without those of the padding at the end.
 
-        lengths: tokens of each response
+        lengths: tokens of each response. Without parts or answers in the reports, {} and None.
         """
         scores = [score for report in reports for score in report.scores]
         parts = [part for report in reports for part in report.parts] or [{}] * len(scores)

@@ -81,7 +81,7 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _slow_stretches(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding per stretch of slow iterations, with what explains it."""
+    """Yield a finding of level "watch" per stretch of slow iterations, with what explains it."""
     for each in find_slow_stretches(iterations):
         yield _finding("watch", each.first, each.text, explain(iterations, each))
 

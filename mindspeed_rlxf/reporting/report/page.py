@@ -110,7 +110,10 @@ def pack(value: Any) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return a copy with None instead of NaN and infinite numbers, at any depth."""
+    """Return a copy with None instead of NaN and infinite numbers, at any depth.
+
+    Tuples become lists, and keys of dicts texts.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -83,7 +83,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def read_failures(run: Path) -> list[dict[str, Any]]:
     """Return the failures of the run, oldest first, with the fields that the report shows.
 
-    That of failure.json comes last and has `last`: True. [] if no file holds a failure.
+    The one of failure.json comes last and has `last`: True; the others, of failures.jsonl, have no
+    `last`. Files that are absent or damaged are left out.
     """
     found = list(read_records(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
@@ -94,7 +95,10 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
 
 
 def read_resumes(run: Path) -> list[str]:
-    """Return at most 100 lines from the end of driver.log that say where the run resumed."""
+    """Return the lines of driver.log that contain RESUMED, at most the last 100 of its last LOG_TAIL bytes.
+
+    [] if the file cannot be read.
+    """
     with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
         stream.seek(0, 2)
         stream.seek(max(stream.tell() - LOG_TAIL, 0))

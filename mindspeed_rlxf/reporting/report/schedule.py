@@ -121,7 +121,10 @@ def _check_fields(event: Any) -> None:
 
 
 def _choose_iterations(by_iteration: dict[int, list[Event]]) -> list[int]:
-    """Return at most MAX_ITERATIONS iterations, evenly, with first, last and slowest."""
+    """Return at most MAX_ITERATIONS iterations, sorted: evenly chosen, with first, last and slowest.
+
+    The slowest is the one with the longest single span.
+    """
     everything = sorted(by_iteration)
     if len(everything) <= MAX_ITERATIONS:
         return everything

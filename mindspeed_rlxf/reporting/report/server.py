@@ -40,7 +40,7 @@ class LiveRun:
         self._lock = threading.Lock()
 
     def version(self) -> str:
-        """Return a text that changes whenever the state or the size of a file of the run does."""
+        """Return a hash that changes with the run's state, or the size or presence of one of FILES."""
         run = self._open()
         seen = [run.state]
         for name in FILES:

@@ -70,7 +70,10 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
 
 
 def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
-    """Return a text: which long phases became slower in the stretch, and where to look."""
+    """Return a text: which long phases became over SLOW times slower, and which metrics to compare.
+
+    If all of them did, it only advises to look at load, clocks and temperatures of the hosts.
+    """
     before = [i for i in iterations if 0 < i.number < stretch.first]
     last = stretch.last if stretch.last is not None else iterations[-1].number
     during = [i for i in iterations if stretch.first <= i.number <= last]
