@@ -193,9 +193,9 @@ def format_number(value: float) -> str:
 
 
 def format_short(value: float) -> str:
-    """Format in at most 8 characters: three significant digits, or all digits of whole thousands.
+    """Format in at most 8 characters: three significant digits, from 100 on whole with commas.
 
-    Below 1e-3 and from 1e6 on as 1.0e-06.
+    Below 1e-3 (but not 0) and from 1e6 on in the form 1.0e-06. The sign does not count.
     """
     if abs(value) >= 1e6 or (value != 0 and abs(value) < 1e-3):
         return f"{value:.1e}"

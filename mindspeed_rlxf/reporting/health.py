@@ -225,9 +225,9 @@ def measure_idle_critic(history: History) -> Reading | None:
 
 
 def measure_equal_scores(history: History) -> Reading | None:
-    """Ill if nearly all prompts of the last 5 iterations have responses of equal score.
+    """Ill if the share of prompts with responses of equal score is EQUAL_SHARE or more.
 
-    None if there are fewer than 5 values.
+    The share is the mean of the last 5 iterations; None if there are fewer than 5 values.
     """
     recent = history.last(EQUAL, 5)
     if not recent:
@@ -241,10 +241,10 @@ def measure_equal_scores(history: History) -> Reading | None:
 
 
 def measure_growing_gap(history: History) -> Reading | None:
-    """Ill if log-probs of generation and training differ by over GAP_LIMIT nats (of 3 iterations).
+    """Ill if log-probs of generation and training differ by over GAP_LIMIT nats on average.
 
-    Also if they differ by over GAP_FLOOR, and by GAP_GROWTH times the first difference. The
-    difference is the median of the last 3 iterations; None if there are fewer.
+    Also if they differ by over GAP_FLOOR, and by over GAP_GROWTH times the gap at the start
+    (`History.first`). The gap is the median of the last 3 iterations; None if there are fewer.
     """
     recent = history.last(GAP, 3)
     if not recent:

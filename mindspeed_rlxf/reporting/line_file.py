@@ -123,7 +123,7 @@ class LineFile:
             plain.unlink(missing_ok=True)
 
     def _restore(self, part: Path, kept: int) -> None:
-        """Append the first `kept` bytes of a part's text to the file, fsync it, and delete the part.
+        """Append the first `kept` uncompressed bytes of a part to the file, and delete the part.
 
         Raises UserError, and keeps the part, if it is damaged.
         """

@@ -256,7 +256,7 @@ class _Lines(io.TextIOBase):
         self._console, self._stream, self._rest = console, stream, ""
 
     def write(self, text: str) -> int:
-        """Print each line that the text completes; keep the rest for later.
+        """Print each line that the text completes; keep the rest for later; return len(text).
 
         Of a line with carriage returns, only what follows the last one is printed.
         """

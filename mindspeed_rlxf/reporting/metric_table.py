@@ -229,7 +229,10 @@ def _quote_keys(cells: tuple[str, ...]) -> Iterator[str]:
 
 
 def show_range(healthy: Range | None) -> str:
-    """Format a range: `0 to 0.3`, `at most 1`, `at least 0.02`, `1` if both ends are equal; "" for None."""
+    """Format a range: `0 to 0.3`, `at most 1`, `at least 0.02`; "" for None.
+
+    If both ends are equal, only that number.
+    """
     low, high = healthy or (None, None)
     if low is None:
         return "" if high is None else f"at most {high:g}"

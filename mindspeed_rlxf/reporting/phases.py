@@ -69,7 +69,10 @@ class Phases:
 
     @property
     def current(self) -> Phase | None:
-        """Return the outermost phase if it has taken long enough to be shown, else None."""
+        """Return the outermost phase if it has taken long enough to be shown, else None.
+
+        Long enough is its `first_s`; where no lines are written, LIVE_S if that is less.
+        """
         first = next(iter(self._stack), None)
         if first is None:
             return None

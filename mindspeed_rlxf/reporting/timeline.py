@@ -100,7 +100,10 @@ class Timeline:
         }
 
     def _name_events(self, span: Span) -> Iterable[dict[str, Any]]:
-        """Yield events that name the span's pool and rank, once for each file."""
+        """Yield the events that name the span's pool and rank, each only once per file.
+
+        Nothing for a span whose pool and rank have been named.
+        """
         pid = self._numbers.setdefault(span.pool, len(self._numbers))
         place = {"pid": pid, "tid": self._lane(span)}
         named = {

@@ -158,7 +158,8 @@ class _Sender:
     def _run_tracker(self) -> None:
         """Make the tracker, pass it the queued iterations and finish it; runs in the thread.
 
-        Exceptions of the tracker, also SystemExit, are counted and become a warning.
+        The queue ends with None. If the tracker cannot be made, all iterations are counted as lost.
+        Exceptions of the tracker, also SystemExit, go no further: they become a warning.
         """
         tracker: Tracker | None = None
         try:

@@ -164,8 +164,8 @@ class RunCheckpoints:
     def _publish(self, content: dict[str, Any], note: Note) -> None:
         """Write the driver's files and the manifest, rename the folder, remove old checkpoints.
 
-        Prints a line. With `writes` False only `newest` is set. Raises RuntimeError where files of
-        ranks are missing.
+        Updates the files that name the latest and the best checkpoint, and prints a line. With
+        `writes` False only `newest` is set. Raises RuntimeError where files of ranks are missing.
         """
         iteration = self.newest = content["iteration"]
         if not self.writes:
@@ -303,7 +303,7 @@ class RunCheckpoints:
         return HostParts(self.store, roles, views, self._timeout_s)
 
     def _check_apart(self, blind: list[str]) -> None:
-        """Raise UserError if `training.no_shared_storage` is not set, or the runtime is the local one.
+        """Raise UserError without `training.no_shared_storage`, or if the runtime is the local one.
 
         blind: hosts that do not see the run directory, one at least
         """

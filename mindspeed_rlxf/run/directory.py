@@ -158,9 +158,9 @@ class RunDirectory:
         )
 
     def _compare_with(self, config: RunConfig) -> list[Change]:
-        """Return the keys that differ from the last configuration in this folder; [] without config.yaml.
+        """Return the keys that differ from the last configuration in this folder.
 
-        Raises UserError where the last configuration cannot be read.
+        [] without config.yaml. Raises UserError where the last configuration cannot be read.
         """
         if not self.config.exists():
             return []
@@ -204,7 +204,7 @@ class RunDirectory:
     def of_run(cls, config: RunConfig) -> RunDirectory:
         """Return the run's own folder, which `training.output_dir` names, whatever is in it.
 
-        `choose` may return another one.
+        `choose` may return another one. Makes nothing.
         """
         path = Path(config.training.output_dir).absolute()
         return cls(path, file_mode=config.training.file_mode_bits)
@@ -217,7 +217,10 @@ def _find_free(path: Path) -> Path:
 
 
 def find_write_obstacle(folder: Path) -> str:
-    """Return why files cannot be written in a folder, which may not exist yet; "" if they can."""
+    """Return why files cannot be written in a folder, which may not exist yet; "" if they can.
+
+    Looks at the rights of the nearest folder that exists; writes nothing.
+    """
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir():
         return f"{parent} is a file"

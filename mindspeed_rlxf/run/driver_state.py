@@ -102,7 +102,8 @@ def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Proble
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
     """Make the problem of a run whose checkpoints are all damaged.
 
-    problems: a line for each checkpoint
+    problems: a line for each checkpoint; the first MAX_PROBLEMS are shown, each cut to MAX_PROBLEM
+              characters
     """
     shown = [problem[:MAX_PROBLEM] for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > len(shown):
@@ -135,7 +136,7 @@ def check_train_iters(config: RunConfig, newest: WholeCheckpoint | None) -> list
 
 
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
-    """Return whether `train_iters` is reached and the weights were exported afterwards.
+    """Return whether the newest checkpoint is that of `train_iters`, and its weights were exported.
 
     Raises UserError where the run has gone further than `train_iters`.
     """

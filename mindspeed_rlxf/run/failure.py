@@ -56,7 +56,10 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
 
 
 def archive_failure(file: Path, history: Path, mode: int = PRIVATE) -> None:
-    """Append the failure in `file` as a line to `history`, and remove `file`, if it exists."""
+    """Append the failure in `file` as a line to `history`, and remove `file`; nothing if it is absent.
+
+    Text that is no JSON becomes {"message": text}.
+    """
     if not file.exists():
         return
     with open_file(file, "rb") as stream:

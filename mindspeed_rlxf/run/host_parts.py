@@ -130,15 +130,18 @@ class HostParts:
         return "; ".join(found)
 
     def _find_held(self, folder: Path, entries: list[Entry]) -> Held:
-        """Return key of a host -> indices of the entries whose files it has."""
+        """Return key of a host -> indices of the entries whose files it has.
+
+        Only the driver's host (key DRIVER) and those that do not see its folder.
+        """
         found = self._on_each(self._apart, host_files.find_present, folder, entries)
         found[DRIVER] = host_files.find_present(folder, entries)
         return {key: set(places) for key, places in found.items()}
 
     def _report_lost(self, checkpoint: Checkpoint, name: str, lost: list[Entry]) -> str:
-        """Return a text on files that no host has.
+        """Return a text that names the first file that no host has, and the number of the others.
 
-        Raises UserError if the hosts that kept them are not in this run.
+        Raises UserError instead if hosts that kept some of them are not in this run.
         """
         present = {view.host for view in self.views.values()}
         away = sorted({entry[HOST] for entry in lost if HOST in entry} - present)

@@ -69,7 +69,10 @@ def find_holder(folder: Path) -> Problem | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process has the lock; False if there is no lock file or it cannot be opened."""
+    """Return whether another process has the lock.
+
+    False if there is no lock file, or it cannot be opened.
+    """
     try:
         return _find_other_holder(folder) is not None
     except OSError:

@@ -120,9 +120,9 @@ class Recorder:
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
     ) -> None:
-        """Print one warning per role with skipped optimizer steps, and one of samples with such scores.
+        """Print a warning per role with skipped optimizer steps, and one if scores were not finite.
 
-        Prints nothing if there is neither. The latter warning names 8 samples at most.
+        The latter names 8 samples at most.
         metrics: of the iteration, with `skipped_steps` of each role
         scores:  sample id -> score that was not finite
         """

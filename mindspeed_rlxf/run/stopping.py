@@ -76,7 +76,7 @@ class StopRequest:
         self._since = self._clock()
 
     def end_iteration(self, iteration: int) -> None:
-        """Record the end of the iteration and its duration; `begin_iteration` must come first."""
+        """Record the iteration as ended, and the seconds since `begin_iteration`, which must come first."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None

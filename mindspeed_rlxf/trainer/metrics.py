@@ -41,7 +41,8 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
     """Return mean and maximum of the gaps between log-probs of training and of generation.
 
-    With importance weights also their mean, maximum and minimum.
+    The keys are `rollout/log_prob_gap_mean` and `_max`; the gaps are in nats. With importance
+    weights also `rollout/is_weight/` mean, max and min.
     """
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
@@ -118,8 +119,9 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     """Return the means of a role's metrics over the optimizer steps that were not skipped.
 
     Names get the prefix `role/` unless they have a slash. NaN where all steps were skipped.
-    Added: `lr`; with a policy loss `pg_loss_abs`, the mean of |mini-batch loss| (the plain mean is
-    near 0 with whitened advantages); with nan_policy skip the count `skipped_steps`.
+    Added: `role/lr`, the report's; with a policy loss `role/pg_loss_abs`, the mean of |mini-batch
+    loss| (the plain mean is near 0 with whitened advantages); with nan_policy skip the count
+    `role/skipped_steps`.
     """
     taken = [step for step in report.steps if not step.get(SKIPPED)]
 

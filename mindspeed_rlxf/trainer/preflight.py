@@ -136,7 +136,10 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _list_notices(config: RunConfig) -> list[str]:
-    """List notes for the user on sampling, stop strings, and a critic without a score head."""
+    """Return notes for the user, one per case, [] for none.
+
+    Cases: greedy sampling, top-k or top-p, stop strings, a critic without a score head.
+    """
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")

@@ -354,7 +354,7 @@ def make_trainer(
 
 
 def _log_to_file(directory: RunDirectory) -> None:
-    """Append log records of the package, from INFO on, to driver.log; those of `cluster` also to stdout."""
+    """Append the package's log records from INFO on to driver.log; also print those of `cluster`."""
     file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding=CODEC)
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))

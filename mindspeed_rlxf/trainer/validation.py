@@ -37,7 +37,7 @@ class Validator:
         self._padded = self._pad_prompts()
 
     def _pad_prompts(self) -> Prompts:
-        """Return the prompts with the first ones repeated at the end.
+        """Return the prompts with the first ones repeated at the end; without prompts, none.
 
         Their number can then be divided by the replicas of the rollout and of the reward.
         """
@@ -85,9 +85,10 @@ class Validator:
         return metrics
 
     def _join_scored(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
-        """Return the scored responses in the order of `prompts`, without those of the padding at the end.
+        """Return the scored responses in the order of `prompts`, without those of the padding.
 
-        lengths: tokens of each response. Without parts or answers in the reports, {} and None.
+        lengths: tokens of each response
+        Where the reports have no parts or no answers, they are {} or None.
         """
         scores = [score for report in reports for score in report.scores]
         parts = [part for report in reports for part in report.parts] or [{}] * len(scores)

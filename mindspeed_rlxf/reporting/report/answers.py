@@ -104,7 +104,8 @@ def compare_ends(curve: Curve) -> Change | None:
 def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
     """Answer whether the score rose: that of validation from two validations on, else of training.
 
-    The answer is "too early to say" if neither can be compared yet.
+    "too early to say" if neither can be compared yet; "no clear change" where the change is within
+    the noise: of the training score, and for validation also below SMALL of the score.
     """
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
@@ -194,7 +195,7 @@ def milestones(curve: Curve) -> tuple[int, int] | None:
 
 
 def smooth(curve: Curve) -> Curve:
-    """Return the curve with each value replaced by the mean of up to five values around it."""
+    """Return the curve with each value replaced by the mean of it and up to two on either side."""
     values = [value for _, value in curve]
     return [
         (number, statistics.fmean(values[max(i - 2, 0) : i + 3]))
@@ -242,7 +243,8 @@ def wall_seconds(iterations: Sequence[Iteration]) -> float:
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
     """Answer how large the KL to the reference is: first, last, largest, mean at the end.
 
-    It is "too far" if the mean of the last iterations is over `limit`, in nats per token.
+    It is "too far" if the mean of the last WINDOW iterations is over `limit`, in nats per token;
+    "not measured" without any KL.
     """
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:

@@ -35,7 +35,8 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """Return at most `limit` points: the first, the last, and extremes of equal stretches.
 
-    Of each stretch: the lowest, the highest and one None, if it has any.
+    Of each stretch: the lowest, the highest and its first None, if it has any. The order stays. All
+    points if there are no more than `limit`.
     """
     if len(points) <= limit:
         return list(points)

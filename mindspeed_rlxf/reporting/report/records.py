@@ -95,9 +95,9 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
 
 
 def read_resumes(run: Path) -> list[str]:
-    """Return the lines of driver.log that contain RESUMED, at most the last 100 of its last LOG_TAIL bytes.
+    """Return the lines of driver.log that contain RESUMED, oldest first.
 
-    [] if the file cannot be read.
+    At most the last 100, of the last LOG_TAIL bytes of the file; [] if it cannot be read.
     """
     with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
         stream.seek(0, 2)

@@ -143,8 +143,9 @@ def _make_entry(
 ) -> dict[str, Any]:
     """Return the entry of a sample for the page: short names, shortened and escaped texts.
 
+    kind: "training" or "validation"; the latter adds the prompt's id
     numbers: by (iteration, sample id). Tokens and their numbers are added if `split` is given, the
-    sample has numbers, and its response is not shortened.
+             sample has numbers, and its response is not shortened
     """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []

@@ -121,9 +121,9 @@ def _check_fields(event: Any) -> None:
 
 
 def _choose_iterations(by_iteration: dict[int, list[Event]]) -> list[int]:
-    """Return at most MAX_ITERATIONS iterations, sorted: evenly chosen, with first, last and slowest.
+    """Return at most MAX_ITERATIONS iterations, sorted.
 
-    The slowest is the one with the longest single span.
+    They are evenly chosen; the first, the last and the one with the longest single span are added.
     """
     everything = sorted(by_iteration)
     if len(everything) <= MAX_ITERATIONS:

@@ -40,7 +40,10 @@ class LiveRun:
         self._lock = threading.Lock()
 
     def version(self) -> str:
-        """Return a hash that changes with the run's state, or the size or presence of one of FILES."""
+        """Return a hash of the run's state and of the sizes of FILES, absent ones included.
+
+        It changes with any of them.
+        """
         run = self._open()
         seen = [run.state]
         for name in FILES:

@@ -92,9 +92,10 @@ def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
 def _ratios(
     before: Sequence[Iteration], during: Sequence[Iteration]
 ) -> Iterator[tuple[str, float]]:
-    """Yield (phase, how many times longer it takes in `during` than in `before`).
+    """Yield (phase, median of its times in `during` / median in `before`), sorted by phase.
 
-    Only phases with at least a tenth of the time in `during`, without validation and saves.
+    Only phases whose median is at least LAG_SHARE of that of the whole iteration in `during`,
+    and not 0 in `before`; without validation and saves.
     """
     names = sorted({n for i in during for n in i.metrics if n.startswith("timing/")} - {TIME})
     whole = statistics.median(v for _, v in curve_of(during, TIME))
