@@ -177,7 +177,10 @@ def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
 
 
 def use_utf8(stream: TextIO) -> None:
-    """Set a stream to UTF-8 whatever the locale; streams in memory stay as they are."""
+    """Set a stream to UTF-8 whatever the locale; streams in memory stay as they are.
+
+    What UTF-8 cannot encode is then written as an escape. A UTF-8 stream is not changed.
+    """
     if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", CODEC):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 

@@ -115,10 +115,11 @@ class History:
         return self._values[name]
 
     def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
-        """Update `lagging`: phase -> (slowest rank, its skews in the last iterations in a row).
+        """Update `lagging`: phase -> (slowest rank, its skews in consecutive iterations, oldest first).
 
-        The row begins anew when another rank is slowest; it is empty, with rank -1, while the skew
-        is small or the phase takes little time.
+        At most the last LAG_ITERATIONS skews. They begin anew when another rank is slowest. (-1,
+        []) if the skew is below SKEW_LIMIT, or the phase takes less than LAG_SHARE of the
+        iteration.
         """
         whole = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():

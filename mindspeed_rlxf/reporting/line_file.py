@@ -43,7 +43,10 @@ class LineFile:
         self.path, self.limit = path, limit
 
     def position(self) -> int:
-        """Return the uncompressed bytes of all parts, where the next line will begin."""
+        """Return the uncompressed size of the file and its parts, where the next line will begin.
+
+        In bytes; 0 if there are none.
+        """
         parts = sum(_uncompressed_size(part) for part in self._parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
@@ -103,7 +106,10 @@ class LineFile:
         return True
 
     def _parts(self) -> dict[int, Path]:
-        """Map numbers to files of older parts, oldest first; the compressed one if both exist."""
+        """Return number -> file of the older parts, by number, which is oldest first.
+
+        If a number has a plain and a compressed file, the compressed one.
+        """
         pattern = re.compile(re.escape(self.path.name) + r"\.(\d+)(\.gz)?")
         found = {}
         for file in sorted(self.path.parent.glob(self.path.name + ".*")):  # .N before .N.gz

@@ -266,7 +266,7 @@ class _Lines(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Print the text that has no line end yet, if any."""
+        """Print the text that has no line end yet, as a whole line; nothing if there is none."""
         if self._rest:
             self.write("\n")
 
@@ -306,7 +306,7 @@ def _line(label: str, text: str) -> Text:
 
 
 def _bar(share: float, width: int) -> Text:
-    """Draw a bar of `width` characters, of which `share` (0 to 1) is filled."""
+    """Draw a bar of `width` characters, of which `share`, limited to 0 to 1, is filled."""
     filled = round(min(max(share, 0.0), 1.0) * max(width, 0))
     return Text.assemble(("━" * filled, "cyan"), ("━" * (max(width, 0) - filled), "bright_black"))
 
@@ -317,6 +317,6 @@ def _show(name: str, value: float) -> str:
 
 
 def _format_clock(seconds: float) -> str:
-    """Format seconds as H:MM:SS."""
+    """Format seconds, rounded down and not negative, as H:MM:SS."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

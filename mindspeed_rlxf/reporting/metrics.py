@@ -62,7 +62,10 @@ class _JsonLines:
         self._stream = self._open()
 
     def _open(self) -> TextIO:
-        """Open the file for appending, with the permission bits `mode` if it is new."""
+        """Open the file for appending as UTF-8, with the permission bits `mode` if it is new.
+
+        A lone surrogate is written as `\\udXXX`. The null device can be opened too.
+        """
         # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
         text = {"encoding": "utf-8", "errors": "backslashreplace"}
         if self._file.path == Path(os.devnull):  # a device, which `open_file` refuses
@@ -90,7 +93,8 @@ class MetricsWriter(_JsonLines):
     def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
         """Append {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
 
-        iteration: from 1; time_s: seconds, by the caller's clock
+        iteration: from 1, 0 for a validation before training; time_s: seconds, by the caller's
+        clock
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         self._append({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})

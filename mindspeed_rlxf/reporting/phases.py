@@ -45,7 +45,10 @@ class Phase:
 
     @property
     def share(self) -> float | None:
-        """Return the finished share, by steps, else by the usual time; None = unknown."""
+        """Return the finished share, 0 to 1, by steps, else by the usual time; None = unknown.
+
+        By time it stays at 0.99 at most.
+        """
         if self.total:
             return min(self.done / self.total, 1.0)
         return min(self.seconds / self.usual_s, 0.99) if self.usual_s else None

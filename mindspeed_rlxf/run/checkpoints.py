@@ -229,8 +229,8 @@ class RunCheckpoints:
     def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
         """Check all files of a checkpoint and load it into the roles.
 
-        `problem` of the result says why it cannot be resumed from. Raises UserError where the run
-        has other prompts.
+        `problem` of the result says why it cannot be resumed from: a damaged file, or a line file
+        that is shorter than at the checkpoint. Raises UserError where the run has other prompts.
         """
         path = found.checkpoint.path
         if damage := self._find_damage(found.checkpoint, found.manifest):

@@ -84,7 +84,10 @@ def find_best_iterations(store: RunStore, metric: str) -> list[int]:
 
 
 def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeCheckpoint | None:
-    """Return the checkpoint that the command would resume from; None if it would start anew."""
+    """Return the checkpoint that the command would resume from; None if it would start anew.
+
+    None with `training.new_run`, and where no checkpoint is complete; damaged ones are skipped.
+    """
     if not directory.is_used or config.training.new_run:
         return None
     whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))

@@ -56,9 +56,9 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
 
 
 def archive_failure(file: Path, history: Path, mode: int = PRIVATE) -> None:
-    """Append the failure in `file` as a line to `history`, and remove `file`; nothing if it is absent.
+    """Append the failure in `file` as a line to `history`, and remove `file`.
 
-    Text that is no JSON becomes {"message": text}.
+    Does nothing if `file` is absent. Text that is no JSON becomes {"message": text}.
     """
     if not file.exists():
         return

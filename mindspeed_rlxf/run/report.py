@@ -58,7 +58,10 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
 
 
 def find_problem(run: Path) -> Problem | None:
-    """Return why no report can be made of a folder; None if it has an iteration."""
+    """Return why no report can be made of a folder; None if it has an iteration.
+
+    It is no folder, or its metrics.jsonl is absent or has no iteration.
+    """
     if not run.is_dir():
         found = "is a file" if run.exists() else "does not exist"
         return Problem("RUN", f"must be a run directory, it {found}", repr(str(run)),

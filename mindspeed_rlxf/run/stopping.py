@@ -76,7 +76,7 @@ class StopRequest:
         self._since = self._clock()
 
     def end_iteration(self, iteration: int) -> None:
-        """Record the iteration as ended, and the seconds since `begin_iteration`, which must come first."""
+        """Record the iteration as ended, and its seconds; `begin_iteration` must come first."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None
@@ -126,6 +126,7 @@ class StopRequest:
     def left_s(self) -> float | None:
         """Predicted seconds until this iteration and its save are done.
 
+        The median of past iterations less the time since this one began, 0 at least, plus `save_s`.
         None in the first iteration, which nothing can be predicted from.
         """
         if not self._iterations:
@@ -166,8 +167,9 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Otherwise raises KeyboardInterrupt, as a second signal (after ONE_SIGNAL_S) and SIGALRM do.
-        Starts a timer that sends SIGALRM one second before the grace time ends. Sets `reason`.
+        Otherwise, and in the first iteration, raises KeyboardInterrupt. So do SIGALRM and a second
+        signal; one within ONE_SIGNAL_S of the first is ignored. Starts a timer that sends SIGALRM
+        one second before the grace time ends. Sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

@@ -110,7 +110,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, name: str) -> Manifest:
-        """Parse the text of `to_json`. name: of the file, for errors
+        """Parse the text of `to_json` and check its hash. name: of the file, for errors
 
         Raises ValueError where the text was changed, is of another format version, or names a file
         outside its folder.

@@ -51,7 +51,10 @@ class PromptSource:
     def from_config(
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
-        """Return the source of a run, at its first batch."""
+        """Return the source of a run, at its first batch; several data sets are drawn by weight.
+
+        fixed: responses for all samples of the run; None = they are generated
+        """
         training = config.training
         size, shuffle = training.global_batch_size, config.data.shuffle
         sizes = prompts.sizes if isinstance(prompts, PromptStore) else (len(prompts),)

@@ -142,10 +142,10 @@ class Run:
     def _build_trainer(
         self, directory: RunDirectory, runtime: Runtime, writes: bool = True
     ) -> PpoTrainer | None:
-        """Build roles and trainer on a runtime, resumed if there is a checkpoint.
+        """Build roles and return a trainer on a runtime, resumed if there is a checkpoint.
 
         writes: whether this process writes files of the run
-        With `validation.only` validate instead, and return None.
+        With `validation.only` validates instead, and returns None.
         """
         if self.config.validation.only:
             iteration = validate_only(self.config, self.prepared, directory, runtime, writes)
@@ -256,9 +256,9 @@ class Run:
 
 @contextlib.contextmanager
 def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
-    """Add what the worker's host shows to a WorkerError of the block, while the cluster runs.
+    """In the block, raise a WorkerError anew with what the worker's host shows (`explain_death`).
 
-    Copies the logs of other hosts to this one.
+    For use while the cluster runs; copies the logs of other hosts to this one.
     """
     try:
         yield
@@ -347,14 +347,17 @@ def make_trainer(
     checkpoints: RunCheckpoints,
     stop: StopRequest,
 ) -> PpoTrainer:
-    """Return a trainer at iteration 0."""
+    """Return a trainer at iteration 0, with the run's prompt source and a validator."""
     source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
     validator = Validator(config, roles, prepared.val_prompts, recorder)
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 
 def _log_to_file(directory: RunDirectory) -> None:
-    """Append the package's log records from INFO on to driver.log; also print those of `cluster`."""
+    """Append log records of the package, from INFO on, to driver.log.
+
+    Those of `cluster` are also printed to stdout.
+    """
     file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding=CODEC)
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))

@@ -113,7 +113,10 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
 
 
 def _check_rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
-    """Yield a check per health rule: found or not, or too few iterations to tell."""
+    """Yield a check per health rule: the iterations in which its illness began, or not found.
+
+    TOO_FEW where it was never measured.
+    """
     health, findings = replay(iterations, kl_limit)
     for rule, limit in LIMITS.items():
         began = [f.iteration for f in findings if f.rule == rule.value and f.event == "began"]

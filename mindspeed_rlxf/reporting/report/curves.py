@@ -52,7 +52,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return metric -> unit, meaning, healthy range, remedy; unknown metrics are left out."""
+    """Return name -> {"unit", "meaning", "healthy", "remedy"}; unknown metrics are left out."""
     found = {}
     for name in names:
         if metric := find_metric(name):

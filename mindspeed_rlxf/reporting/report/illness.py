@@ -49,7 +49,7 @@ def _health_findings(
 ) -> Iterator[Finding]:
     """Yield a finding per illness: from health.jsonl, or without this file by the rules.
 
-    Its level is "watch" if the illness ended later, else "bad".
+    Its level is "watch" if the rule's last end came later than this beginning, else "bad".
     """
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]

@@ -98,7 +98,10 @@ def content_policy(style: str, script: str, live: bool) -> str:
 
 
 def pack(value: Any) -> bytes:
-    r"""Compress a value as JSON: NaN and infinity become null, a lone surrogate `\\udXXX`."""
+    r"""Return a value as JSON, compressed with gzip, the same bytes each time.
+
+    NaN and infinity become null, a lone surrogate `\\udXXX`, a value that JSON lacks its text.
+    """
     text = json.dumps(
         _finite(value),
         ensure_ascii=False,

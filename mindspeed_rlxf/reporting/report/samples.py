@@ -51,8 +51,8 @@ class Chosen:
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     """Choose at most `limit` samples: training samples evenly, and validation prompts evenly.
 
-    All responses to a chosen validation prompt are kept. They are at most half of the samples if
-    there are training samples. Memory: at most four times the samples that it returns.
+    All responses to a chosen validation prompt are kept. They are at most VALIDATION_SHARE of
+    `limit` if there are training samples. Memory: at most four times the samples that it returns.
     """
     validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
     has_training = next(read_records(run / "samples.jsonl"), None) is not None
