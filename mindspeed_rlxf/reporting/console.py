@@ -61,7 +61,10 @@ class Console:
         self._start_s, self._before = self._clock(), done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Print the metrics of a finished iteration. iteration: from 1"""
+        """Print a finished iteration: the chosen metrics that it has (`begin`), and the time left.
+
+        iteration: from 1
+        """
         parts = [f"iteration: {iteration} / {self._total}"]
         parts += [
             f"{name} : {format_number(metrics[name])}" for name in self._names if name in metrics

@@ -87,10 +87,10 @@ class History:
         self.lagging: dict[str, tuple[int, list[float]]] = {}  # phase -> rank, its skews in a row
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Add the metrics of an iteration; None and values that are not finite are skipped.
+        """Add the metrics of an iteration; watched metrics that are None or not finite are skipped.
 
-        A validation adds the mean of its scores, and that of the last BASELINE training scores.
-        Updates `lagging` too.
+        If there are validation scores, adds their mean, and the mean of the last BASELINE training
+        scores. Updates `lagging` too.
         """
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
@@ -115,11 +115,11 @@ class History:
         return self._values[name]
 
     def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
-        """Update `lagging`: phase -> (slowest rank, its skews in consecutive iterations, oldest first).
+        """Update `lagging`: phase -> (slowest rank, its skews in consecutive iterations).
 
-        At most the last LAG_ITERATIONS skews. They begin anew when another rank is slowest. (-1,
-        []) if the skew is below SKEW_LIMIT, or the phase takes less than LAG_SHARE of the
-        iteration.
+        At most the last LAG_ITERATIONS skews, oldest first. They begin anew when another rank is
+        slowest. (-1, []) if the skew is below SKEW_LIMIT, or the phase takes less than LAG_SHARE of
+        the iteration.
         """
         whole = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():
@@ -182,8 +182,9 @@ def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | N
 def measure_falling_validation(history: History) -> Reading | None:
     """Ill if the last 3 validations each got worse, while training scores rose.
 
-    The fall from the best validation must be at least a tenth of the range of all validations, and
-    of the best one's absolute value. None if there are fewer than 4 values of either score.
+    The fall from the best validation must be at least FALL (a share) of the range of all
+    validations, and of the best one's absolute value. Training scores are those at the first and
+    last of these four validations. None if there are fewer than 4 values of either score.
     """
     validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
     if not validated or not trained:
@@ -200,9 +201,9 @@ def measure_falling_validation(history: History) -> Reading | None:
 
 
 def measure_cut_responses(history: History) -> Reading | None:
-    """Ill if CUT_SHARE of the responses of the last 5 iterations reach the limit without EOS.
+    """Ill if the share of responses that reach the limit without EOS is CUT_SHARE or more.
 
-    None if there are fewer than 5 values.
+    The share is the mean of the last 5 iterations; None if there are fewer than 5 values.
     """
     recent = history.last(CUT, 5)
     if not recent:

@@ -172,7 +172,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _uncompressed_size(part: Path) -> int:
-    """Return the uncompressed bytes of a part (modulo 4 GiB)."""
+    """Return the uncompressed bytes of a part; of a compressed one modulo 4 GiB, from its last bytes."""
     if part.suffix != ".gz":
         return part.stat().st_size
     with open_file(part, "rb") as stream:

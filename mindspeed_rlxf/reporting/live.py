@@ -72,7 +72,10 @@ class LiveConsole(Console):
         super().note(text)
 
     def close(self) -> None:
-        """Stop redrawing, and restore stdout and stderr; later calls do nothing."""
+        """Print unfinished lines, stop redrawing, and restore stdout, stderr and the lines of PHASES.
+
+        Later calls do nothing.
+        """
         if not self._is_open:
             return
         self._is_open = False

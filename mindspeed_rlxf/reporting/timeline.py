@@ -67,8 +67,8 @@ class Timeline:
         """Append an iteration's spans to the file of its 100 iterations. Raises OSError.
 
         iteration: from 1
-        Before a new file, deletes the oldest so that KEPT remain. Ranks from MOST_RANKS on are left
-        out.
+        Before a new file, deletes the oldest, so that KEPT remain with it. Ranks from MOST_RANKS on
+        are left out.
         """
         first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
         file = self._folder / f"iterations_{first:07d}.json"

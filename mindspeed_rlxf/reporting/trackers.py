@@ -75,8 +75,8 @@ class Trackers:
     ) -> None:
         """Make the folders of the trackers and start their threads.
 
-        names:      as in `logging.trackers`; `jsonl` and repeated names are left out
-        run.folder: folder for all trackers; each gets a subfolder
+        names:      registered, as in `logging.trackers`; `jsonl` and repeated names are left out
+        run.folder: folder for all trackers; each gets a subfolder; not made without trackers
         warn:       prints a warning; called from any thread
         mode:       permission bits of the files
         """

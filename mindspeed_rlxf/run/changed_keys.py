@@ -67,7 +67,10 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def is_function_text(change: Change) -> bool:
-    """Return whether a change is that of a reward function's file (its hash) and nothing else."""
+    """Return whether a change is only of the hash of reward function files, and of nothing else.
+
+    False if a function is new or gone.
+    """
     if change.key == "reward.function.sha256":
         return isinstance(change.before, str) and isinstance(change.now, str)
     both = change.before, change.now
@@ -131,7 +134,10 @@ def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | N
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a default to plain YAML types: tuples to lists, enums to their values."""
+    """Convert a default to plain YAML types: tuples to lists, enums to their values.
+
+    Other values, lists and dicts too, stay as they are.
+    """
     if isinstance(value, tuple):
         return [_to_plain(item) for item in value]
     return getattr(value, "value", value)

@@ -117,9 +117,9 @@ class RunCheckpoints:
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
     ) -> None:
-        """Add the driver's state and publish the checkpoint; `async_save` leaves that to `settle`.
+        """Add the driver's state and publish the checkpoint; `async_save` leaves both to `settle`.
 
-        Fsyncs the line files, whose lengths the checkpoint contains.
+        Fsyncs the line files, whose lengths now the checkpoint contains.
         score: value of `validation.best_metric`, None = not validated
         note:  prints a line for the user
         """
@@ -278,10 +278,10 @@ class RunCheckpoints:
         return Loaded(same_layout=all(each.same_layout for each in loaded))
 
     def _look_at_hosts(self, note: Note) -> HostParts | None:
-        """Find the hosts that do not share the run directory; None where all share it.
+        """Return the parts of hosts that do not share the run directory; None where all share it.
 
-        Writes a file and asks each host whether it sees it. Prints a line with such hosts. Raises
-        UserError unless the configuration allows them.
+        Writes a file, asks each host whether it sees it, and removes it. Prints a line with such
+        hosts. Raises UserError unless the configuration allows them (`_check_apart`).
         """
         # A copied folder holds the probe of another run, so the name is random; but the ranks of
         # torchrun all look for the same name, without a message from the first one.
@@ -331,7 +331,8 @@ class RunCheckpoints:
     def _find_damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """Let the hosts hash all files of the roles; return what is damaged, "" for nothing.
 
-        First copies missing files to hosts with their own disks, and checks pickled files.
+        First copies missing files to hosts with their own disks, and checks pickled files; returns
+        at once if that finds damage. Several texts are joined by "; ".
         """
         folder, wait_s = checkpoint.path, self._timeout_s
         if self._parts:

@@ -124,9 +124,10 @@ def find_unsafe_file(folder: Path) -> str:
 
 
 def _read_restricted(file: Path) -> None:
-    """Read a pickled file of a sharded checkpoint without running its code, only to check it.
+    """Read a pickled file of a checkpoint without running its code, only to check it.
 
-    Raises ValueError for a damaged file or objects other than data.
+    The file with METADATA's name is read as that of a sharded checkpoint; another file only where
+    its folder has no METADATA. Raises ValueError for a damaged file or objects other than data.
     """
     from mindspeed_rlxf.weights.dist_metadata import open_torch_dist  # brings in torch
     from mindspeed_rlxf.weights.torch_file import read_torch_file

@@ -101,15 +101,15 @@ class HostParts:
         self._on_each(self._apart, host_files.commit_part, *arguments)
 
     def prune(self) -> None:
-        """Remove from the hosts the checkpoints that the driver's folder has no longer."""
+        """Remove checkpoints that the driver's folder does not have from hosts with their own disks."""
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 
     def fetch_files(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """Copy to each host the files of its roles that it lacks, and check pickled files.
 
-        Returns a text on damaged or lost files, "" for none. Raises UserError where only a host
-        outside this run has a file.
+        Returns a text on damaged or lost files, "" for none; at the first role with lost files only
+        that one. Raises UserError where only a host outside this run has a file.
         """
         found: list[str] = []
         for name, agents in self.roles.items():

@@ -20,9 +20,9 @@ _held: dict[Path, IO[str]] = {}
 def take(folder: Path, mode: int = PRIVATE) -> None:
     """Lock the folder for this process, and write host and pid to the lock file; no waiting.
 
-    Does nothing if this process has the lock. Raises UserError that names another holder, and
-    OSError where the lock file is a link. It is a byte-range lock: NFS shares it between hosts, and
-    forked children do not inherit it. On a file system without locks, the written host and pid
+    Does nothing if this process has the lock. Raises UserError that names another process with it,
+    and OSError where the lock file is a link. It is a byte-range lock: NFS shares it between hosts,
+    and forked children do not inherit it. On a file system without locks, the written host and pid
     decide.
     """
     file = folder / LOCK

@@ -84,7 +84,7 @@ class Recorder:
             )
 
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
-        """Apply the health rules; write each illness that begins or ends with this iteration to a file.
+        """Apply the health rules; write illnesses that begin or end with this iteration to a file.
 
         Prints one that begins, once per rule. Returns the first one that ends the run by
         `logging.stop_on`, None without one.

@@ -95,7 +95,8 @@ class StopRequest:
     def is_due(self) -> bool:
         """Return whether to save and end now: by a signal, a rule or `max_wall_time`.
 
-        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer.
+        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer,
+        and its rule, which `ended` names (none if a signal came).
         """
         asked = self._asked is not None or self._rule is not None
         rule = self._rule if self._asked is None else None
@@ -151,7 +152,8 @@ class StopRequest:
     def _no_time_for_another(self) -> bool:
         """Return whether `max_wall_time` leaves no time for another iteration and its save.
 
-        If so, also sets `reason`. False without a limit or a past iteration.
+        Expects the longest of the past iterations, plus `save_s`. If True, also sets `reason`.
+        False without a limit or a past iteration.
         """
         if self.wall_s is None or not self._iterations:
             return False

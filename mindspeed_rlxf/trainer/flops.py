@@ -26,6 +26,7 @@ def iteration_flops(
 ) -> float:
     """Return the floating-point operations of all passes over the samples of an iteration.
 
+    Counts actor, critic, reference and a reward model of the Megatron kind, each with its epochs.
     generated:     reports on all responses; generation counts as one forward pass over each
     learnt:        lengths of the samples that are kept
     updates_actor: whether the actor is updated

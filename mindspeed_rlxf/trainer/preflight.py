@@ -247,7 +247,10 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
 
 
 def _suggest_tiny_model(folder: Path) -> str:
-    """Return the command that makes a missing model of examples/tiny; "" for other folders."""
+    """Return advice with the command that makes a model of examples/tiny, if it is missing.
+
+    "" if `folder` exists or is not one of TINY_MODELS.
+    """
     if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
         return ""
     more = " --reward-model" if folder.name == "rm" else ""
@@ -257,7 +260,8 @@ def _suggest_tiny_model(folder: Path) -> str:
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
     """Return the rules that a role's folder breaks, as it differs from the model, and one remedy.
 
-    [] if they agree; a critic's folder may lack the score head.
+    One rule if config.json differs, else one per tensor of another shape, MAX_SHAPE_PROBLEMS at
+    most. [] if they agree; a critic's folder may lack the score head.
     tokenizer: folder with config.json if the weights have none
     Errors: ValueError where a file is missing or cannot be read.
     """

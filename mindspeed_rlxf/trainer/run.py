@@ -267,7 +267,7 @@ def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
 
 
 def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Write the keys and pools that the supervisor needs for a restart to its file of facts.
+    """Write the keys and pools that a restart needs to the supervisor's file; nothing without one.
 
     A pool's `step` is the number of processes of which its size must be a multiple.
     """

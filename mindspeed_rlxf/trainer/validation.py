@@ -50,9 +50,10 @@ class Validator:
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
         """Generate and score responses to the validation prompts; return and print the metrics.
 
-        {} without validation prompts. The rollout ranks get the actor's weights first. Samples are
-        written to the run directory. Names are `val/<data source>/<metric>` (`validation_metrics`)
-        and `timing/val`.
+        {} without validation prompts, and nothing is printed. The rollout ranks get the actor's
+        weights first. Samples are written to the run directory. Names are `val/<data
+        source>/<metric>` (`validation_metrics`) and `timing/val`, seconds of generation and
+        scoring.
         iteration: number of finished iterations
         version:   number of updates in the actor's weights
         own_line:  also write the metrics to metrics.jsonl, as a separate line; False = the caller

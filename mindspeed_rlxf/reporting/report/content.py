@@ -53,7 +53,10 @@ class RunFolder:
 
 
 def gather(run: RunFolder) -> dict[str, Any]:
-    """Read the files of a run; return everything that the page shows except samples."""
+    """Read the files of a run; return everything that the page shows except samples.
+
+    Values that no file has are empty or None, without an error.
+    """
     iterations, failures = read_iterations(run.path), read_failures(run.path)
     configs = read_configs(run.path)
     config = configs[-1][1] if configs else {}
@@ -84,7 +87,10 @@ def gather(run: RunFolder) -> dict[str, Any]:
 
 
 def name_subject(config: Mapping[str, Any]) -> str:
-    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; "" if either is unknown."""
+    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; "" if either is unknown.
+
+    The name in brackets is the last folder of `load`; without `load` there is none.
+    """
     stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
     method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
     model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")

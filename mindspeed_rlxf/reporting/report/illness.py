@@ -24,7 +24,8 @@ def find_illnesses(
 ) -> list[Finding]:
     """Return findings with level (bad or watch), iteration, text and remedy; bad ones first.
 
-    kl_limit: nats per token
+    They are failures, illnesses, slow stretches, metrics that are not finite, and metrics out of
+    their ranges, in this order within a level. kl_limit: nats per token
     """
     found = [
         *_failures(failures),

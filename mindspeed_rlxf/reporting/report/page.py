@@ -67,7 +67,7 @@ def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byte
 
 
 def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:
-    """Return the HTML text of a page.
+    """Return the HTML text of a page, with style, scripts and data in it.
 
     blobs: name -> compressed JSON to embed
     live:  the page requests its data from the server, so that `blobs` may be empty

@@ -34,7 +34,7 @@ class Iteration:
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file of lines and its older parts, oldest first.
 
-    Lines that cannot be parsed are skipped; a damaged or absent file ends the reading.
+    Lines that are no JSON object are skipped; damage ends the reading. Nothing for an absent file.
     """
     with contextlib.suppress(OSError, EOFError, zlib.error):
         for line in LineFile(file).lines():
@@ -130,6 +130,6 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _finite_number(value: Any) -> float | None:
-    """Return a finite number as float, None for any other value."""
+    """Return a finite number as float, None for any other value, also for True and False."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < float("inf") else None

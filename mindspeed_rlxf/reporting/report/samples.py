@@ -82,7 +82,8 @@ def read_token_numbers(
 ) -> dict[tuple[int, int], dict[str, list[float | None]]]:
     """Return (iteration, sample id) -> name -> one number per response token.
 
-    wanted: (iteration, sample id) to look for; those without numbers are absent from the result
+    Only names of NUMBERS. wanted: (iteration, sample id) to look for; those without numbers are
+    absent from the result. Damaged files are read up to the damage.
     """
     found = {}
     for file in token_files(run / "samples_tokens"):
@@ -174,9 +175,9 @@ def _short(value: Any) -> float | None:
 
 
 def _shorten_text(value: Any) -> str:
-    """Return at most MAX_TEXT characters of a text; control characters are escaped.
+    """Return the first MAX_TEXT characters of a value's text; control characters are escaped.
 
-    What is cut off is replaced by its number of characters.
+    If some were cut off, " [N more characters]" follows.
     """
     text = value if isinstance(value, str) else str(value)
     more = len(text) - MAX_TEXT

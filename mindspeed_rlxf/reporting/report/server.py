@@ -56,7 +56,7 @@ class LiveRun:
         return make_page(self._open().name, {}, live=True).encode("utf-8", "backslashreplace")
 
     def part(self, name: str) -> bytes:
-        """Return the data `main` or `samples` as compressed JSON, made anew if `version` has changed.
+        """Return the data `main` or `samples` as compressed JSON; make it anew if `version` changed.
 
         Only one thread makes it; others wait and get the same bytes.
         """
