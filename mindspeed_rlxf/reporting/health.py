@@ -261,9 +261,10 @@ def measure_growing_gap(history: History) -> Reading | None:
 
 
 def measure_lagging_rank(history: History) -> Reading | None:
-    """Ill if the same rank was by far the slowest of a phase for 10 iterations in a row.
+    """Ill if the same rank was by far the slowest of a phase LAG_ITERATIONS times in a row.
 
-    None if no phase of several ranks was measured yet.
+    Reads the phase with the longest row; its value is the mean skew in it. None if no phase of
+    several ranks was measured yet.
     """
     if not history.lagging:
         return None

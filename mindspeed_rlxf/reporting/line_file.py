@@ -61,7 +61,10 @@ class LineFile:
         return self.path.exists() or bool(self._parts())
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with their line ends, oldest first; a kill may have cut the last one."""
+        """Yield all lines with their line ends, oldest first; a kill may have cut the last one.
+
+        Nothing if there is no file. Damaged parts raise OSError, EOFError or zlib.error.
+        """
         files = [*self._parts().values(), *([self.path] if self.path.exists() else [])]
         for file in files:
             with _open(file) as stream:
@@ -172,7 +175,10 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _uncompressed_size(part: Path) -> int:
-    """Return the uncompressed bytes of a part; of a compressed one modulo 4 GiB, from its last bytes."""
+    """Return the uncompressed bytes of a part.
+
+    Of a compressed part the size in its last bytes, which is modulo 4 GiB.
+    """
     if part.suffix != ".gz":
         return part.stat().st_size
     with open_file(part, "rb") as stream:

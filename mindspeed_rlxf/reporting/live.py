@@ -72,7 +72,7 @@ class LiveConsole(Console):
         super().note(text)
 
     def close(self) -> None:
-        """Print unfinished lines, stop redrawing, and restore stdout, stderr and the lines of PHASES.
+        """Print unfinished lines, stop redrawing, and restore stdout, stderr and `PHASES.write`.
 
         Later calls do nothing.
         """
@@ -161,7 +161,10 @@ class View:
         return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
 
     def _progress(self, width: int) -> Text:
-        """Return a bar of the iterations done, with the time passed and left."""
+        """Return a bar of the iterations done, their percentage, and the time passed and left.
+
+        The time passed is that since the view began.
+        """
         passed = time.monotonic() - self._began
         text = f" {self.iteration / self.total:4.0%}  {_format_clock(passed)} passed"
         text += f"  {self._left} left" if self._left else ""
@@ -201,7 +204,8 @@ class View:
     def _phases(self, width: int) -> list[Text]:
         """Return two lines: a coloured bar of an iteration's longest phases, and its legend.
 
-        Validation, saving and the sending of weights are not in the bar.
+        The legend has their shares of the iteration. Validation, saving and the sending of weights
+        are left out; without times the lines have no phases.
         """
         whole = self.metrics.get("timing/all", 0.0)
         found = {

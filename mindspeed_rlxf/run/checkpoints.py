@@ -383,7 +383,10 @@ class RunCheckpoints:
             )
 
     def _cut_token_files(self, iteration: int) -> None:
-        """Remove the lines of later iterations from the token logs, on each host that has some."""
+        """Remove the lines of iterations after `iteration` from the token logs.
+
+        The process that writes cuts those of its host; hosts with their own disks cut theirs.
+        """
         folder = self.directory.samples_tokens
         if self.writes:
             cut_token_files(folder, iteration)

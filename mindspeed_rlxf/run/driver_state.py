@@ -95,7 +95,10 @@ def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeC
 
 
 def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Return a problem if the run has checkpoints and all are damaged; [] otherwise."""
+    """Return [problem] if the run has checkpoints and all are damaged; [] otherwise.
+
+    [] too with `training.new_run`, which does not resume.
+    """
     if not directory.is_used or config.training.new_run:
         return []
     whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))
@@ -207,7 +210,7 @@ def find_removed_samples(directory: RunDirectory, positions: dict[str, int]) -> 
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
-    """Fsync each line file; return file name -> bytes, with compressed older parts.
+    """Fsync each line file; return file name -> bytes, uncompressed, of the file and older parts.
 
     Missing files are left out.
     """
@@ -218,7 +221,7 @@ def line_positions(directory: RunDirectory) -> dict[str, int]:
 
 
 def _line_files(directory: RunDirectory) -> list[LineFile]:
-    """List the files of the driver to which the run appends lines.
+    """Return the files of the driver to which the run appends lines, whether they exist or not.
 
     They are those of metrics, health, samples, validation samples and consumed prompts.
     """

@@ -73,7 +73,7 @@ class HostParts:
     def _on_each(
         self, servers: Mapping[str, HostAgent], function: Function, *args: Any
     ) -> dict[str, Any]:
-        """Call the function on each host, wait, and return key of the host -> result."""
+        """Call the function on all these hosts at once, wait, and return key of the host -> result."""
         found = call_each(list(servers.values()), function, *args, timeout_s=self.timeout_s)
         return dict(zip(servers, found, strict=True))
 
@@ -92,16 +92,16 @@ class HostParts:
         self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
 
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
-        """Let each host add the driver's files to its hidden folder, and rename it (`commit_part`).
+        """Let each host with its own disk add the driver's files to its hidden folder, and publish it.
 
-        The driver's own folder is not touched.
+        See `commit_part`. The driver's own folder is not touched.
         texts: path -> contents of the driver's files; mode: their permission bits
         """
         arguments = self.store.folder, manifest.to_json(), texts, mode
         self._on_each(self._apart, host_files.commit_part, *arguments)
 
     def prune(self) -> None:
-        """Remove checkpoints that the driver's folder does not have from hosts with their own disks."""
+        """On hosts with their own disks, remove checkpoints that the driver's folder does not have."""
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 

@@ -204,6 +204,7 @@ class Recorder:
     ) -> None:
         """Fetch the texts of the first `logging.samples` samples, and append them to a sample file.
 
+        Does nothing if `logging.samples` is 0.
         sources: data source of each sample
         about:   more fields of each sample of a validation, written to val_samples.jsonl; None =
                  samples of training

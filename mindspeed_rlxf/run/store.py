@@ -42,7 +42,7 @@ class Checkpoint:
     iteration: int
 
     def read(self) -> Manifest:
-        """Read the manifest and compare the sizes of its files; return it.
+        """Read and return the manifest, after checking the sizes of the files that it lists.
 
         Contents are not read, and files of other hosts are ignored. Raises ValueError where the
         manifest is damaged or of another iteration, or a file is missing or of another size.
@@ -236,7 +236,7 @@ class RunStore:
                 _discard(folder)
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None where no file says so."""
+        """Return the iteration whose weights were exported; None if its file is absent or unreadable."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):

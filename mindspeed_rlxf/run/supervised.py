@@ -50,7 +50,7 @@ def read_supervision() -> tuple[int, str, str] | None:
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """Return the facts in a JSON file; {} where it cannot be read or is no object."""
+    """Return the facts in a JSON file; {} where it is absent, cannot be read or is no object."""
     try:
         found = read_json(file)
     except (OSError, ValueError):

@@ -67,7 +67,10 @@ class Collected:
         )
 
     def score_report(self) -> ScoreReport:
-        """Wait for the scores; return those of the kept samples with their parts and failures."""
+        """Wait for the scores; return those of the kept samples with their parts and failures.
+
+        Parts and failures are [] if there were none; answers are left out.
+        """
         reports = [report for batch in self.batches for report in batch.scored.result()]
         return ScoreReport(
             self._chosen(report.scores for report in reports),
@@ -153,7 +156,7 @@ class Collector:
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
-        """Return metrics of `filter_groups`, {} without it.
+        """Return `rollout/gen_batches` and `rollout/alike_groups`; {} without `filter_groups`.
 
         The number of generated batches, and of prompts kept although their scores are all equal.
         """

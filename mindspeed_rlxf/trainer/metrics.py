@@ -77,7 +77,8 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
     """Return the mean score and parts of each data source, as `train/<data source>/<name>`.
 
     sources: data source of each sample
-    Failed samples are left out; a part's mean is over the samples that have it.
+    Failed samples are left out, and so is a source that has no others; a part's mean is over the
+    samples that have it.
     """
     values: dict[str, list[float]] = {}
     failures = report.failures or [None] * len(report.scores)

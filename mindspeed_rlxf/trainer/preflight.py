@@ -71,7 +71,8 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
 
-    Writes nothing; may run a program in the sandbox. Errors: UserError with all problems.
+    Writes nothing; may run a program in the sandbox. Errors: UserError with all problems; without a
+    tokenizer with those found so far and missing files of prompts.
     """
     directory = RunDirectory.choose(config)
     problems = [

@@ -63,7 +63,11 @@ class PromptSource:
         return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
     def next_prompts(self) -> Prompts:
-        """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt."""
+        """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt.
+
+        Takes a batch that `read_ahead` has drawn, if there is one. Numbers the samples, and adds
+        the prompts to those that `pop_consumed` returns.
+        """
         drawn, self._ahead = self._ahead or self._draw(), None
         self._taken += drawn.indices
         chosen = [prompt for prompt in drawn.prompts for _ in range(self.n_samples_per_prompt)]

@@ -53,7 +53,7 @@ def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> di
 
 
 def _seconds_by_rank(replies: Sequence[Reply]) -> dict[int, float]:
-    """Return rank -> seconds of all its replies."""
+    """Return rank -> sum of the seconds of its replies."""
     found: dict[int, float] = defaultdict(float)
     for reply in replies:
         found[reply.rank] += reply.seconds

@@ -34,8 +34,8 @@ class Scored:
     def is_right(self, pass_score: float | None) -> bool:
         """Return whether the response counts as right: score >= pass_score.
 
-        pass_score: None = the accuracy part, or without one the score, is above 0
-        A NaN score is not right.
+        pass_score: None = whether the accuracy part, or without one the score, is above 0
+        False where the compared value is NaN.
         """
         if pass_score is not None:
             return self.score >= pass_score

@@ -71,7 +71,7 @@ class Change:
 
 
 def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
-    """Return (iteration, value) of a validation metric.
+    """Return (iteration, value) of a validation metric; iterations without it are left out.
 
     metric: a name below `val/<data_source>/`, averaged over the data sources; or a whole name
     """
@@ -182,7 +182,8 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
 def milestones(curve: Curve) -> tuple[int, int] | None:
     """Return the first iterations with half and nine tenths of the rise to the best value.
 
-    None = the curve does not rise.
+    The rise is from the first value. None if it is not over SMALL of the larger absolute value.
+    The curve must not be empty.
     """
     first, best = curve[0][1], max(value for _, value in curve)
     if best - first <= SMALL * max(abs(best), abs(first)):

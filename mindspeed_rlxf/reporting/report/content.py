@@ -124,9 +124,9 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
 
 
 def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a row {file, key, before, after} per key that a later configuration changed.
+    """Return a row {file, key, before, after} per key that differs from the configuration before.
 
-    A key that is missing in one of the two files has the value None there.
+    file: the later one. A key that is missing in one of the two files has the value None there.
     """
     found = []
     for (_, before), (name, after) in itertools.pairwise(configs):

@@ -44,7 +44,11 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_iterations(run: Path) -> list[Iteration]:
-    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged."""
+    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged.
+
+    Of a metric in several lines the last value counts. Values that are no finite number become
+    None.
+    """
     found: dict[int, Iteration] = {}
     for record in read_records(run / "metrics.jsonl"):
         number, values = record.get("iteration"), record.get("metrics")

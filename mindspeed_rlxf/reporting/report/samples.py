@@ -131,7 +131,7 @@ def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _prompt_of(sample: dict[str, Any]) -> int:
-    """Return the number of a sample's prompt, or of the sample if it has none; 0 if not whole."""
+    """Return the sample's `prompt_id`, or without one its `sample_id`; 0 if that is no integer."""
     number = sample.get("prompt_id", sample.get("sample_id"))
     return number if isinstance(number, int) else 0
 

@@ -56,9 +56,10 @@ class LiveRun:
         return make_page(self._open().name, {}, live=True).encode("utf-8", "backslashreplace")
 
     def part(self, name: str) -> bytes:
-        """Return the data `main` or `samples` as compressed JSON; make it anew if `version` changed.
+        """Return the data `main` or `samples` as compressed JSON, of the present `version`.
 
-        Only one thread makes it; others wait and get the same bytes.
+        Makes it only if the version has changed since; of several threads one makes it, and the
+        others wait and get the same bytes.
         """
         with self._lock:  # one request makes it, the others wait for it
             version = self.version()
