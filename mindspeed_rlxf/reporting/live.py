@@ -87,7 +87,10 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _print(self, line: str) -> None:
-        """Print a line above the view, or as it is once the view is closed; warnings are yellow."""
+        """Print a line above the view, or as it is once the view is closed; warnings are yellow.
+
+        Control characters are replaced, and tabs expanded to 4 columns.
+        """
         text = Text(printable(line).expandtabs(4))
         if line.split("] ", 1)[-1].startswith(WARNING):
             text.stylize("yellow")
@@ -132,7 +135,11 @@ class View:
             yield line
 
     def lines(self, width: int) -> list[Text]:
-        """Return the lines of the view, for a terminal of `width` columns."""
+        """Return the lines of the view, for a terminal of `width` columns.
+
+        Title and progress only if the run's length is known, metrics only once there are some; the
+        phase always.
+        """
         lines = [self._headline(width), self._progress(width)] if self.total else []
         if self.metrics:
             lines += [

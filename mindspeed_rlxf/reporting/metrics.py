@@ -172,7 +172,10 @@ class SampleWriter(_JsonLines):
 
 
 def _null_non_finite(value: Any) -> Any:
-    """Return a copy with None instead of NaN and infinite numbers, also inside dictionaries."""
+    """Return a copy with None instead of NaN and infinite numbers, also inside dictionaries.
+
+    Lists stay as they are.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

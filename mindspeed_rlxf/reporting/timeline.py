@@ -141,7 +141,7 @@ def _append_offset(stream: IO[bytes]) -> int:
     """Return the offset at which new events go: that of TAIL, which closes the list of events.
 
     If TAIL is missing, because a write was cut off: the end of the last whole event, or 0 (write
-    the file anew) if the last LONGER_THAN_AN_EVENT bytes hold no BETWEEN.
+    the file anew) if the last LONGER_THAN_AN_EVENT bytes lack the separator BETWEEN.
     """
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)

@@ -206,7 +206,10 @@ class _Sender:
             )
 
     def _read_last(self) -> int:
-        """Read the highest iteration that an earlier start recorded in its file; -1 = none."""
+        """Return the highest iteration that an earlier start recorded in its file.
+
+        -1 if there is none or the file cannot be read.
+        """
         with contextlib.suppress(OSError), open_file(self._file, "r", encoding="ascii") as stream:
             numbers = [int(line) for line in stream.read().split() if line.isdigit()]
             return max(numbers, default=-1)

@@ -57,7 +57,10 @@ class RunCheckpoints:
         writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """writes: False on all but the first rank of torchrun, which then write no driver files"""
+        """prompts_digest: `hash_prompts` of this run, which a resumed checkpoint must have
+        writes: False on all but the first rank of torchrun, which then write no driver files
+        clock:  seconds, for saves by time
+        """
         self.config, self.directory, self.writes = config, directory, writes
         self.store = RunStore(directory.checkpoints)
         self.prompts_digest = prompts_digest

@@ -104,7 +104,7 @@ class RunDirectory:
         lock.release(self.path)
 
     def release(self) -> None:
-        """Unlock the folder; if metrics.jsonl is empty, first remove it and the config files."""
+        """Unlock the folder; first remove the config files and metrics.jsonl if that is empty or absent."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in (self.config, *self._find_later_configs().values()):
@@ -113,10 +113,10 @@ class RunDirectory:
 
     @classmethod
     def check(cls, config: RunConfig) -> list[Problem]:
-        """Return the problem that keeps this command from using the folder; [] if there is none.
+        """Return [the problem that keeps this command from using the folder `choose`]; [] for none.
 
-        It is another run, a live run, no right to write, or a FIFO, socket or device in the folder.
-        Writes nothing.
+        It is a run that cannot be resumed, a live run, no right to write, or a FIFO, socket or
+        device in the folder. Writes nothing.
         """
         directory = cls.choose(config)
         if directory.path.is_dir() and (found := folder_problem(directory.path)):

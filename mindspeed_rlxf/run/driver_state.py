@@ -37,9 +37,10 @@ class WholeCheckpoint:
 def find_whole_checkpoints(
     config: RunConfig, store: RunStore
 ) -> tuple[list[WholeCheckpoint], list[str]]:
-    """Return (checkpoints whose files have the right sizes, newest first; a line per damaged one).
+    """Return (whole checkpoints, newest first; a line per damaged one).
 
-    Hashes only the driver's files; the hosts of the roles hash the roles' files later.
+    Whole: all files have their sizes, no trained role lacks files, and the driver's files have
+    their hashes and can be read. The hosts of the roles hash the roles' files later.
     """
     whole, problems = [], []
     parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
@@ -156,8 +157,9 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 def hash_prompts(
     prompts: Sequence[Prompt], eos_token_ids: Sequence[int], reads_extra_info: bool = False
 ) -> str:
-    """Return the SHA-256 (hex) of a run's prompts: token ids, ground truths, data sources, and EOS.
+    """Return the SHA-256 (hex) of a run's prompts, in order, and of its EOS, in any order.
 
+    Of a prompt: token ids, ground truth and data source.
     reads_extra_info: also hash the other columns of the rows, which reward functions get
     """
     found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())

@@ -110,9 +110,10 @@ def find_present(folder: Path, entries: Sequence[Entry]) -> list[int]:
 
 
 def find_unsafe_file(folder: Path) -> str:
-    """Return why a pickled file below the folder is damaged or has more than data; "" for none.
+    """Return why the first bad pickled file below the folder is damaged or has more than data.
 
-    Only sharded checkpoints of older versions of the package have pickled files.
+    The text names this host; "" if there is none. Only sharded checkpoints of older versions of the
+    package have pickled files.
     """
     try:
         for name in (METADATA, COMMON):

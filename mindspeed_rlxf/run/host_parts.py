@@ -56,7 +56,8 @@ class HostParts:
     def _map_shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
         """Map each host outside the driver's folder to the first host that shares its own folder.
 
-        Hosts are given by their keys. Each host writes a mark file, and lists those that it sees.
+        A host that shares it with no other is mapped to itself. Keys of hosts stand for them; the
+        first is the smallest key. Each host writes a mark file, and lists those that it sees.
         """
         apart = {key: server for key, server in servers.items() if key != DRIVER}
         names = {
@@ -73,7 +74,10 @@ class HostParts:
     def _on_each(
         self, servers: Mapping[str, HostAgent], function: Function, *args: Any
     ) -> dict[str, Any]:
-        """Call the function on all these hosts at once, wait, and return key of the host -> result."""
+        """Call the function on all these hosts at once, and wait.
+
+        Returns key of the host -> result.
+        """
         found = call_each(list(servers.values()), function, *args, timeout_s=self.timeout_s)
         return dict(zip(servers, found, strict=True))
 
@@ -92,7 +96,7 @@ class HostParts:
         self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
 
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
-        """Let each host with its own disk add the driver's files to its hidden folder, and publish it.
+        """Let each host with its own disk add the driver's files to its part, and publish it.
 
         See `commit_part`. The driver's own folder is not touched.
         texts: path -> contents of the driver's files; mode: their permission bits
@@ -101,7 +105,10 @@ class HostParts:
         self._on_each(self._apart, host_files.commit_part, *arguments)
 
     def prune(self) -> None:
-        """On hosts with their own disks, remove checkpoints that the driver's folder does not have."""
+        """Remove checkpoints that the driver's folder does not have from the other hosts.
+
+        These are the hosts with their own disks.
+        """
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 

@@ -47,6 +47,7 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
     """Return each run's folder, name, state, and function that splits responses into tokens.
 
     split: that function for all runs; None = of each run's own tokenizer, where it can be loaded
+           (`load_split`), else None
     Raises UserError that lists the folders without an iteration.
     """
     if problems := [found for run in runs if (found := find_problem(run))]:

@@ -118,7 +118,10 @@ class StopRequest:
 
     @property
     def save_s(self) -> float:
-        """Predicted seconds of a save: the longest so far, else half an iteration, else 0."""
+        """Predicted seconds of a save: the longest of the last ones, else half an iteration, else 0.
+
+        Half of the median iteration.
+        """
         if self._saves:
             return max(self._saves)
         return statistics.median(self._iterations) / 2 if self._iterations else 0.0

@@ -236,7 +236,7 @@ class RunStore:
                 _discard(folder)
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None if its file is absent or unreadable."""
+        """Return the iteration whose weights were exported; None if the file is absent or damaged."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):

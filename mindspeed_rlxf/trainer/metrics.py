@@ -90,7 +90,10 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
 
 
 def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
-    """Return the share of prompts whose responses all score the same; {} for group_size 1."""
+    """Return `rollout/equal_score_groups`, the share of prompts whose responses all score the same.
+
+    {} for group_size 1.
+    """
     if group_size == 1:
         return {}
     groups = len(scores) // group_size
@@ -159,10 +162,10 @@ def throughput_metrics(
 def flops_metrics(
     flops: float, seconds: float, num_devices: int, peak_flops: float | None
 ) -> dict[str, float]:
-    """Return teraFLOP/s per device, and `mfu`, their share of the device's peak.
+    """Return `throughput/tflops_per_device` and `throughput/mfu`, its share of the device's peak.
 
-    flops:      operations of the iteration on all devices
-    peak_flops: operations per second that one device can do; None = unknown, then no `mfu`
+    flops:      operations of the iteration on all devices; seconds: of the iteration
+    peak_flops: operations per second that one device can do; None or 0 = unknown, then no mfu
     """
     rate = flops / seconds / num_devices
     metrics = {"throughput/tflops_per_device": rate / 1e12}

@@ -200,7 +200,10 @@ class PpoTrainer:
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
     ) -> dict[str, float]:
-        """Wait for the calls; return metrics of times, memory, idle shares, tokens and FLOPs."""
+        """Wait for the calls; return metrics of times, memory, idle shares, tokens and FLOPs.
+
+        all_s: seconds of the iteration (`timing/all`). MFU only with bf16 and a known device.
+        """
         reports, updates = collected.generate_reports(), "update_actor" in phases
         flops = iteration_flops(self.config, reports, collected.responses(), updates)
         peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None

@@ -371,7 +371,10 @@ def _find_unscored_sources(reward: RewardConfig, validated: Sequence[Prompt]) ->
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Return a problem if `best_metric` names a data source that no validation prompt has."""
+    """Return [problem] if `best_metric` names a data source that no validation prompt has.
+
+    [] otherwise, and where it names no source or there are no validation prompts.
+    """
     metric = config.validation.best_metric
     source = metric.removeprefix("val/").rpartition("/")[0]
     known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))

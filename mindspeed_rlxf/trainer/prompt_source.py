@@ -94,7 +94,10 @@ class PromptSource:
         return ConsumedPrompts(first, self.n_samples_per_prompt, indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last returned batch; a batch read ahead does not count."""
+        """Return {"sampler", "next_sample_id"}: the position after the last returned batch.
+
+        A batch read ahead does not count.
+        """
         sampler = self._ahead.sampler if self._ahead else self.sampler.state_dict()
         return {"sampler": sampler, "next_sample_id": self._next_sample_id}
 

@@ -63,9 +63,9 @@ class Run:
     def __init__(
         self, config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None
     ) -> None:
-        """Start nothing yet.
+        """Start nothing yet; the exit code is that of success.
 
-        find_peak: name of a device -> peak FLOP/s, for `throughput/mfu`
+        find_peak: name of a device -> peak FLOP/s, for `throughput/mfu`; None = unknown
         """
         training = config.training
         self.config, self.prepared, self.find_peak = config, prepared, find_peak

@@ -139,9 +139,9 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[s
 
 
 def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence: at which temperature validation and training decode, and if they differ.
+    """Yield one sentence: at which temperature or greedily validation and training decode.
 
-    Nothing is yielded if a key is absent.
+    It adds if they differ. Nothing is yielded if one of their four keys is absent.
     """
     modes = []
     for section in ("validation", "actor_rollout"):

@@ -94,7 +94,11 @@ def replay(iterations: Sequence[Iteration], kl_limit: float) -> tuple[Health, li
 
 
 def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
-    """Yield a check of each metric that has a healthy range and values in the last iterations."""
+    """Yield a check of each metric that has a healthy range, by name, on its mean at the end.
+
+    The mean is of the last LATELY iterations of training; metrics without a value there are left
+    out. Also counts the values of all iterations that are out of the range, and has the worst.
+    """
     trained = [each for each in iterations if each.number > 0]
     lately = trained[-LATELY:]
     means = _mean_values(lately)
@@ -149,7 +153,7 @@ def _numbers(iterations: Sequence[Iteration]) -> Check:
 
 
 def _distance(metric: Metric, value: float) -> float:
-    """Return how far a value that is outside the healthy range is from it."""
+    """Return how far a value that is outside the healthy range is from its nearest end."""
     low, high = metric.healthy or (None, None)
     return max(low - value if low is not None else 0.0, value - high if high is not None else 0.0)
 

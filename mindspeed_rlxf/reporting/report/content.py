@@ -111,9 +111,9 @@ def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each of one or more different paths: its last parts, as few as suffice.
+    """Return a name for each of one or more different paths: its last parts joined by "/".
 
-    Control characters are replaced.
+    All have the same number of parts, as few as make them differ. Control characters are replaced.
     """
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):

@@ -99,7 +99,7 @@ def read_token_numbers(
 
 
 def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `limit` records at equal distances, and the number of all records."""
+    """Return at most `limit` records of the file at equal distances, and the number of all records."""
     kept: list[dict[str, Any]] = []
     stride, count = 1, 0
     for record in read_records(file):

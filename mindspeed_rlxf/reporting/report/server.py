@@ -34,7 +34,7 @@ class LiveRun:
     """Makes the page and its data; data is made again only if the files of the run have changed."""
 
     def __init__(self, open_run: Callable[[], RunFolder], max_samples: int) -> None:
-        """open_run: returns the run with its present state"""
+        """open_run: returns the run with its present state; max_samples: of the page"""
         self._open, self._max_samples = open_run, max_samples
         self._made: dict[str, tuple[str, bytes]] = {}  # part -> version, bytes
         self._lock = threading.Lock()
