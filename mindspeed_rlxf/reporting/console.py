@@ -126,7 +126,7 @@ class QuietConsole(Console):
         """Print nothing."""
 
     def note(self, text: str) -> None:
-        """Print the text if it is a warning."""
+        """Print the text if it starts with WARNING; ignore it otherwise."""
         if text.startswith(WARNING):
             super().note(text)
 

@@ -219,7 +219,10 @@ def _row(*cells: str) -> str:
 
 
 def _quote_keys(cells: tuple[str, ...]) -> Iterator[str]:
-    """Yield the cells with keys of the configuration in backticks; keep cells with backticks."""
+    """Yield the cells with dotted keys, `a.b` or `a.b=c`, put in backticks.
+
+    A cell with a backtick stays as it is.
+    """
     for cell in cells:
         yield (
             cell

@@ -123,7 +123,7 @@ class Timeline:
 def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
     """Append events to the JSON list in a file, which is created if absent and stays valid JSON.
 
-    Bytes of an event that a kill left incomplete are overwritten.
+    Bytes of an event that a kill left incomplete are overwritten. Does nothing without events.
     """
     new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
     if not new:

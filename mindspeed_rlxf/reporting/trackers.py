@@ -197,7 +197,7 @@ class _Sender:
             self._count_lost(_describe(error))
 
     def _count_lost(self, why: str, count: int = 1) -> None:
-        """Count `count` lost iterations, and warn the first time; `why` "" = no warning."""
+        """Add `count` to the lost iterations, and warn of `why`, unless it is "" or it has warned."""
         self.lost += count
         if why and not self._has_warned:
             self._has_warned = True

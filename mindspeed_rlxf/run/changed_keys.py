@@ -104,7 +104,11 @@ def _find_rule(field: FieldInfo | None) -> Resume:
 
 
 def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the schema's field for a key of the YAML; None for an unknown key."""
+    """Return the schema's field for a key of the YAML; None for an unknown key.
+
+    Handles `model.<name>.<field>`, settings in `resource_pool`, and in a role's section the fields
+    of the optimizer and of the model.
+    """
     section, *rest = path
     if section == "model" and len(rest) == 2:
         return ArchitectureConfig.model_fields.get(rest[1])
@@ -120,7 +124,7 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path inside nested models; for an entry of a dict, the dict's field.
+    """Return the field at a path inside nested models; below a dict or another value, its own field.
 
     None for an unknown name.
     """

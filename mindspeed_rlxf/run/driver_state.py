@@ -187,8 +187,8 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
 def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
     """Return a text on the first line file that is unreadable or shorter than at the checkpoint.
 
-    "" if there is none. Sample files that were removed do not count.
-    positions: file name -> bytes at the checkpoint
+    "" if there is none. Sample files that were removed whole do not count.
+    positions: file name -> bytes at the checkpoint; 0 for files that are not in it
     """
     cleared = find_removed_samples(directory, positions)
     for file in _line_files(directory):

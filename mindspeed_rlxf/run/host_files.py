@@ -149,8 +149,10 @@ def read_chunk(file: Path, offset: int) -> bytes:
 def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> str:
     """Write a chunk of a file to a partial file; after the last one, fsync, check and rename it.
 
-    token: 16 random hex digits, the same for all chunks of the file
+    token: 16 random hex digits, the same for all chunks of the file; the chunk at offset 0 removes
+           the partial files of other tokens
     Returns a text if the complete file differs from its manifest entry, and removes it; else "".
+    "" too, without writing, for a later chunk of a file that has its final name already.
     """
     file = folder / entry["path"]
     file.parent.mkdir(parents=True, exist_ok=True)

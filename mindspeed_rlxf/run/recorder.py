@@ -41,8 +41,9 @@ class Recorder:
     def __init__(
         self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
     ) -> None:
-        """Open the files, read the metrics of a resumed run, start trackers and the console.
+        """Open the files, replay the metrics of a resumed run, start trackers and the console.
 
+        Discards calls recorded by an earlier run of this process.
         writes: False on all but the first rank of torchrun, which then write nowhere
         """
         self.tokenizer = tokenizer
@@ -160,7 +161,8 @@ class Recorder:
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
         """Write phases of the driver and recorded calls to ranks to the timeline.
 
-        Takes the spans of `cluster.spans`, so the next call has only later ones.
+        Takes the spans of `cluster.spans`, so the next call has only later ones. Does nothing with
+        `writes` False.
         driver: phase -> (start in seconds of the epoch, seconds)
         """
         if self._timeline is None:
@@ -169,8 +171,9 @@ class Recorder:
         self._timeline.write(iteration, own + spans.take_all())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
-        """Return which samples of this iteration the ranks log token by token; None for none.
+        """Return which samples of this iteration the ranks log token by token.
 
+        None without `logging.sample_tokens`, or if there are none.
         sample_ids: of all samples of the iteration, in order; the first `logging.samples` count
         """
         chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])
@@ -241,7 +244,7 @@ class Recorder:
 
 
 def _kl_limit(config: RunConfig) -> float:
-    """Return the KL per token above which the health rules report a runaway."""
+    """Return the KL, in nats per token, above which the health rules report a runaway."""
     control = config.algorithm.kl_ctrl
     return runaway_limit(control.type is KlControl.ADAPTIVE, control.target_kl)
 

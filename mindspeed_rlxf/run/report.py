@@ -30,11 +30,11 @@ def write_report(
     tokenizer: Any = None,
     mode: int | None = PRIVATE,
 ) -> int:
-    """Write one HTML report of several runs to `file`; return its size in bytes.
+    """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
 
     tokenizer: of all runs; None = each run's own, where it can be loaded
     mode:      permission bits of the file, None = by umask
-    Raises UserError for a folder that is no run, and OSError.
+    Raises UserError for folders that have no iteration, and OSError.
     """
     split = None if tokenizer is None else TokenPieces(tokenizer)
     folders = open_runs(runs, split)
@@ -79,9 +79,9 @@ def find_problem(run: Path) -> Problem | None:
 def find_state(run: Path) -> str:
     """Return the state of a run: "running", "failed", "finished" or "stopped".
 
-    running = another process has the lock; failed = there is a failure.json; finished = the weights
-    of the last iteration were exported; stopped = none of these. Where this user cannot open the
-    lock, the run counts as not running.
+    The first that fits: running = another process has the lock; failed = there is a failure.json;
+    finished = the weights of the last iteration were exported; stopped = none of these. Where this
+    user cannot open the lock, the run counts as not running.
     """
     directory = RunDirectory(run.absolute())
     if lock.is_locked(directory.path):

@@ -118,9 +118,9 @@ class StopRequest:
 
     @property
     def save_s(self) -> float:
-        """Predicted seconds of a save: the longest of the last ones, else half an iteration, else 0.
+        """Predicted seconds of a save: the longest of the last ones.
 
-        Half of the median iteration.
+        Before the first save, half the median iteration; 0 before the first iteration has ended.
         """
         if self._saves:
             return max(self._saves)

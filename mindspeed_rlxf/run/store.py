@@ -211,7 +211,8 @@ class RunStore:
     def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> None:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
-        Looks at the disk, so that checkpoints from before a restart count.
+        `best`: iterations. Looks at the disk, so that checkpoints from before a restart count. See
+        `keep` for those set aside.
         """
         found = [checkpoint.iteration for checkpoint in self.newest_first()]
         multiples = [n for n in found if keep_every and n % keep_every == 0]
@@ -236,7 +237,7 @@ class RunStore:
                 _discard(folder)
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None if the file is absent or damaged."""
+        """Return the iteration whose weights were exported; None if no readable file says so."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):

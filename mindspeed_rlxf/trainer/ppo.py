@@ -219,8 +219,10 @@ class PpoTrainer:
 
     @property
     def _num_devices(self) -> int:
-        """Number of devices of all pools. Pools of a local runtime are the same processes and count
-        once."""
+        """Number of devices of all pools; with a local runtime, of the largest pool.
+
+        There, pools are the same processes and count once.
+        """
         sizes = [sum(processes) for processes in self.config.resource_pool.values()]
         return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
 

@@ -309,8 +309,8 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
 def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[Problem]:
     """Return a problem if fixed responses do not belong to the prompts that the run will draw.
 
-    A resumed run is checked from its newest checkpoint on, unless its data or seed have changed,
-    which is reported on resuming.
+    [] without fixed responses or prompts. A resumed run is checked from its newest checkpoint on,
+    unless its data or seed have changed, which is reported on resuming.
     """
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []

@@ -40,7 +40,9 @@ class PromptSource:
         n_samples_per_prompt: int,
         fixed: FixedResponses | None = None,
     ) -> None:
-        """fixed: responses to use instead of generating them; None = generate"""
+        """sampler: draws indices of `prompts`; it is advanced
+        fixed: responses to use instead of generating them; None = generate
+        """
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
@@ -85,7 +87,7 @@ class PromptSource:
         return Ahead(before, indices, [self.prompts[i] for i in indices])
 
     def pop_consumed(self) -> ConsumedPrompts:
-        """Return the prompts that `next_prompts` drew since `pop_consumed` was last called.
+        """Return the prompts that `next_prompts` returned since `pop_consumed` was last called.
 
         They are given as indices, with the id of their first sample and the samples per prompt.
         """

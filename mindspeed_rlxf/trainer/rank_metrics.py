@@ -42,6 +42,7 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
 def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
     """Wait for the calls; return `idle/<pool>`: share of the iteration in which ranks ran no call.
 
+    The mean of the pool's ranks, limited to 0 to 1; 1 for a pool without calls.
     sizes:   pool -> number of ranks
     seconds: of the iteration
     """

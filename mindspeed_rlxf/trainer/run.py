@@ -299,7 +299,8 @@ def training(
     """Start the workers, build the roles, and yield a trainer, resumed from the newest checkpoint.
 
     writes: whether this process writes the files of the run
-    stop:   decides after each iteration whether `fit` raises Stopped
+    stop:   decides after each iteration whether `fit` raises Stopped; None = a new one without
+            time limit
     When the block ends without an error, exports the final weights and marks the run as finished.
     After an error it does neither.
     """

@@ -205,7 +205,11 @@ def smooth(curve: Curve) -> Curve:
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
-    """Answer which role takes most of the run's time, with its phases and the other roles."""
+    """Answer which role takes most of the run's time, with its phases and the other roles.
+
+    Times are shares of `wall_seconds`; roles below half a percent count as the rest. "not measured"
+    without times.
+    """
     question = "Which role takes the time?"
     sums = {name: sum(_or_zero(i.metrics.get(f"timing/{name}")) for i in iterations)
             for names in (*PHASES.values(), ("all",)) for name in names}  # fmt: skip
@@ -232,7 +236,10 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
-    """Return the seconds of all iterations with their validations and saves."""
+    """Return the sum of the seconds of all iterations, with their validations and saves.
+
+    An iteration without `timing/all` counts with its `time_s`, unless it is iteration 0.
+    """
     names = ("timing/val", "timing/save")
     return sum(
         sum(_or_zero(each.metrics.get(n)) for n in names)

@@ -87,7 +87,7 @@ def read_kl_limit(config: Mapping[str, Any]) -> float:
 
 
 def replay(iterations: Sequence[Iteration], kl_limit: float) -> tuple[Health, list[Finding]]:
-    """Apply the health rules to the metrics of training; return their state and all findings."""
+    """Apply the health rules to iterations from 1 on; return (their state, all findings in order)."""
     health = Health(kl_limit=kl_limit)
     trained = (each for each in iterations if each.number > 0)
     return health, [f for each in trained for f in health.check(each.number, each.metrics)]

@@ -68,7 +68,10 @@ def _health_findings(
 
 
 def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding per metric that was NaN or infinite, with the first such iteration."""
+    """Yield a finding of level "bad" per metric that was NaN or infinite, with its first iteration.
+
+    The text has the number of such iterations.
+    """
     first: dict[str, int] = {}
     counts: dict[str, int] = {}
     for each in iterations:
@@ -88,7 +91,7 @@ def _slow_stretches(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding per metric whose mean at the end is outside its healthy range."""
+    """Yield a finding of level "watch" per metric whose mean at the end is out of its healthy range."""
     for each in check_ranges(iterations):
         if each.is_found:
             low, high = each.metric.healthy or (None, None)

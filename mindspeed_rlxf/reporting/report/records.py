@@ -77,7 +77,11 @@ def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value."""
+    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value.
+
+    prefix: put before each key with a dot, "" = none. {} for a value that is no mapping, without a
+    prefix.
+    """
     if not isinstance(value, dict) or (prefix and not value):
         return {prefix: value} if prefix else {}
     parts = (flatten(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())

@@ -69,7 +69,8 @@ def cut_for_page(
 ) -> list[dict[str, Any]]:
     """Return the samples in the form that the page reads, with short names and shortened texts.
 
-    split: None = no tokens and no numbers; every: one in `every` training samples has its numbers
+    Training samples come first. split: None = no tokens and no numbers; every: one in `every`
+    training samples has its tokens and numbers, validation samples have none
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = read_token_numbers(run, wanted) if split else {}
@@ -99,7 +100,10 @@ def read_token_numbers(
 
 
 def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `limit` records of the file at equal distances, and the number of all records."""
+    """Return at most `limit` records of a file, and the number of all its records.
+
+    The chosen ones are at equal distances, in their order.
+    """
     kept: list[dict[str, Any]] = []
     stride, count = 1, 0
     for record in read_records(file):
@@ -114,9 +118,10 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return all responses to prompts at equal distances, and the number of responses in the file.
+    """Return all responses to evenly chosen prompts, and the number of responses in the file.
 
-    At most 4 * limit responses are returned.
+    The prompts are those whose number is a multiple of the smallest power of two with which at most
+    4 * limit responses remain.
     """
     kept: list[dict[str, Any]] = []
     step, count = 1, 0

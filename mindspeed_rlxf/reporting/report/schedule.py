@@ -21,16 +21,17 @@ Event = dict[str, Any]
 
 
 def read_schedules(run: Path) -> dict[str, Any]:
-    """Return spans in the form that the page reads.
+    """Return the spans of the run's timeline in the form that the page reads.
 
-    At most MAX_ITERATIONS iterations, MAX_SPANS spans of all iterations and MAX_LANES lanes; other
-    spans are left out, so the list of an iteration may be empty.
+    At most MAX_ITERATIONS iterations, the first MAX_SPANS spans of all iterations and MAX_LANES
+    lanes; other spans are left out, so the list of an iteration may be empty.
 
-    lanes:      texts, `pool, role, rank`
+    lanes:      texts, `pool, role rank`, or DRIVER
     names:      names of spans
     seen:       number of iterations in the timeline
-    iterations: iteration -> [[lane, name, is a wait, start, length], ...]; lane and name are
-                indices, times are ms since the iteration's first span
+    iterations: iteration as text -> [[lane, name, 1 for a wait else 0, start, length], ...]; lane
+    and
+                name are indices, times are ms, start from the iteration's first span
     """
     by_iteration, labels = _read_events(run / "timeline")
     lanes, names = _Numbers(), _Numbers()
