@@ -161,10 +161,10 @@ def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Co
 
 
 def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
-    """Make a console of the mode: quiet, short, line or live.
+    """Make a console of the mode: quiet, short, one line per iteration, or live.
 
-    A live view needs a terminal that can move its cursor, and one rank only: else, a console of
-    full lines is made for it.
+    A live view needs a terminal that can move its cursor, and one rank only; otherwise one line per
+    iteration is printed.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone

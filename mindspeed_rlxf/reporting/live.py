@@ -137,8 +137,8 @@ class View:
     def lines(self, width: int) -> list[Text]:
         """Return the lines of the view, for a terminal of `width` columns.
 
-        Title and progress only if the run's length is known, metrics only once there are some; the
-        phase always.
+        Title and progress come only after `begin`, metrics only after the first iteration; the last
+        line is always that of the phase.
         """
         lines = [self._headline(width), self._progress(width)] if self.total else []
         if self.metrics:

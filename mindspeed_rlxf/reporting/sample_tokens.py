@@ -36,8 +36,9 @@ class TokenWriter:
         self._file = LineFile(folder / f"rank_{rank:05d}.jsonl", limit)
 
     def write(self, iteration: int, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
-        """Append one line per sample; then compress the file if it is full. Nothing without samples.
+        """Append one line per sample; then compress the file if it is full.
 
+        Does nothing without samples.
         samples: sample id -> name -> one number per token
         Makes the folder if needed. Ends a line that a killed process left incomplete.
         """

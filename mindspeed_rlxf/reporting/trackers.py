@@ -197,7 +197,10 @@ class _Sender:
             self._count_lost(_describe(error))
 
     def _count_lost(self, why: str, count: int = 1) -> None:
-        """Add `count` to the lost iterations, and warn of `why`, unless it is "" or it has warned."""
+        """Add `count` to the lost iterations, and print a warning with `why`.
+
+        No warning if `why` is "", or if this has warned before.
+        """
         self.lost += count
         if why and not self._has_warned:
             self._has_warned = True

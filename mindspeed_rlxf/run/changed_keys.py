@@ -124,9 +124,9 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path inside nested models; below a dict or another value, its own field.
+    """Return the field at a path inside nested models; None for an unknown name.
 
-    None for an unknown name.
+    Below a field that is no model, such as a dict, that field.
     """
     field = model.model_fields.get(path[0])
     if field is None or len(path) == 1:

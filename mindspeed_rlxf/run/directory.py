@@ -104,7 +104,10 @@ class RunDirectory:
         lock.release(self.path)
 
     def release(self) -> None:
-        """Unlock the folder; if metrics.jsonl is empty or absent, first remove it and the config files."""
+        """Unlock the folder; first remove the config files if metrics.jsonl is empty or absent.
+
+        An empty metrics.jsonl is removed with them.
+        """
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in (self.config, *self._find_later_configs().values()):

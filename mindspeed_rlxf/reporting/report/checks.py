@@ -87,7 +87,10 @@ def read_kl_limit(config: Mapping[str, Any]) -> float:
 
 
 def replay(iterations: Sequence[Iteration], kl_limit: float) -> tuple[Health, list[Finding]]:
-    """Apply the health rules to iterations from 1 on; return (their state, all findings in order)."""
+    """Apply the health rules to iterations from 1 on.
+
+    Returns (the state of the rules, all findings in order).
+    """
     health = Health(kl_limit=kl_limit)
     trained = (each for each in iterations if each.number > 0)
     return health, [f for each in trained for f in health.check(each.number, each.metrics)]

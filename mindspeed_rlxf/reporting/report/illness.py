@@ -91,7 +91,10 @@ def _slow_stretches(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding of level "watch" per metric whose mean at the end is out of its healthy range."""
+    """Yield a finding of level "watch" per metric whose mean at the end is not in its healthy range.
+
+    The mean is that of `check_ranges`.
+    """
     for each in check_ranges(iterations):
         if each.is_found:
             low, high = each.metric.healthy or (None, None)
