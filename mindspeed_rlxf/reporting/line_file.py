@@ -47,7 +47,7 @@ class LineFile:
 
         In bytes; 0 if there are none.
         """
-        parts = sum(_uncompressed_size(part) for part in self._parts().values())
+        parts = sum(_uncompressed_size(part) for part in self._find_parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
     def sync(self) -> None:
@@ -58,14 +58,14 @@ class LineFile:
 
     def exists(self) -> bool:
         """Whether the file or a compressed part of it exists."""
-        return self.path.exists() or bool(self._parts())
+        return self.path.exists() or bool(self._find_parts())
 
     def lines(self) -> Iterator[bytes]:
         """Yield all lines with their line ends, oldest first; a kill may have cut the last one.
 
         Nothing if there is no file. Damaged parts raise OSError, EOFError or zlib.error.
         """
-        files = [*self._parts().values(), *([self.path] if self.path.exists() else [])]
+        files = [*self._find_parts().values(), *([self.path] if self.path.exists() else [])]
         for file in files:
             with _open(file) as stream:
                 yield from stream
@@ -84,7 +84,7 @@ class LineFile:
                 f"{found}; put it back with its parts, or start a new run"
             )
         kept = position
-        parts = list(self._parts().values())
+        parts = list(self._find_parts().values())
         while parts and kept >= _uncompressed_size(parts[0]):
             kept -= _uncompressed_size(parts.pop(0))
         if self.path.exists():
@@ -92,7 +92,7 @@ class LineFile:
         for part in reversed(parts[1:]):
             part.unlink()
         if parts:
-            self._restore(parts[0], kept)
+            self._restore_part(parts[0], kept)
 
     def rotate(self) -> bool:
         """Compress the file as a new part if it has reached the limit; return whether it had.
@@ -102,13 +102,13 @@ class LineFile:
         if not self.limit or not self.path.exists() or self.path.stat().st_size < self.limit:
             return False
         self._compress_parts()
-        number = max(self._parts(), default=0) + 1
+        number = max(self._find_parts(), default=0) + 1
         self.path.rename(self._part(number))
         sync_folder(self.path.parent)
         self._compress_parts()
         return True
 
-    def _parts(self) -> dict[int, Path]:
+    def _find_parts(self) -> dict[int, Path]:
         """Return number -> file of the older parts, by number, which is oldest first.
 
         If a number has a plain and a compressed file, the compressed one.
@@ -125,13 +125,13 @@ class LineFile:
 
     def _compress_parts(self) -> None:
         """Compress the parts that are not compressed yet, and remove their plain files."""
-        for number, part in self._parts().items():
+        for number, part in self._find_parts().items():
             plain = self._part(number)
             if part == plain:
-                _compress(plain)
+                _compress_file(plain)
             plain.unlink(missing_ok=True)
 
-    def _restore(self, part: Path, kept: int) -> None:
+    def _restore_part(self, part: Path, kept: int) -> None:
         """Append the first `kept` uncompressed bytes of a part to the file, and delete the part.
 
         Raises UserError, and keeps the part, if it is damaged.
@@ -149,7 +149,7 @@ class LineFile:
         part.unlink()
 
 
-def _compress(plain: Path) -> None:
+def _compress_file(plain: Path) -> None:
     """Compress `plain` to `plain.gz`, which appears only when it is complete; `plain` stays."""
     final = plain.with_name(f"{plain.name}.gz")
     for left in find_hidden_files(final):

@@ -140,11 +140,11 @@ class View:
         Title and progress come only after `begin`, metrics only after the first iteration; the last
         line is always that of the phase.
         """
-        lines = [self._headline(width), self._progress(width)] if self.total else []
+        lines = [self._format_headline(width), self._format_progress(width)] if self.total else []
         if self.metrics:
             lines += [
-                self._curve("score", "critic/score/mean", self._validation(), width),
-                self._curve("KL", "critic/kl", self._facts(
+                self._format_curve("score", "critic/score/mean", self._validation(), width),
+                self._format_curve("KL", "critic/kl", self._facts(
                     ("coefficient", "critic/kl_coeff"), ("entropy", "actor/entropy")), width),
                 _line("length", self._facts(("mean", "response_length/mean"),
                       ("median", "response_length/p50"), ("p90", "response_length/p90"),
@@ -156,18 +156,18 @@ class View:
                 _line("speed", self._facts(("tokens/s", "throughput/tokens_per_s"),
                       ("per device", "throughput/tokens_per_s_per_device"),
                       ("MFU", "throughput/mfu"), ("s/iteration", "timing/all"))),
-                *self._phases(width),
-                _line("memory", self._memory()),
+                *self._format_phases(width),
+                _line("memory", self._format_memory()),
             ]  # fmt: skip
         return [*lines, self._phase_line(width)]
 
-    def _headline(self, width: int) -> Text:
+    def _format_headline(self, width: int) -> Text:
         """Return a line with the title and the iteration; a long title loses its start."""
         right = f"iteration {self.iteration} / {self.total}"
         title = self.title[-max(width - len(right) - 2, 0) :]
         return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
 
-    def _progress(self, width: int) -> Text:
+    def _format_progress(self, width: int) -> Text:
         """Return a bar of the iterations done, their percentage, and the time passed and left.
 
         The time passed is that since the view began.
@@ -175,9 +175,9 @@ class View:
         passed = time.monotonic() - self._began
         text = f" {self.iteration / self.total:4.0%}  {_format_clock(passed)} passed"
         text += f"  {self._left} left" if self._left else ""
-        return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
+        return Text.assemble(_draw_bar(self.iteration / self.total, width - len(text)), text)
 
-    def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
+    def _format_curve(self, label: str, name: str, facts: str, width: int) -> Text:
         """Return a line: label, last value of metric `name`, its curve, and `facts`.
 
         The curve has 8 to 60 characters, so that the line fits `width` if possible. Before the
@@ -208,7 +208,7 @@ class View:
             if name in self.metrics
         )
 
-    def _phases(self, width: int) -> list[Text]:
+    def _format_phases(self, width: int) -> list[Text]:
         """Return two lines: a coloured bar of an iteration's longest phases, and its legend.
 
         The legend has their shares of the iteration. Validation, saving and the sending of weights
@@ -231,7 +231,7 @@ class View:
                 legend.append("■ ", colour).append(entry)
         return [bar, legend]
 
-    def _memory(self) -> str:
+    def _format_memory(self) -> str:
         """Return the largest memory peak with its phase, and the idle share of each pool.
 
         "-" in place of the peak if no memory was measured; without idle shares only the peak.
@@ -257,7 +257,7 @@ class View:
         text = f" {printable(str(phase))}{warned}"
         if phase.share is None:
             return _line("now", text.strip())
-        bar = _bar(phase.share, max(min(30, width - LABEL - len(text)), 0))
+        bar = _draw_bar(phase.share, max(min(30, width - LABEL - len(text)), 0))
         return Text.assemble((f"{'now':<{LABEL}}", "dim"), bar, text)
 
 
@@ -319,7 +319,7 @@ def _line(label: str, text: str) -> Text:
     return Text.assemble((f"{label:<{LABEL}}", "dim"), text)
 
 
-def _bar(share: float, width: int) -> Text:
+def _draw_bar(share: float, width: int) -> Text:
     """Draw a bar of `width` characters, of which `share`, limited to 0 to 1, is filled."""
     filled = round(min(max(share, 0.0), 1.0) * max(width, 0))
     return Text.assemble(("━" * filled, "cyan"), ("━" * (max(width, 0) - filled), "bright_black"))

@@ -59,9 +59,9 @@ class _JsonLines:
         limit: size in bytes from which `_rotate` compresses the file; 0 = never
         """
         self._file, self._mode = LineFile(file, limit), mode
-        self._stream = self._open()
+        self._stream = self._open_stream()
 
-    def _open(self) -> TextIO:
+    def _open_stream(self) -> TextIO:
         """Open the file for appending as UTF-8, with the permission bits `mode` if it is new.
 
         A lone surrogate is written as `\\udXXX`. The null device can be opened too.
@@ -81,7 +81,7 @@ class _JsonLines:
         """Compress the file and begin a new one if its size has reached the limit."""
         if self._file.rotate():
             self._stream.close()
-            self._stream = self._open()
+            self._stream = self._open_stream()
 
     def close(self) -> None:
         self._stream.close()

@@ -84,7 +84,7 @@ class Timeline:
             if span.rank < MOST_RANKS
             for event in (*self._name_events(span), self._event(span, iteration))
         ]
-        _append(file, events, self._mode)
+        _append_events(file, events, self._mode)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
         """Return the trace event of a span."""
@@ -120,7 +120,7 @@ class Timeline:
         return self._roles.setdefault(span.role, len(self._roles)) * MOST_RANKS + span.rank
 
 
-def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
+def _append_events(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
     """Append events to the JSON list in a file, which is created if absent and stays valid JSON.
 
     Bytes of an event that a kill left incomplete are overwritten. Does nothing without events.

@@ -165,17 +165,19 @@ class _Sender:
         try:
             tracker = self._registered.factory(self._run)
         except BaseException as error:  # libraries raise SystemExit too
-            self._count_lost(_describe(error), 0)
+            self._count_lost(_describe_error(error), 0)
         while (item := self._queue.get()) is not None:
-            self._send(tracker, *item)
+            self._send_iteration(tracker, *item)
             self._queue.task_done()
         if tracker is not None:
             try:
                 tracker.finish()
             except BaseException as error:
-                self._count_lost(_describe(error), 0)
+                self._count_lost(_describe_error(error), 0)
 
-    def _send(self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]) -> None:
+    def _send_iteration(
+        self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
+    ) -> None:
         """Pass an iteration to the tracker, and append its number to the file of sent iterations.
 
         Does nothing for numbers up to the last one sent. A tracker that rewinds keeps no file. Any
@@ -194,7 +196,7 @@ class _Sender:
                 with open_file(self._file, "a", self._mode, encoding="ascii") as stream:
                     stream.write(f"{iteration}\n")
         except BaseException as error:
-            self._count_lost(_describe(error))
+            self._count_lost(_describe_error(error))
 
     def _count_lost(self, why: str, count: int = 1) -> None:
         """Add `count` to the lost iterations, and print a warning with `why`.
@@ -219,7 +221,7 @@ class _Sender:
         return -1
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return type and message of an error on one line of at most 300 characters.
 
     Forms of secrets become `***`.

@@ -47,7 +47,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     variables are masked. With `reward.allow_changed_function` in `now`, a changed text of a reward
     function has the rule "free".
     """
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(_iterate_leaves(before)), dict(_iterate_leaves(now))
     found = []
     for path in [*new, *(path for path in old if path not in new)]:
         was, will = old.get(path, ABSENT), new.get(path, ABSENT)
@@ -83,14 +83,14 @@ def _without_hashes(entries: Any) -> Any:
     return [{**entry, "sha256": None} for entry in entries]
 
 
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (path of keys, value) of each leaf of nested dicts; an empty dict is a leaf.
 
     A leaf at the top (empty `path`) is not yielded. Keys become texts.
     """
     if isinstance(tree, dict) and tree:
         for name, item in tree.items():
-            yield from _leaves(item, (*path, str(name)))
+            yield from _iterate_leaves(item, (*path, str(name)))
     elif path:
         yield path, tree
 

@@ -212,7 +212,7 @@ class RunCheckpoints:
             self.store.clear_unfinished()
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
         for found in whole:
-            loaded = self._load(found)
+            loaded = self._check_and_load(found)
             if loaded.problem:
                 problems.append(loaded.problem)
                 continue
@@ -229,7 +229,7 @@ class RunCheckpoints:
         self._cut_token_files(0)
         return None
 
-    def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
+    def _check_and_load(self, found: driver_state.WholeCheckpoint) -> Loaded:
         """Check all files of a checkpoint and load it into the roles.
 
         `problem` of the result says why it cannot be resumed from: a damaged file, or a line file

@@ -169,7 +169,7 @@ class RunStore:
     def clear_unfinished(self) -> None:
         """Remove all hidden files and folders: unfinished and half-removed checkpoints."""
         for leftover in self.folder.glob(".*"):
-            _discard(leftover)
+            _remove_path(leftover)
 
     def commit(self, manifest: Manifest) -> Path:
         """Publish a checkpoint: write the manifest, rename the hidden folder, update the pointer.
@@ -204,7 +204,7 @@ class RunStore:
         """Rename a checkpoint to NAME.unused, replacing an older one; return the new path."""
         aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
-            _discard(aside)
+            _remove_path(aside)
         os.replace(checkpoint.path, aside)
         return aside
 
@@ -229,12 +229,12 @@ class RunStore:
                 # Renamed first, so that a half-removed folder never has a checkpoint's name.
                 going = self.folder / f".{checkpoint.path.name}.removed"
                 os.replace(checkpoint.path, going)
-                _discard(going)
+                _remove_path(going)
         oldest = min((c.iteration for c in self.newest_first()[:2]), default=0)
         for folder in self.folder.glob(f"*{UNUSED}"):
             match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
             if match and int(match[1]) < oldest:
-                _discard(folder)
+                _remove_path(folder)
 
     def exported(self) -> int | None:
         """Return the iteration whose weights were exported; None if no readable file says so."""
@@ -250,7 +250,7 @@ class RunStore:
         (self.folder / EXPORTED).unlink(missing_ok=True)
 
 
-def _discard(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     """Remove a folder, a file or a link, but not the target of a link; raise OSError if absent."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -111,7 +111,7 @@ class PpoTrainer:
                 **{f"update_{role}": update for role, update in updates.items()},
             }
             phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
-            self._finish(measured, collected, phases, time.monotonic() - started)
+            self._finish_iteration(measured, collected, phases, time.monotonic() - started)
         self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
@@ -140,7 +140,7 @@ class PpoTrainer:
         )
         return (self.critic or self.actor).make_experience(inputs)
 
-    def _finish(
+    def _finish_iteration(
         self,
         measured: dict[str, float],
         collected: Collected,

@@ -112,7 +112,7 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
         seconds, whole = means.get(f"timing/{phase}", 0.0), means.get(TIME, 0.0)
         values = [v for _, v in curve_of(trained, name)]
         outside = [v for v in values if not metric.is_healthy(v)]
-        worst = max(outside, key=functools.partial(_distance, metric), default=None)
+        worst = max(outside, key=functools.partial(_measure_distance, metric), default=None)
         yield RangeCheck(
             name, metric, lately[0].number, mean, len(lately), len(outside), len(values), worst,
             phase == name or seconds >= LAG_SHARE * whole,
@@ -155,7 +155,7 @@ def _numbers(iterations: Sequence[Iteration]) -> Check:
     )  # fmt: skip
 
 
-def _distance(metric: Metric, value: float) -> float:
+def _measure_distance(metric: Metric, value: float) -> float:
     """Return how far a value that is outside the healthy range is from its nearest end."""
     low, high = metric.healthy or (None, None)
     return max(low - value if low is not None else 0.0, value - high if high is not None else 0.0)

@@ -78,7 +78,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
         "schedules": read_schedules(run.path),
         "config": config,
         "unused": find_unused(config),
-        "changes": _changes(configs),
+        "changes": _list_changes(configs),
         "environment": environment,
         "checkpoints": checkpoints,
         "failures": failures,
@@ -123,7 +123,7 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
     return [printable(str(path)) for path in full]
 
 
-def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def _list_changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return a row {file, key, before, after} per key that differs from the configuration before.
 
     file: the later one. A key that is missing in one of the two files has the value None there.

@@ -28,16 +28,16 @@ def find_illnesses(
     their ranges, in this order within a level. kl_limit: nats per token
     """
     found = [
-        *_failures(failures),
+        *_failure_findings(failures),
         *_health_findings(run, iterations, kl_limit),
-        *_slow_stretches(iterations),
-        *_not_finite(iterations),
-        *_out_of_range(iterations),
+        *_slowness_findings(iterations),
+        *_non_finite_findings(iterations),
+        *_range_findings(iterations),
     ]
     return sorted(found, key=lambda finding: finding["level"])  # "bad" comes before "watch"
 
 
-def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _failure_findings(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield a finding per failure: bad for the one that ended the run, watch for restarted ones."""
     for failure in failures:
         when, ends = failure.get("iteration"), bool(failure.get("last"))
@@ -67,7 +67,7 @@ def _health_findings(
         yield _finding("watch" if over else "bad", began, text, str(event.get("remedy", "")))
 
 
-def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+def _non_finite_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
     """Yield a finding of level "bad" per metric that was NaN or infinite, with its first iteration.
 
     The text has the number of such iterations.
@@ -84,14 +84,14 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
         yield _finding("bad", first[name], text, "look at the first of them; training.nan_policy")
 
 
-def _slow_stretches(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+def _slowness_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
     """Yield a finding of level "watch" per stretch of slow iterations, with what explains it."""
     for each in find_slow_stretches(iterations):
         yield _finding("watch", each.first, each.text, explain(iterations, each))
 
 
-def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding of level "watch" per metric whose mean at the end is not in its healthy range.
+def _range_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+    """Yield a finding of level "watch" per metric whose mean at the end is out of its range.
 
     The mean is that of `check_ranges`.
     """

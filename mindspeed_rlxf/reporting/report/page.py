@@ -103,7 +103,7 @@ def pack(value: Any) -> bytes:
     NaN and infinity become null, a lone surrogate `\\udXXX`, a value that JSON lacks its text.
     """
     text = json.dumps(
-        _finite(value),
+        _replace_non_finite(value),
         ensure_ascii=False,
         allow_nan=False,
         separators=(",", ":"),
@@ -112,7 +112,7 @@ def pack(value: Any) -> bytes:
     return gzip.compress(text.encode("utf-8", "backslashreplace"), LEVEL, mtime=0)
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """Return a copy with None instead of NaN and infinite numbers, at any depth.
 
     Tuples become lists, and keys of dicts texts.
@@ -120,8 +120,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): _replace_non_finite(item) for key, item in value.items()}
+    return (
+        [_replace_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 def _hash(text: str) -> str:

@@ -77,7 +77,7 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
     spans: dict[int, list[Event]] = defaultdict(list)
     pools: dict[int, str] = {}
     threads: dict[tuple[int, int], str] = {}
-    for event in _events(folder):
+    for event in _iterate_events(folder):
         args = event["args"]
         if event["ph"] == "M" and event["name"] == "process_name":
             pools[event["pid"]] = str(args["name"])
@@ -92,7 +92,7 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
     return spans, labels
 
 
-def _events(folder: Path) -> Iterator[Event]:
+def _iterate_events(folder: Path) -> Iterator[Event]:
     """Yield the spans and the names of pools and ranks in all files of the timeline.
 
     Lines that cannot be read, or lack a field, are skipped.

@@ -77,7 +77,7 @@ def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
     before = [i for i in iterations if 0 < i.number < stretch.first]
     last = stretch.last if stretch.last is not None else iterations[-1].number
     during = [i for i in iterations if stretch.first <= i.number <= last]
-    ratios = dict(_ratios(before, during))
+    ratios = dict(_compare_phases(before, during))
     slower = {name: ratio for name, ratio in ratios.items() if ratio > SLOW}
     if slower and len(slower) == len(ratios):
         return (
@@ -89,7 +89,7 @@ def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
     return start + "compare response_length/, memory/ and skew/ with this time"
 
 
-def _ratios(
+def _compare_phases(
     before: Sequence[Iteration], during: Sequence[Iteration]
 ) -> Iterator[tuple[str, float]]:
     """Yield (phase, median of its times in `during` / median in `before`), sorted by phase.
