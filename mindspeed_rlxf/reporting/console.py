@@ -73,7 +73,7 @@ class Console:
         self.note(" | ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print the text with the time before it."""
+        """Print the text with date and time in brackets before it."""
         self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
 
     def warn_once(self, what: str, text: str) -> None:

@@ -343,9 +343,9 @@ LIMITS: dict[HealthRule, str] = {
 
 
 def runaway_limit(adapts: bool, target: float) -> float:
-    """Return the KL per token, in nats, that counts as a runaway.
+    """Return the KL per token, in nats, that counts as a runaway: KL_LIMIT.
 
-    adapts: the KL coefficient adapts to `target`; then twice the target if that is over KL_LIMIT
+    If the KL coefficient adapts to `target` (`adapts`), twice the target where that is larger.
     """
     return max(KL_LIMIT, 2.0 * target) if adapts else KL_LIMIT
 

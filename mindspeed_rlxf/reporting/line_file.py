@@ -57,7 +57,7 @@ class LineFile:
                 os.fsync(stream.fileno())
 
     def exists(self) -> bool:
-        """Whether the file or a compressed part of it exists."""
+        """Whether the file or an older part of it exists, compressed or not."""
         return self.path.exists() or bool(self._find_parts())
 
     def lines(self) -> Iterator[bytes]:

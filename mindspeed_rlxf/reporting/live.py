@@ -201,7 +201,10 @@ class View:
         return f"validation {format_short(score)} (iteration {iteration})"
 
     def _facts(self, *named: tuple[str, str]) -> str:
-        """Return `label number ...` for the (label, metric) pairs whose metric exists."""
+        """Return `label number` for the (label, metric) pairs whose metric exists.
+
+        They are two spaces apart; "" if no metric exists.
+        """
         return "  ".join(
             f"{label} {_show(name, self.metrics[name])}"
             for label, name in named

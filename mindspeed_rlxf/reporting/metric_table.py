@@ -205,9 +205,9 @@ def tables() -> str:
 
 
 def replace_tables(text: str) -> str:
-    """Return the document with all text after its line `MARK`, which it must have, made anew.
+    """Return the document up to its line `MARK`, followed by the tables of all metrics.
 
-    New are the tables of all metrics.
+    The document must have that line; the text after it is dropped.
     """
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"

@@ -47,7 +47,7 @@ class Span:
 
     @property
     def role(self) -> str:
-        """Return the name up to its dot; "" for the driver's own work."""
+        """Return the name up to its first dot, or the whole name; "" for the driver's own work."""
         return "" if self.pool == DRIVER else self.name.partition(".")[0]
 
 
@@ -87,7 +87,10 @@ class Timeline:
         _append_events(file, events, self._mode)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
-        """Return the trace event of a span."""
+        """Return the trace event of a span, with times in microseconds.
+
+        The span's pool must have been named (`_name_events`).
+        """
         return {
             "name": span.name,
             "cat": span.kind or span.name.partition(".")[0],

@@ -122,7 +122,7 @@ class RunCheckpoints:
     ) -> None:
         """Add the driver's state and publish the checkpoint; `async_save` leaves both to `settle`.
 
-        Fsyncs the line files, whose lengths now the checkpoint contains.
+        Fsyncs the line files; their lengths become part of the state.
         score: value of `validation.best_metric`, None = not validated
         note:  prints a line for the user
         """

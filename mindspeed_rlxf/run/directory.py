@@ -62,7 +62,7 @@ class RunDirectory:
 
     @property
     def is_used(self) -> bool:
-        """Whether a run has written here."""
+        """Whether config.yaml or metrics.jsonl exists, so that a run has written here."""
         return self.config.exists() or self.metrics.exists()
 
     @classmethod

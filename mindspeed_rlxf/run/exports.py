@@ -25,7 +25,8 @@ def export_weights(
 ) -> None:
     """Write Hugging Face and Megatron folders of each role's weights; wait until they are written.
 
-    `writes` removes existing folders first; False on all but the first rank of torchrun.
+    writes: whether this process first removes existing folders; False on all but the first rank of
+            torchrun
     """
     pending = []
     for role, group in trained.items():

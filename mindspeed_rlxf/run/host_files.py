@@ -64,12 +64,15 @@ def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
 
 
 def write_mark(store: Path, name: str) -> None:
-    """Write an empty file, a mark `name`, for other hosts that share this folder (`read_marks`)."""
+    """Write an empty file, a mark, for other hosts that share this folder (`read_marks`).
+
+    Its name is MARK and then `name`.
+    """
     write_text(store / f"{MARK}{name}", "")
 
 
 def read_marks(store: Path) -> list[str]:
-    """Return the names of the marks in this folder, sorted."""
+    """Return the names of the marks in this folder without MARK, sorted; [] for none."""
     return sorted(path.name.removeprefix(MARK) for path in store.glob(f"{MARK}*"))
 
 
@@ -100,7 +103,7 @@ def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int 
 
 
 def keep_parts(store: Path, iterations: Sequence[int]) -> None:
-    """Remove all checkpoints of this host except those of `iterations`."""
+    """Remove all checkpoints of this host except those of `iterations` (`RunStore.keep`)."""
     RunStore(store).keep(iterations)
 
 

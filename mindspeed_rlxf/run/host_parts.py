@@ -21,7 +21,7 @@ from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import HOST, Entry
 
 DRIVER = ""  # the key of every host that sees the driver's folder
-Held = Mapping[str, set[int]]  # which files each folder has
+Present = Mapping[str, set[int]]  # which files each folder has
 """Key of a host -> indices of the manifest entries whose files it has."""
 
 
@@ -121,14 +121,14 @@ class HostParts:
         found: list[str] = []
         for name, agents in self.roles.items():
             folder, entries = checkpoint.path / name, manifest.part(name)
-            held = self._find_held(folder, entries)
+            present = self._find_present(folder, entries)
             wanted = sorted({self._key[_key_of(self.views[agent])] for agent in agents})
-            lost = [e for i, e in enumerate(entries) if not any(i in h for h in held.values())]
+            lost = [e for i, e in enumerate(entries) if not any(i in h for h in present.values())]
             if lost:
                 return self._report_lost(checkpoint, name, lost)
             for key in wanted:
-                for place in sorted(set(range(len(entries))) - held[key]):
-                    if problem := self._copy_file(folder, entries[place], place, held, key):
+                for index in sorted(set(range(len(entries))) - present[key]):
+                    if problem := self._copy_file(folder, entries[index], index, present, key):
                         found.append(f"{name}/{problem}")
             if not found:  # the scan needs all files of the role
                 servers = {key: self._servers[key] for key in wanted}
@@ -136,14 +136,14 @@ class HostParts:
                 found += [problem for problem in scans.values() if problem]
         return "; ".join(found)
 
-    def _find_held(self, folder: Path, entries: list[Entry]) -> Held:
+    def _find_present(self, folder: Path, entries: list[Entry]) -> Present:
         """Return key of a host -> indices of the entries whose files it has.
 
         Only the driver's host (key DRIVER) and those that do not see its folder.
         """
         found = self._on_each(self._apart, host_files.find_present, folder, entries)
         found[DRIVER] = host_files.find_present(folder, entries)
-        return {key: set(places) for key, places in found.items()}
+        return {key: set(indices) for key, indices in found.items()}
 
     def _report_lost(self, checkpoint: Checkpoint, name: str, lost: list[Entry]) -> str:
         """Return a text that names the first file that no host has, and the number of the others.
@@ -165,13 +165,15 @@ class HostParts:
             )
         )
 
-    def _copy_file(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file in chunks to the host `target` from the first host, by name, that has it.
+    def _copy_file(
+        self, folder: Path, entry: Entry, index: int, present: Present, target: str
+    ) -> str:
+        """Copy one file in chunks to the host `target` from the first host, by key, that has it.
 
-        place: index of `entry` in the manifest; held: host -> indices of the files that it has
         Returns what is wrong with the complete copy on `target`, "" if nothing.
+        index: of `entry` in the manifest; present: key of a host -> indices of its files
         """
-        source = min(key for key, places in held.items() if place in places)
+        source = min(key for key, indices in present.items() if index in indices)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)
         for offset in range(0, max(1, entry["size"]), CHUNK_BYTES):
             file = folder / entry["path"]

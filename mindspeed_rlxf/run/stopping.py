@@ -113,7 +113,10 @@ class StopRequest:
 
     @property
     def under_way(self) -> int:
-        """Number of the iteration in progress, its save included; 0 = none."""
+        """Number of the iteration in progress, or of the last one that ended, whose save may go on.
+
+        0 before the first iteration.
+        """
         return self.iteration + (self._since is not None)
 
     @property

@@ -99,7 +99,7 @@ class Manifest:
         return "; ".join(found[:3]) + more
 
     def to_json(self) -> str:
-        """Return the manifest as JSON text, with a hash of its own content."""
+        """Return the manifest as JSON text, with format version and a hash of all other content."""
         content = {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -259,7 +259,10 @@ def _remove_path(path: Path) -> None:
 
 
 def _are_entries(files: Any) -> bool:
-    """Whether a value is a list of manifest entries: path, size and sha256 of each file."""
+    """Whether a value is a list of dicts that have an integer `size`, a `path` and a `sha256`.
+
+    The types of the latter two are not checked.
+    """
     return isinstance(files, list) and all(
         isinstance(entry, dict)
         and type(entry.get("size")) is int

@@ -248,7 +248,7 @@ class Run:
     def _release_directory(self) -> None:
         """Unlock the run directory; if no metrics were written, remove its configuration first.
 
-        Does nothing if this process has not created or opened a directory.
+        Does nothing in a process that has no directory to write to.
         """
         if self._started:
             self._started.release()

@@ -101,7 +101,10 @@ def name_subject(config: Mapping[str, Any]) -> str:
 
 
 def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
-    """Map each key that has no effect to the `key=value` that disables it."""
+    """Return key -> the `key=value` of this configuration that disables it.
+
+    Looks at the switches in SWITCHES; one that the configuration lacks disables nothing.
+    """
     return {
         f"{section}.{name}": f"{section}.{switch}={str(config[f'{section}.{switch}']).lower()}"
         for section, switch, value, names in SWITCHES
@@ -113,7 +116,8 @@ def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
 def name_runs(paths: Sequence[Path]) -> list[str]:
     """Return a name for each of one or more different paths: its last parts joined by "/".
 
-    All have the same number of parts, as few as make them differ. Control characters are replaced.
+    The number of parts is the same for all, the smallest that makes the names differ; where none
+    does, the whole paths. Control characters are replaced.
     """
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):

@@ -175,7 +175,10 @@ def _make_entry(
 
 
 def _short(value: Any) -> float | None:
-    """Round a number to three digits, as the page only shows it as a colour; None for others."""
+    """Round a number to three significant digits, as the page only shows it as a colour.
+
+    None for what is no number.
+    """
     return float(f"{value:.3g}") if isinstance(value, (int, float)) else None
 
 

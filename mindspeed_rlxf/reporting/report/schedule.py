@@ -29,9 +29,8 @@ def read_schedules(run: Path) -> dict[str, Any]:
     lanes:      texts, `pool, role rank`, or DRIVER
     names:      names of spans
     seen:       number of iterations in the timeline
-    iterations: iteration as text -> [[lane, name, 1 for a wait else 0, start, length], ...]; lane
-    and
-                name are indices, times are ms, start from the iteration's first span
+    iterations: iteration as text -> [[lane, name, 1 for a wait else 0, start, length], ...]
+    Lane and name are indices; times are ms, the start from that of the iteration's first span.
     """
     by_iteration, labels = _read_events(run / "timeline")
     lanes, names = _Numbers(), _Numbers()
