@@ -174,8 +174,8 @@ class Measured(PpoTrainer):
             self.bytes_in += sum(len(self.ray.cloudpickle.dumps(each)) for each in replies)
         return replies
 
-    def _finish(self, *arguments: Any) -> None:
-        super()._finish(*arguments)
+    def _finish_iteration(self, *arguments: Any) -> None:
+        super()._finish_iteration(*arguments)
         self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
         self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
         self._bare_calls()

@@ -61,7 +61,10 @@ class Console:
         self._start_s, self._before = self._clock(), done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Print the metrics of a finished iteration. iteration: from 1"""
+        """Print a finished iteration: the chosen metrics that it has (`begin`), and the time left.
+
+        iteration: from 1
+        """
         parts = [f"iteration: {iteration} / {self._total}"]
         parts += [
             f"{name} : {format_number(metrics[name])}" for name in self._names if name in metrics
@@ -70,7 +73,7 @@ class Console:
         self.note(" | ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print the text with the time before it."""
+        """Print the text with date and time in brackets before it."""
         self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
 
     def warn_once(self, what: str, text: str) -> None:
@@ -83,7 +86,10 @@ class Console:
         """Do nothing; a live view stops here."""
 
     def time_left(self, iteration: int) -> timedelta:
-        """Estimate the time left, in whole seconds, from the mean of this process's iterations."""
+        """Estimate the time left, in whole seconds, from the mean of this process's iterations.
+
+        Before the first has ended, the time since `begin` counts as its duration.
+        """
         mean_s = (self._clock() - self._start_s) / max(iteration - self._before, 1)
         return timedelta(seconds=round(mean_s * (self._total - iteration)))
 
@@ -120,7 +126,7 @@ class QuietConsole(Console):
         """Print nothing."""
 
     def note(self, text: str) -> None:
-        """Print the text if it is a warning."""
+        """Print the text if it starts with WARNING; ignore it otherwise."""
         if text.startswith(WARNING):
             super().note(text)
 
@@ -155,10 +161,10 @@ def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Co
 
 
 def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
-    """Make a console of the mode.
+    """Make a console of the mode: quiet, short, one line per iteration, or live.
 
-    A live view needs a terminal that can move its cursor, and one rank only: else lines are
-    printed.
+    A live view needs a terminal that can move its cursor, and one rank only; otherwise one line per
+    iteration is printed.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
@@ -174,7 +180,10 @@ def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
 
 
 def use_utf8(stream: TextIO) -> None:
-    """Set a stream to UTF-8 whatever the locale; streams in memory stay as they are."""
+    """Set a stream to UTF-8 whatever the locale; streams in memory stay as they are.
+
+    What UTF-8 cannot encode is then written as an escape. A UTF-8 stream is not changed.
+    """
     if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", CODEC):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
@@ -190,9 +199,9 @@ def format_number(value: float) -> str:
 
 
 def format_short(value: float) -> str:
-    """Format in at most 8 characters: three significant digits, or all digits of whole thousands.
+    """Format in at most 8 characters: three significant digits, from 100 on whole with commas.
 
-    Below 1e-3 and from 1e6 on as 1.0e-06.
+    Below 1e-3 (but not 0) and from 1e6 on in the form 1.0e-06. The sign does not count.
     """
     if abs(value) >= 1e6 or (value != 0 and abs(value) < 1e-3):
         return f"{value:.1e}"

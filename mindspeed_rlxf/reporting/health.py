@@ -87,10 +87,10 @@ class History:
         self.lagging: dict[str, tuple[int, list[float]]] = {}  # phase -> rank, its skews in a row
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Add the metrics of an iteration; None and values that are not finite are skipped.
+        """Add the metrics of an iteration; watched metrics that are None or not finite are skipped.
 
-        A validation adds the mean of its scores, and that of the last BASELINE training scores.
-        Updates `lagging` too.
+        If there are validation scores, adds their mean, and the mean of the last BASELINE training
+        scores. Updates `lagging` too.
         """
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
@@ -115,10 +115,11 @@ class History:
         return self._values[name]
 
     def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
-        """Update `lagging`: phase -> (slowest rank, its skews in the last iterations in a row).
+        """Update `lagging`: phase -> (slowest rank, its skews in consecutive iterations).
 
-        The row begins anew when another rank is slowest; it is empty, with rank -1, while the skew
-        is small or the phase takes little time.
+        At most the last LAG_ITERATIONS skews, oldest first. They begin anew when another rank is
+        slowest. (-1, []) if the skew is below SKEW_LIMIT, or the phase takes less than LAG_SHARE of
+        the iteration.
         """
         whole = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():
@@ -151,9 +152,10 @@ VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at valida
 
 
 def measure_entropy_collapse(history: History) -> Reading | None:
-    """Ill if the mean entropy of the last 5 iterations is near 0 and far below its first values.
+    """Ill if the mean entropy of the last 5 iterations is below LOW_ENTROPY nats per token.
 
-    None if there are fewer than 5 values.
+    It must also be below ENTROPY_SHARE of the entropy at the start (`History.first`). None if there
+    are fewer than 5 values.
     """
     recent = history.last(ENTROPY, 5)
     if not recent:
@@ -167,7 +169,7 @@ def measure_entropy_collapse(history: History) -> Reading | None:
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
     """Ill if the KL to the reference is over the limit in each of the last 3 iterations.
 
-    limit: nats per token. None if there are fewer than 3 values.
+    The value read is their mean. limit: nats per token. None if there are fewer than 3 values.
     """
     recent = history.last(KL, 3)
     if not recent:
@@ -180,8 +182,9 @@ def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | N
 def measure_falling_validation(history: History) -> Reading | None:
     """Ill if the last 3 validations each got worse, while training scores rose.
 
-    The fall from the best validation must be at least a tenth of the range of all validations, and
-    of the best one's absolute value. None if there are fewer than 4 values of either score.
+    The fall from the best validation must be at least FALL (a share) of the range of all
+    validations, and of the best one's absolute value. Training scores are those at the first and
+    last of these four validations. None if there are fewer than 4 values of either score.
     """
     validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
     if not validated or not trained:
@@ -198,9 +201,9 @@ def measure_falling_validation(history: History) -> Reading | None:
 
 
 def measure_cut_responses(history: History) -> Reading | None:
-    """Ill if CUT_SHARE of the responses of the last 5 iterations reach the limit without EOS.
+    """Ill if the share of responses that reach the limit without EOS is CUT_SHARE or more.
 
-    None if there are fewer than 5 values.
+    The share is the mean of the last 5 iterations; None if there are fewer than 5 values.
     """
     recent = history.last(CUT, 5)
     if not recent:
@@ -224,9 +227,9 @@ def measure_idle_critic(history: History) -> Reading | None:
 
 
 def measure_equal_scores(history: History) -> Reading | None:
-    """Ill if nearly all prompts of the last 5 iterations have responses of equal score.
+    """Ill if the share of prompts with responses of equal score is EQUAL_SHARE or more.
 
-    None if there are fewer than 5 values.
+    The share is the mean of the last 5 iterations; None if there are fewer than 5 values.
     """
     recent = history.last(EQUAL, 5)
     if not recent:
@@ -240,10 +243,10 @@ def measure_equal_scores(history: History) -> Reading | None:
 
 
 def measure_growing_gap(history: History) -> Reading | None:
-    """Ill if log-probs of generation and training differ by over GAP_LIMIT nats (of 3 iterations).
+    """Ill if log-probs of generation and training differ by over GAP_LIMIT nats on average.
 
-    Also if they differ by over GAP_FLOOR, and by GAP_GROWTH times the first difference. The
-    difference is the median of the last 3 iterations; None if there are fewer.
+    Also if they differ by over GAP_FLOOR, and by over GAP_GROWTH times the gap at the start
+    (`History.first`). The gap is the median of the last 3 iterations; None if there are fewer.
     """
     recent = history.last(GAP, 3)
     if not recent:
@@ -258,9 +261,10 @@ def measure_growing_gap(history: History) -> Reading | None:
 
 
 def measure_lagging_rank(history: History) -> Reading | None:
-    """Ill if the same rank was by far the slowest of a phase for 10 iterations in a row.
+    """Ill if the same rank was by far the slowest of a phase LAG_ITERATIONS times in a row.
 
-    None if no phase of several ranks was measured yet.
+    Reads the phase with the longest row; its value is the mean skew in it. None if no phase of
+    several ranks was measured yet.
     """
     if not history.lagging:
         return None
@@ -339,9 +343,9 @@ LIMITS: dict[HealthRule, str] = {
 
 
 def runaway_limit(adapts: bool, target: float) -> float:
-    """Return the KL per token, in nats, that counts as a runaway.
+    """Return the KL per token, in nats, that counts as a runaway: KL_LIMIT.
 
-    adapts: the KL coefficient adapts to `target`; then twice the target if that is over KL_LIMIT
+    If the KL coefficient adapts to `target` (`adapts`), twice the target where that is larger.
     """
     return max(KL_LIMIT, 2.0 * target) if adapts else KL_LIMIT
 
@@ -363,7 +367,10 @@ class Health:
         )
 
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Add the metrics of an iteration; return the illnesses that begin or end in it."""
+        """Add the metrics of an iteration; return the illnesses that begin or end in it.
+
+        Puts each rule's reading into `readings`; rules with too few values keep their earlier one.
+        """
         self._history.add(metrics)
         found = []
         for rule, (measure, remedy) in self._rules.items():

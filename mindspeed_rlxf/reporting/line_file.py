@@ -43,8 +43,11 @@ class LineFile:
         self.path, self.limit = path, limit
 
     def position(self) -> int:
-        """Return the uncompressed bytes of all parts, where the next line will begin."""
-        parts = sum(_uncompressed_size(part) for part in self._parts().values())
+        """Return the uncompressed size of the file and its parts, where the next line will begin.
+
+        In bytes; 0 if there are none.
+        """
+        parts = sum(_uncompressed_size(part) for part in self._find_parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
     def sync(self) -> None:
@@ -54,12 +57,15 @@ class LineFile:
                 os.fsync(stream.fileno())
 
     def exists(self) -> bool:
-        """Whether the file or a compressed part of it exists."""
-        return self.path.exists() or bool(self._parts())
+        """Whether the file or an older part of it exists, compressed or not."""
+        return self.path.exists() or bool(self._find_parts())
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with their line ends, oldest first; a kill may have cut the last one."""
-        files = [*self._parts().values(), *([self.path] if self.path.exists() else [])]
+        """Yield all lines with their line ends, oldest first; a kill may have cut the last one.
+
+        Nothing if there is no file. Damaged parts raise OSError, EOFError or zlib.error.
+        """
+        files = [*self._find_parts().values(), *([self.path] if self.path.exists() else [])]
         for file in files:
             with _open(file) as stream:
                 yield from stream
@@ -78,7 +84,7 @@ class LineFile:
                 f"{found}; put it back with its parts, or start a new run"
             )
         kept = position
-        parts = list(self._parts().values())
+        parts = list(self._find_parts().values())
         while parts and kept >= _uncompressed_size(parts[0]):
             kept -= _uncompressed_size(parts.pop(0))
         if self.path.exists():
@@ -86,24 +92,27 @@ class LineFile:
         for part in reversed(parts[1:]):
             part.unlink()
         if parts:
-            self._restore(parts[0], kept)
+            self._restore_part(parts[0], kept)
 
     def rotate(self) -> bool:
         """Compress the file as a new part if it has reached the limit; return whether it had.
 
-        If so, streams that append to the file must be opened again.
+        If so, streams that append to the file must be opened again. A limit of 0 is none: False.
         """
         if not self.limit or not self.path.exists() or self.path.stat().st_size < self.limit:
             return False
         self._compress_parts()
-        number = max(self._parts(), default=0) + 1
+        number = max(self._find_parts(), default=0) + 1
         self.path.rename(self._part(number))
         sync_folder(self.path.parent)
         self._compress_parts()
         return True
 
-    def _parts(self) -> dict[int, Path]:
-        """Map numbers to files of older parts, oldest first; the compressed one if both exist."""
+    def _find_parts(self) -> dict[int, Path]:
+        """Return number -> file of the older parts, by number, which is oldest first.
+
+        If a number has a plain and a compressed file, the compressed one.
+        """
         pattern = re.compile(re.escape(self.path.name) + r"\.(\d+)(\.gz)?")
         found = {}
         for file in sorted(self.path.parent.glob(self.path.name + ".*")):  # .N before .N.gz
@@ -116,16 +125,16 @@ class LineFile:
 
     def _compress_parts(self) -> None:
         """Compress the parts that are not compressed yet, and remove their plain files."""
-        for number, part in self._parts().items():
+        for number, part in self._find_parts().items():
             plain = self._part(number)
             if part == plain:
-                _compress(plain)
+                _compress_file(plain)
             plain.unlink(missing_ok=True)
 
-    def _restore(self, part: Path, kept: int) -> None:
-        """Append the first `kept` bytes of a part to the file, and delete the part.
+    def _restore_part(self, part: Path, kept: int) -> None:
+        """Append the first `kept` uncompressed bytes of a part to the file, and delete the part.
 
-        Raises UserError if the part is damaged.
+        Raises UserError, and keeps the part, if it is damaged.
         """
         with _open(part) as source, open_file(self.path, "ab", _mode(part)) as target:
             try:
@@ -140,7 +149,7 @@ class LineFile:
         part.unlink()
 
 
-def _compress(plain: Path) -> None:
+def _compress_file(plain: Path) -> None:
     """Compress `plain` to `plain.gz`, which appears only when it is complete; `plain` stays."""
     final = plain.with_name(f"{plain.name}.gz")
     for left in find_hidden_files(final):
@@ -166,7 +175,10 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _uncompressed_size(part: Path) -> int:
-    """Return the uncompressed bytes of a part (modulo 4 GiB)."""
+    """Return the uncompressed bytes of a part.
+
+    Of a compressed part the size in its last bytes, which is modulo 4 GiB.
+    """
     if part.suffix != ".gz":
         return part.stat().st_size
     with open_file(part, "rb") as stream:

@@ -57,7 +57,7 @@ class LiveConsole(Console):
         self._terminal.show_cursor(True)  # a killed process cannot show it again
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
-        """Begin a run, see `Console.begin`; the view shows the title."""
+        """Begin a run, see `Console.begin`; set title, total and iteration (`done`) of the view."""
         super().begin(total, names, done, title)
         self.view.title, self.view.total, self.view.iteration = printable(title), total, done
 
@@ -72,7 +72,10 @@ class LiveConsole(Console):
         super().note(text)
 
     def close(self) -> None:
-        """Stop redrawing, and restore stdout and stderr; later calls do nothing."""
+        """Print unfinished lines, stop redrawing, and restore stdout, stderr and `PHASES.write`.
+
+        Later calls do nothing.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -84,7 +87,10 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _print(self, line: str) -> None:
-        """Print a line above the view, or as it is once the view is closed; warnings are yellow."""
+        """Print a line above the view, or as it is once the view is closed; warnings are yellow.
+
+        Control characters are replaced, and tabs expanded to 4 columns.
+        """
         text = Text(printable(line).expandtabs(4))
         if line.split("] ", 1)[-1].startswith(WARNING):
             text.stylize("yellow")
@@ -129,12 +135,16 @@ class View:
             yield line
 
     def lines(self, width: int) -> list[Text]:
-        """Return the lines of the view, for a terminal of `width` columns."""
-        lines = [self._headline(width), self._progress(width)] if self.total else []
+        """Return the lines of the view, for a terminal of `width` columns.
+
+        Title and progress come only after `begin`, metrics only after the first iteration; the last
+        line is always that of the phase.
+        """
+        lines = [self._format_headline(width), self._format_progress(width)] if self.total else []
         if self.metrics:
             lines += [
-                self._curve("score", "critic/score/mean", self._validation(), width),
-                self._curve("KL", "critic/kl", self._facts(
+                self._format_curve("score", "critic/score/mean", self._validation(), width),
+                self._format_curve("KL", "critic/kl", self._facts(
                     ("coefficient", "critic/kl_coeff"), ("entropy", "actor/entropy")), width),
                 _line("length", self._facts(("mean", "response_length/mean"),
                       ("median", "response_length/p50"), ("p90", "response_length/p90"),
@@ -146,28 +156,33 @@ class View:
                 _line("speed", self._facts(("tokens/s", "throughput/tokens_per_s"),
                       ("per device", "throughput/tokens_per_s_per_device"),
                       ("MFU", "throughput/mfu"), ("s/iteration", "timing/all"))),
-                *self._phases(width),
-                _line("memory", self._memory()),
+                *self._format_phases(width),
+                _line("memory", self._format_memory()),
             ]  # fmt: skip
         return [*lines, self._phase_line(width)]
 
-    def _headline(self, width: int) -> Text:
+    def _format_headline(self, width: int) -> Text:
         """Return a line with the title and the iteration; a long title loses its start."""
         right = f"iteration {self.iteration} / {self.total}"
         title = self.title[-max(width - len(right) - 2, 0) :]
         return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
 
-    def _progress(self, width: int) -> Text:
-        """Return a bar of the iterations done, with the time passed and left."""
+    def _format_progress(self, width: int) -> Text:
+        """Return a bar of the iterations done, their percentage, and the time passed and left.
+
+        The time passed is that since the view began.
+        """
         passed = time.monotonic() - self._began
         text = f" {self.iteration / self.total:4.0%}  {_format_clock(passed)} passed"
         text += f"  {self._left} left" if self._left else ""
-        return Text.assemble(_bar(self.iteration / self.total, width - len(text)), text)
+        return Text.assemble(_draw_bar(self.iteration / self.total, width - len(text)), text)
 
-    def _curve(self, label: str, name: str, facts: str, width: int) -> Text:
+    def _format_curve(self, label: str, name: str, facts: str, width: int) -> Text:
         """Return a line: label, last value of metric `name`, its curve, and `facts`.
 
-        Before the first value: the label and "-".
+        The curve has 8 to 60 characters, so that the line fits `width` if possible. Before the
+        first
+        value: the label and "-".
         """
         curve = self._curves[name]
         if not curve:
@@ -186,17 +201,21 @@ class View:
         return f"validation {format_short(score)} (iteration {iteration})"
 
     def _facts(self, *named: tuple[str, str]) -> str:
-        """Return `label number ...` for the (label, metric) pairs whose metric exists."""
+        """Return `label number` for the (label, metric) pairs whose metric exists.
+
+        They are two spaces apart; "" if no metric exists.
+        """
         return "  ".join(
             f"{label} {_show(name, self.metrics[name])}"
             for label, name in named
             if name in self.metrics
         )
 
-    def _phases(self, width: int) -> list[Text]:
+    def _format_phases(self, width: int) -> list[Text]:
         """Return two lines: a coloured bar of an iteration's longest phases, and its legend.
 
-        Validation, saving and the sending of weights are not in the bar.
+        The legend has their shares of the iteration. Validation, saving and the sending of weights
+        are left out; without times the lines have no phases.
         """
         whole = self.metrics.get("timing/all", 0.0)
         found = {
@@ -215,8 +234,11 @@ class View:
                 legend.append("■ ", colour).append(entry)
         return [bar, legend]
 
-    def _memory(self) -> str:
-        """Return the largest memory peak with its phase, and the idle share of each pool."""
+    def _format_memory(self) -> str:
+        """Return the largest memory peak with its phase, and the idle share of each pool.
+
+        "-" in place of the peak if no memory was measured; without idle shares only the peak.
+        """
         peaks = {k[7:]: v for k, v in self.metrics.items() if k.startswith("memory/")}
         phase = max(peaks, key=lambda name: peaks[name], default="")
         text = f"peak {peaks[phase]:.2f} GiB ({phase})" if phase else "-"
@@ -238,7 +260,7 @@ class View:
         text = f" {printable(str(phase))}{warned}"
         if phase.share is None:
             return _line("now", text.strip())
-        bar = _bar(phase.share, max(min(30, width - LABEL - len(text)), 0))
+        bar = _draw_bar(phase.share, max(min(30, width - LABEL - len(text)), 0))
         return Text.assemble((f"{'now':<{LABEL}}", "dim"), bar, text)
 
 
@@ -251,7 +273,7 @@ class _Lines(io.TextIOBase):
         self._console, self._stream, self._rest = console, stream, ""
 
     def write(self, text: str) -> int:
-        """Print each line that the text completes; keep the rest for later.
+        """Print each line that the text completes; keep the rest for later; return len(text).
 
         Of a line with carriage returns, only what follows the last one is printed.
         """
@@ -261,7 +283,7 @@ class _Lines(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Print the text that has no line end yet, if any."""
+        """Print the text that has no line end yet, as a whole line; nothing if there is none."""
         if self._rest:
             self.write("\n")
 
@@ -278,7 +300,8 @@ class _Lines(io.TextIOBase):
 def draw_curve(values: Sequence[float], width: int) -> str:
     """Draw values, oldest first, as block characters scaled between the smallest and largest value.
 
-    If there are more than `width` values, each character is the mean of several.
+    If there are more than `width` values, each character is the mean of several. Equal values get
+    the lowest block. There must be one value at least.
     """
     size = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for part in _split_from_end(values, size)]
@@ -299,8 +322,8 @@ def _line(label: str, text: str) -> Text:
     return Text.assemble((f"{label:<{LABEL}}", "dim"), text)
 
 
-def _bar(share: float, width: int) -> Text:
-    """Draw a bar of `width` characters, of which `share` (0 to 1) is filled."""
+def _draw_bar(share: float, width: int) -> Text:
+    """Draw a bar of `width` characters, of which `share`, limited to 0 to 1, is filled."""
     filled = round(min(max(share, 0.0), 1.0) * max(width, 0))
     return Text.assemble(("━" * filled, "cyan"), ("━" * (max(width, 0) - filled), "bright_black"))
 
@@ -311,6 +334,6 @@ def _show(name: str, value: float) -> str:
 
 
 def _format_clock(seconds: float) -> str:
-    """Format seconds as H:MM:SS."""
+    """Format seconds, rounded down and not negative, as H:MM:SS."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

@@ -39,7 +39,10 @@ class Metric:
         return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
 
     def is_healthy(self, value: float) -> bool:
-        """Whether a value is in the healthy range; True without a range, False for NaN."""
+        """Whether a value is in the healthy range, ends included; a limit that is None is no limit.
+
+        True for any value if the metric has no range, else False for NaN.
+        """
         if self.healthy is None:
             return True
         low, high = self.healthy
@@ -202,9 +205,9 @@ def tables() -> str:
 
 
 def replace_tables(text: str) -> str:
-    """Return the document with all text after its line `MARK`, which it must have, made anew.
+    """Return the document up to its line `MARK`, followed by the tables of all metrics.
 
-    New are the tables of all metrics.
+    The document must have that line; the text after it is dropped.
     """
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
@@ -216,7 +219,10 @@ def _row(*cells: str) -> str:
 
 
 def _quote_keys(cells: tuple[str, ...]) -> Iterator[str]:
-    """Yield the cells with keys of the configuration in backticks; keep cells with backticks."""
+    """Yield the cells with dotted keys, `a.b` or `a.b=c`, put in backticks.
+
+    A cell with a backtick stays as it is.
+    """
     for cell in cells:
         yield (
             cell
@@ -226,7 +232,10 @@ def _quote_keys(cells: tuple[str, ...]) -> Iterator[str]:
 
 
 def show_range(healthy: Range | None) -> str:
-    """Format a range: `0 to 0.3`, `at most 1`, `at least 0.02`; "" for None."""
+    """Format a range: `0 to 0.3`, `at most 1`, `at least 0.02`; "" for None.
+
+    If both ends are equal, only that number.
+    """
     low, high = healthy or (None, None)
     if low is None:
         return "" if high is None else f"at most {high:g}"

@@ -59,10 +59,13 @@ class _JsonLines:
         limit: size in bytes from which `_rotate` compresses the file; 0 = never
         """
         self._file, self._mode = LineFile(file, limit), mode
-        self._stream = self._open()
+        self._stream = self._open_stream()
 
-    def _open(self) -> TextIO:
-        """Open the file for appending, with the permission bits `mode` if it is new."""
+    def _open_stream(self) -> TextIO:
+        """Open the file for appending as UTF-8, with the permission bits `mode` if it is new.
+
+        A lone surrogate is written as `\\udXXX`. The null device can be opened too.
+        """
         # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
         text = {"encoding": "utf-8", "errors": "backslashreplace"}
         if self._file.path == Path(os.devnull):  # a device, which `open_file` refuses
@@ -78,7 +81,7 @@ class _JsonLines:
         """Compress the file and begin a new one if its size has reached the limit."""
         if self._file.rotate():
             self._stream.close()
-            self._stream = self._open()
+            self._stream = self._open_stream()
 
     def close(self) -> None:
         self._stream.close()
@@ -90,7 +93,8 @@ class MetricsWriter(_JsonLines):
     def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
         """Append {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
 
-        iteration: from 1; time_s: seconds, by the caller's clock
+        iteration: from 1, 0 for a validation before training; time_s: seconds, by the caller's
+        clock
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         self._append({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})
@@ -168,7 +172,10 @@ class SampleWriter(_JsonLines):
 
 
 def _null_non_finite(value: Any) -> Any:
-    """Return a copy with None instead of NaN and infinite numbers, also inside dictionaries."""
+    """Return a copy with None instead of NaN and infinite numbers, also inside dictionaries.
+
+    Lists stay as they are.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -45,7 +45,10 @@ class Phase:
 
     @property
     def share(self) -> float | None:
-        """Return the finished share, by steps, else by the usual time; None = unknown."""
+        """Return the finished share, 0 to 1, by steps, else by the usual time; None = unknown.
+
+        By time it stays at 0.99 at most.
+        """
         if self.total:
             return min(self.done / self.total, 1.0)
         return min(self.seconds / self.usual_s, 0.99) if self.usual_s else None
@@ -69,7 +72,10 @@ class Phases:
 
     @property
     def current(self) -> Phase | None:
-        """Return the outermost phase if it has taken long enough to be shown, else None."""
+        """Return the outermost phase if it has taken long enough to be shown, else None.
+
+        Long enough is its `first_s`; where no lines are written, LIVE_S if that is less.
+        """
         first = next(iter(self._stack), None)
         if first is None:
             return None
@@ -81,7 +87,8 @@ class Phases:
         """Return a context manager for the block of a phase, which yields its `Phase`.
 
         total: number of steps, None = unknown; first_s: seconds after which the phase is shown
-        Phases of other threads than the main thread are not shown.
+        Without `total`, its seconds become the usual time of later phases with the same `what`. On
+        threads other than the main thread it is neither shown nor remembered.
         """
         each = Phase(what, total, first_s, self._usual.get(what))
         if threading.current_thread() is not threading.main_thread():

@@ -29,13 +29,16 @@ class TokenWriter:
     """Appends to the file of one rank, which no other process writes."""
 
     def __init__(self, folder: Path, rank: int, limit: int = 0, mode: int = PRIVATE) -> None:
-        """folder: made by the first `write`; limit: bytes from which a file is compressed, or 0"""
+        """folder: made by the first `write`; mode: permission bits
+        limit: bytes from which a file is compressed, 0 = never
+        """
         self._folder, self._mode = folder, mode
         self._file = LineFile(folder / f"rank_{rank:05d}.jsonl", limit)
 
     def write(self, iteration: int, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
-        """Append one line per sample, if any; then compress the file if it is full.
+        """Append one line per sample; then compress the file if it is full.
 
+        Does nothing without samples.
         samples: sample id -> name -> one number per token
         Makes the folder if needed. Ends a line that a killed process left incomplete.
         """
@@ -53,10 +56,10 @@ class TokenWriter:
 
 
 def cut_token_files(folder: Path, iteration: int) -> None:
-    """Cut the files of all ranks after `iteration`, from which the run resumes.
+    """Cut the file of each rank from its first line of an iteration after `iteration` on.
 
-    An incomplete last line goes too. A damaged file stays as it is: readers use the last line of
-    each sample.
+    An incomplete line goes too, with all after it. A damaged file stays as it is, without an error:
+    readers use the last line of each sample.
     """
     for file in token_files(folder):
         kept = 0

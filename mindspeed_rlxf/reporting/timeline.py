@@ -47,7 +47,7 @@ class Span:
 
     @property
     def role(self) -> str:
-        """Return the name up to its dot; "" for the driver's own work."""
+        """Return the name up to its first dot, or the whole name; "" for the driver's own work."""
         return "" if self.pool == DRIVER else self.name.partition(".")[0]
 
 
@@ -67,8 +67,8 @@ class Timeline:
         """Append an iteration's spans to the file of its 100 iterations. Raises OSError.
 
         iteration: from 1
-        Before a new file, deletes the oldest so that KEPT remain. Ranks from MOST_RANKS on are left
-        out.
+        Before a new file, deletes the oldest, so that KEPT remain with it. Ranks from MOST_RANKS on
+        are left out.
         """
         first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
         file = self._folder / f"iterations_{first:07d}.json"
@@ -84,10 +84,13 @@ class Timeline:
             if span.rank < MOST_RANKS
             for event in (*self._name_events(span), self._event(span, iteration))
         ]
-        _append(file, events, self._mode)
+        _append_events(file, events, self._mode)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
-        """Return the trace event of a span."""
+        """Return the trace event of a span, with times in microseconds.
+
+        The span's pool must have been named (`_name_events`).
+        """
         return {
             "name": span.name,
             "cat": span.kind or span.name.partition(".")[0],
@@ -100,7 +103,10 @@ class Timeline:
         }
 
     def _name_events(self, span: Span) -> Iterable[dict[str, Any]]:
-        """Yield events that name the span's pool and rank, once for each file."""
+        """Yield the events that name the span's pool and rank, each only once per file.
+
+        Nothing for a span whose pool and rank have been named.
+        """
         pid = self._numbers.setdefault(span.pool, len(self._numbers))
         place = {"pid": pid, "tid": self._lane(span)}
         named = {
@@ -117,10 +123,10 @@ class Timeline:
         return self._roles.setdefault(span.role, len(self._roles)) * MOST_RANKS + span.rank
 
 
-def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
+def _append_events(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
     """Append events to the JSON list in a file, which is created if absent and stays valid JSON.
 
-    Bytes of an event that a kill left incomplete are overwritten.
+    Bytes of an event that a kill left incomplete are overwritten. Does nothing without events.
     """
     new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
     if not new:
@@ -138,7 +144,7 @@ def _append_offset(stream: IO[bytes]) -> int:
     """Return the offset at which new events go: that of TAIL, which closes the list of events.
 
     If TAIL is missing, because a write was cut off: the end of the last whole event, or 0 (write
-    the file anew) if the last LONGER_THAN_AN_EVENT bytes hold no BETWEEN.
+    the file anew) if the last LONGER_THAN_AN_EVENT bytes lack the separator BETWEEN.
     """
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)

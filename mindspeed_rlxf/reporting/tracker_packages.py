@@ -129,5 +129,8 @@ class TrackioTracker(_RunTracker):
 
 
 def _is_offline(run: TrackedRun, key: str) -> bool:
-    """Whether to send nothing: by `logging.tracker_mode`; if unset, without the API key `key`."""
+    """Whether to send nothing: by `logging.tracker_mode`, which sets `run.offline`.
+
+    If that is None, whether the environment variable `key`, the API key, is unset or empty.
+    """
     return not os.environ.get(key) if run.offline is None else run.offline

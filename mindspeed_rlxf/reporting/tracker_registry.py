@@ -64,7 +64,8 @@ def register_tracker(
 ) -> Callable[[TrackerFactory], TrackerFactory]:
     """Return a decorator that registers a tracker class, or a function that makes a tracker.
 
-    module:  module that must be importable, checked before the run starts; package: its pip name
+    module:  module that must be importable, checked before the run starts
+    package: its pip name, if that is another one
     rewinds: True = it drops iterations after `TrackedRun.resumed` itself, and gets them again;
              False = it gets no iteration a second time
     The decorator raises ValueError for a name that is taken.

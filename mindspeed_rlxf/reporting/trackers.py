@@ -75,8 +75,8 @@ class Trackers:
     ) -> None:
         """Make the folders of the trackers and start their threads.
 
-        names:      as in `logging.trackers`; `jsonl` and repeated names are left out
-        run.folder: folder for all trackers; each gets a subfolder
+        names:      registered, as in `logging.trackers`; `jsonl` and repeated names are left out
+        run.folder: folder for all trackers; each gets a subfolder; not made without trackers
         warn:       prints a warning; called from any thread
         mode:       permission bits of the files
         """
@@ -95,7 +95,10 @@ class Trackers:
             sender.put(iteration, metrics)
 
     def close(self) -> None:
-        """Wait until the trackers have written everything, CLOSE_S at most; warn of losses."""
+        """Wait until the trackers have written everything; warn of losses.
+
+        Waits CLOSE_S at most, for all of them together.
+        """
         deadline = time.monotonic() + CLOSE_S
         for sender in self._senders:
             sender.end()
@@ -155,27 +158,30 @@ class _Sender:
     def _run_tracker(self) -> None:
         """Make the tracker, pass it the queued iterations and finish it; runs in the thread.
 
-        Exceptions of the tracker, also SystemExit, are counted and become a warning.
+        The queue ends with None. If the tracker cannot be made, all iterations are counted as lost.
+        Exceptions of the tracker, also SystemExit, go no further: they become a warning.
         """
         tracker: Tracker | None = None
         try:
             tracker = self._registered.factory(self._run)
         except BaseException as error:  # libraries raise SystemExit too
-            self._count_lost(_describe(error), 0)
+            self._count_lost(_describe_error(error), 0)
         while (item := self._queue.get()) is not None:
-            self._send(tracker, *item)
+            self._send_iteration(tracker, *item)
             self._queue.task_done()
         if tracker is not None:
             try:
                 tracker.finish()
             except BaseException as error:
-                self._count_lost(_describe(error), 0)
+                self._count_lost(_describe_error(error), 0)
 
-    def _send(self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]) -> None:
+    def _send_iteration(
+        self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
+    ) -> None:
         """Pass an iteration to the tracker, and append its number to the file of sent iterations.
 
-        Skips numbers up to the last one sent. A tracker that rewinds keeps no file. An exception
-        of the tracker or the file counts the iteration as lost.
+        Does nothing for numbers up to the last one sent. A tracker that rewinds keeps no file. Any
+        exception of the tracker or the file counts the iteration as lost and goes no further.
         tracker: None = it could not be made, so that the iteration is counted as lost
         """
         if iteration <= self._last:
@@ -190,10 +196,13 @@ class _Sender:
                 with open_file(self._file, "a", self._mode, encoding="ascii") as stream:
                     stream.write(f"{iteration}\n")
         except BaseException as error:
-            self._count_lost(_describe(error))
+            self._count_lost(_describe_error(error))
 
     def _count_lost(self, why: str, count: int = 1) -> None:
-        """Count `count` lost iterations, and warn the first time; `why` "" = no warning."""
+        """Add `count` to the lost iterations, and print a warning with `why`.
+
+        No warning if `why` is "", or if this has warned before.
+        """
         self.lost += count
         if why and not self._has_warned:
             self._has_warned = True
@@ -202,14 +211,17 @@ class _Sender:
             )
 
     def _read_last(self) -> int:
-        """Read the highest iteration that an earlier start recorded in its file; -1 = none."""
+        """Return the highest iteration that an earlier start recorded in its file.
+
+        -1 if there is none or the file cannot be read.
+        """
         with contextlib.suppress(OSError), open_file(self._file, "r", encoding="ascii") as stream:
             numbers = [int(line) for line in stream.read().split() if line.isdigit()]
             return max(numbers, default=-1)
         return -1
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return type and message of an error on one line of at most 300 characters.
 
     Forms of secrets become `***`.

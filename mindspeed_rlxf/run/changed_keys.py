@@ -47,7 +47,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     variables are masked. With `reward.allow_changed_function` in `now`, a changed text of a reward
     function has the rule "free".
     """
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(_iterate_leaves(before)), dict(_iterate_leaves(now))
     found = []
     for path in [*new, *(path for path in old if path not in new)]:
         was, will = old.get(path, ABSENT), new.get(path, ABSENT)
@@ -67,7 +67,10 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def is_function_text(change: Change) -> bool:
-    """Return whether a change is that of a reward function's file (its hash) and nothing else."""
+    """Return whether a change is only of the hash of reward function files, and of nothing else.
+
+    False if a function is new or gone.
+    """
     if change.key == "reward.function.sha256":
         return isinstance(change.before, str) and isinstance(change.now, str)
     both = change.before, change.now
@@ -80,11 +83,14 @@ def _without_hashes(entries: Any) -> Any:
     return [{**entry, "sha256": None} for entry in entries]
 
 
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path of keys, value) of each leaf of nested dicts; an empty dict is a leaf."""
+def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path of keys, value) of each leaf of nested dicts; an empty dict is a leaf.
+
+    A leaf at the top (empty `path`) is not yielded. Keys become texts.
+    """
     if isinstance(tree, dict) and tree:
         for name, item in tree.items():
-            yield from _leaves(item, (*path, str(name)))
+            yield from _iterate_leaves(item, (*path, str(name)))
     elif path:
         yield path, tree
 
@@ -98,7 +104,11 @@ def _find_rule(field: FieldInfo | None) -> Resume:
 
 
 def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the schema's field for a key of the YAML; None for an unknown key."""
+    """Return the schema's field for a key of the YAML; None for an unknown key.
+
+    Handles `model.<name>.<field>`, settings in `resource_pool`, and in a role's section the fields
+    of the optimizer and of the model.
+    """
     section, *rest = path
     if section == "model" and len(rest) == 2:
         return ArchitectureConfig.model_fields.get(rest[1])
@@ -114,9 +124,9 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path inside nested models; for an entry of a dict, the dict's field.
+    """Return the field at a path inside nested models; None for an unknown name.
 
-    None for an unknown name.
+    Below a field that is no model, such as a dict, that field.
     """
     field = model.model_fields.get(path[0])
     if field is None or len(path) == 1:
@@ -128,7 +138,10 @@ def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | N
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a default to plain YAML types: tuples to lists, enums to their values."""
+    """Convert a default to plain YAML types: tuples to lists, enums to their values.
+
+    Other values, lists and dicts too, stay as they are.
+    """
     if isinstance(value, tuple):
         return [_to_plain(item) for item in value]
     return getattr(value, "value", value)

@@ -57,7 +57,10 @@ class RunCheckpoints:
         writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """writes: False on all but the first rank of torchrun, which then write no driver files"""
+        """prompts_digest: `hash_prompts` of this run, which a resumed checkpoint must have
+        writes: False on all but the first rank of torchrun, which then write no driver files
+        clock:  seconds, for saves by time
+        """
         self.config, self.directory, self.writes = config, directory, writes
         self.store = RunStore(directory.checkpoints)
         self.prompts_digest = prompts_digest
@@ -74,9 +77,11 @@ class RunCheckpoints:
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
-        """Return whether to save after this iteration: by interval, by time, always at the end.
+        """Return whether to save after this iteration.
 
-        stops: the run ends early, after this iteration
+        True after the last iteration, every `save_interval` iterations, and if
+        `seconds_between_saves` have passed since the last save; 0 turns either of the two off.
+        stops: the run ends early, after this iteration: True
         """
         training = self.config.training
         interval, seconds = training.save_interval, training.seconds_between_saves
@@ -100,7 +105,8 @@ class RunCheckpoints:
     def _begin_write(self, iteration: int) -> None:
         """Make the hidden folder, let all ranks begin to write, and wait for copies of their state.
 
-        The copies are in memory; the files are written later.
+        The copies are in memory; the files are written later. Where hosts keep parts of checkpoints
+        on their own disks, makes the folder on those hosts too.
         """
         hidden = self.store.hidden(iteration)
         if self.writes:
@@ -114,9 +120,9 @@ class RunCheckpoints:
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
     ) -> None:
-        """Add the driver's state and publish the checkpoint; `async_save` leaves that to `settle`.
+        """Add the driver's state and publish the checkpoint; `async_save` leaves both to `settle`.
 
-        Fsyncs the line files, whose lengths the checkpoint contains.
+        Fsyncs the line files; their lengths become part of the state.
         score: value of `validation.best_metric`, None = not validated
         note:  prints a line for the user
         """
@@ -144,7 +150,8 @@ class RunCheckpoints:
     def _wait_for_files(self) -> list[Entry]:
         """Wait for the files of all roles; return their manifest entries.
 
-        With `async_save` sets `write_s`, the seconds of the slowest role's write.
+        With `async_save` sets `write_s`, the seconds of the slowest role's write. Entries name a
+        host only where checkpoints have parts on that host's own disk.
         """
         calls = {role: group.end_save() for role, group in self.trained.items()}
         found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
@@ -160,8 +167,8 @@ class RunCheckpoints:
     def _publish(self, content: dict[str, Any], note: Note) -> None:
         """Write the driver's files and the manifest, rename the folder, remove old checkpoints.
 
-        Prints a line. With `writes` False only `newest` is set. Raises RuntimeError where files of
-        ranks are missing.
+        Updates the files that name the latest and the best checkpoint, and prints a line. With
+        `writes` False only `newest` is set. Raises RuntimeError where files of ranks are missing.
         """
         iteration = self.newest = content["iteration"]
         if not self.writes:
@@ -205,7 +212,7 @@ class RunCheckpoints:
             self.store.clear_unfinished()
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
         for found in whole:
-            loaded = self._load(found)
+            loaded = self._check_and_load(found)
             if loaded.problem:
                 problems.append(loaded.problem)
                 continue
@@ -222,11 +229,11 @@ class RunCheckpoints:
         self._cut_token_files(0)
         return None
 
-    def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
+    def _check_and_load(self, found: driver_state.WholeCheckpoint) -> Loaded:
         """Check all files of a checkpoint and load it into the roles.
 
-        `problem` of the result says why it cannot be resumed from. Raises UserError where the run
-        has other prompts.
+        `problem` of the result says why it cannot be resumed from: a damaged file, or a line file
+        that is shorter than at the checkpoint. Raises UserError where the run has other prompts.
         """
         path = found.checkpoint.path
         if damage := self._find_damage(found.checkpoint, found.manifest):
@@ -274,10 +281,10 @@ class RunCheckpoints:
         return Loaded(same_layout=all(each.same_layout for each in loaded))
 
     def _look_at_hosts(self, note: Note) -> HostParts | None:
-        """Find the hosts that do not share the run directory; None where all share it.
+        """Return the parts of hosts that do not share the run directory; None where all share it.
 
-        Writes a file and asks each host whether it sees it. Prints a line with such hosts. Raises
-        UserError unless the configuration allows them.
+        Writes a file, asks each host whether it sees it, and removes it. Prints a line with such
+        hosts. Raises UserError unless the configuration allows them (`_check_apart`).
         """
         # A copied folder holds the probe of another run, so the name is random; but the ranks of
         # torchrun all look for the same name, without a message from the first one.
@@ -299,9 +306,9 @@ class RunCheckpoints:
         return HostParts(self.store, roles, views, self._timeout_s)
 
     def _check_apart(self, blind: list[str]) -> None:
-        """Raise UserError unless `training.no_shared_storage` is set and the runtime is Ray.
+        """Raise UserError without `training.no_shared_storage`, or if the runtime is the local one.
 
-        blind: hosts that do not share the run directory
+        blind: hosts that do not see the run directory, one at least
         """
         if not self.config.training.no_shared_storage:
             raise UserError(
@@ -327,7 +334,8 @@ class RunCheckpoints:
     def _find_damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """Let the hosts hash all files of the roles; return what is damaged, "" for nothing.
 
-        First copies missing files to hosts with their own disks, and checks pickled files.
+        First copies missing files to hosts with their own disks, and checks pickled files; returns
+        at once if that finds damage. Several texts are joined by "; ".
         """
         folder, wait_s = checkpoint.path, self._timeout_s
         if self._parts:
@@ -351,8 +359,10 @@ class RunCheckpoints:
     ) -> None:
         """Continue the run from the checkpoint that the roles have loaded.
 
-        Renames later checkpoints, points to this one, cuts line files and token files to their
-        length at the checkpoint, and prints notes.
+        Sets `newest`, cuts token files to their length at the checkpoint, and prints notes, one of
+        them where the layout differs. The process that writes also renames later checkpoints to
+        NAME.unused, points to this checkpoint as latest and to the best of those left, and cuts
+        line files.
         """
         checkpoint, positions = found.checkpoint, found.state["positions"]
         for path in driver_state.find_removed_samples(self.directory, positions):
@@ -376,7 +386,10 @@ class RunCheckpoints:
             )
 
     def _cut_token_files(self, iteration: int) -> None:
-        """Remove the lines of later iterations from the token logs, on each host that has some."""
+        """Remove the lines of iterations after `iteration` from the token logs.
+
+        The process that writes cuts those of its host; hosts with their own disks cut theirs.
+        """
         folder = self.directory.samples_tokens
         if self.writes:
             cut_token_files(folder, iteration)
@@ -386,7 +399,11 @@ class RunCheckpoints:
 
 
 def _describe_writer(config: RunConfig) -> dict[str, Any]:
-    """Return package versions and parallel layouts of this run, for the manifest."""
+    """Return {"versions", "layouts"} of this run, for the manifest.
+
+    versions: package -> version, of this package, Python and four others; layouts: saved name of
+    each trained role -> world size, tp and pp
+    """
     layouts = {name: config.layout(role) for role, name in SAVED_AS.items() if role in config.roles}
     return {
         "versions": {

@@ -62,16 +62,17 @@ class RunDirectory:
 
     @property
     def is_used(self) -> bool:
-        """Whether a run has written here."""
+        """Whether config.yaml or metrics.jsonl exists, so that a run has written here."""
         return self.config.exists() or self.metrics.exists()
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
         """Make or reuse the run's folder: lock it for this process, make logs/, write config.yaml.
 
-        If the folder has a run already, keys that differ are stored in `changes`, and the
-        configuration is written to the next config.<n>.yaml. Raises UserError (see `check`), also
-        for a folder that cannot be written.
+        If the folder has a run already, keys that differ are stored in `changes`; if there are any,
+        the configuration is written to the next config.<n>.yaml, else it is not written. Earlier
+        configurations get the present file mode. Raises UserError (see `check`), also for a folder
+        that cannot be written, which is then unlocked.
         """
         if problems := cls.check(config):
             raise UserError(problems)
@@ -103,7 +104,10 @@ class RunDirectory:
         lock.release(self.path)
 
     def release(self) -> None:
-        """Unlock the folder; if metrics.jsonl is empty, first remove it and the config files."""
+        """Unlock the folder; first remove the config files if metrics.jsonl is empty or absent.
+
+        An empty metrics.jsonl is removed with them.
+        """
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in (self.config, *self._find_later_configs().values()):
@@ -112,10 +116,10 @@ class RunDirectory:
 
     @classmethod
     def check(cls, config: RunConfig) -> list[Problem]:
-        """Return the problem that keeps this command from using the folder; [] if there is none.
+        """Return [the problem that keeps this command from using the folder `choose`]; [] for none.
 
-        It is another run, a live run, no right to write, or a FIFO, socket or device in the folder.
-        Writes nothing.
+        It is a run that cannot be resumed, a live run, no right to write, or a FIFO, socket or
+        device in the folder. Writes nothing.
         """
         directory = cls.choose(config)
         if directory.path.is_dir() and (found := folder_problem(directory.path)):
@@ -157,9 +161,9 @@ class RunDirectory:
         )
 
     def _compare_with(self, config: RunConfig) -> list[Change]:
-        """Return the keys that differ from the last configuration in this folder; [] without one.
+        """Return the keys that differ from the last configuration in this folder.
 
-        Raises UserError where that file cannot be read.
+        [] without config.yaml. Raises UserError where the last configuration cannot be read.
         """
         if not self.config.exists():
             return []
@@ -203,7 +207,7 @@ class RunDirectory:
     def of_run(cls, config: RunConfig) -> RunDirectory:
         """Return the run's own folder, which `training.output_dir` names, whatever is in it.
 
-        `choose` may return another one.
+        `choose` may return another one. Makes nothing.
         """
         path = Path(config.training.output_dir).absolute()
         return cls(path, file_mode=config.training.file_mode_bits)
@@ -216,7 +220,10 @@ def _find_free(path: Path) -> Path:
 
 
 def find_write_obstacle(folder: Path) -> str:
-    """Return why files cannot be written in a folder, which may not exist yet; "" if they can."""
+    """Return why files cannot be written in a folder, which may not exist yet; "" if they can.
+
+    Looks at the rights of the nearest folder that exists; writes nothing.
+    """
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir():
         return f"{parent} is a file"
@@ -234,10 +241,10 @@ def _not_writable(path: Path, reason: str) -> Problem:
 
 
 def _make_folder(path: Path, file_mode: int) -> None:
-    """Make a folder, and its parents; do nothing if it exists.
+    """Make a folder and its parents; do nothing if it exists.
 
-    Its mode is 0711 less the umask, so that others can open the weights in it by name, and in any
-    case what `file_mode` grants.
+    The folder gets mode 0711 less the umask, so that others can open the weights in it by name,
+    plus the bits of `folder_mode(file_mode)`. New parents have the default mode.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -37,9 +37,10 @@ class WholeCheckpoint:
 def find_whole_checkpoints(
     config: RunConfig, store: RunStore
 ) -> tuple[list[WholeCheckpoint], list[str]]:
-    """Return (checkpoints whose files have the right sizes, newest first; a line per damaged one).
+    """Return (whole checkpoints, newest first; a line per damaged one).
 
-    Hashes only the driver's files; the hosts of the roles hash the roles' files later.
+    Whole: all files have their sizes, no trained role lacks files, and the driver's files have
+    their hashes and can be read. The hosts of the roles hash the roles' files later.
     """
     whole, problems = [], []
     parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
@@ -84,7 +85,10 @@ def find_best_iterations(store: RunStore, metric: str) -> list[int]:
 
 
 def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeCheckpoint | None:
-    """Return the checkpoint that the command would resume from; None if it would start anew."""
+    """Return the checkpoint that the command would resume from; None if it would start anew.
+
+    None with `training.new_run`, and where no checkpoint is complete; damaged ones are skipped.
+    """
     if not directory.is_used or config.training.new_run:
         return None
     whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
@@ -92,7 +96,10 @@ def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeC
 
 
 def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Return a problem if the run has checkpoints and all are damaged; [] otherwise."""
+    """Return [problem] if the run has checkpoints and all are damaged; [] otherwise.
+
+    [] too with `training.new_run`, which does not resume.
+    """
     if not directory.is_used or config.training.new_run:
         return []
     whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))
@@ -102,7 +109,8 @@ def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Proble
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
     """Make the problem of a run whose checkpoints are all damaged.
 
-    problems: a line for each checkpoint
+    problems: a line for each checkpoint; the first MAX_PROBLEMS are shown, each cut to MAX_PROBLEM
+              characters
     """
     shown = [problem[:MAX_PROBLEM] for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > len(shown):
@@ -115,9 +123,9 @@ def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Pro
 
 
 def check_train_iters(config: RunConfig, newest: WholeCheckpoint | None) -> list[Problem]:
-    """Return a problem if the run has done more iterations than `train_iters`; [] otherwise.
+    """Return [problem] if the run has done more iterations than `train_iters`; [] otherwise.
 
-    newest: checkpoint that the command would resume from
+    newest: checkpoint that the command would resume from; None = no checkpoint, no problem
     """
     wanted = config.training.train_iters
     if newest is None or newest.checkpoint.iteration <= wanted:
@@ -135,7 +143,7 @@ def check_train_iters(config: RunConfig, newest: WholeCheckpoint | None) -> list
 
 
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
-    """Return whether `train_iters` is reached and the weights were exported afterwards.
+    """Return whether the newest checkpoint is that of `train_iters`, and its weights were exported.
 
     Raises UserError where the run has gone further than `train_iters`.
     """
@@ -149,8 +157,9 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 def hash_prompts(
     prompts: Sequence[Prompt], eos_token_ids: Sequence[int], reads_extra_info: bool = False
 ) -> str:
-    """Return the SHA-256 (hex) of a run's prompts: token ids, ground truths, data sources, and EOS.
+    """Return the SHA-256 (hex) of a run's prompts, in order, and of its EOS, in any order.
 
+    Of a prompt: token ids, ground truth and data source.
     reads_extra_info: also hash the other columns of the rows, which reward functions get
     """
     found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
@@ -178,8 +187,8 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
 def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
     """Return a text on the first line file that is unreadable or shorter than at the checkpoint.
 
-    "" if there is none. Sample files that were removed do not count.
-    positions: file name -> bytes at the checkpoint
+    "" if there is none. Sample files that were removed whole do not count.
+    positions: file name -> bytes at the checkpoint; 0 for files that are not in it
     """
     cleared = find_removed_samples(directory, positions)
     for file in _line_files(directory):
@@ -203,7 +212,7 @@ def find_removed_samples(directory: RunDirectory, positions: dict[str, int]) -> 
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
-    """Fsync each line file; return file name -> bytes, with compressed older parts.
+    """Fsync each line file; return file name -> bytes, uncompressed, of the file and older parts.
 
     Missing files are left out.
     """
@@ -214,7 +223,7 @@ def line_positions(directory: RunDirectory) -> dict[str, int]:
 
 
 def _line_files(directory: RunDirectory) -> list[LineFile]:
-    """List the files of the driver to which the run appends lines.
+    """Return the files of the driver to which the run appends lines, whether they exist or not.
 
     They are those of metrics, health, samples, validation samples and consumed prompts.
     """

@@ -25,7 +25,8 @@ def export_weights(
 ) -> None:
     """Write Hugging Face and Megatron folders of each role's weights; wait until they are written.
 
-    Removes existing folders first. writes: False on all but the first rank of torchrun
+    writes: whether this process first removes existing folders; False on all but the first rank of
+            torchrun
     """
     pending = []
     for role, group in trained.items():
@@ -39,7 +40,10 @@ def export_weights(
 
 
 def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
-    """Return the (Hugging Face, Megatron) folders of a role: under its `save`, else in `final`."""
+    """Return the (Hugging Face, Megatron) folders of a role, without making them.
+
+    They are subfolders of the role's `save`; without it, of `final`, with the role in their names.
+    """
     folder = config.save_folder(role)
     if folder is not None:
         return folder / HF, folder / MEGATRON
@@ -47,7 +51,11 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
 
 
 def check_save_folders(config: RunConfig) -> list[Problem]:
-    """Return a problem for each `ROLE.save` folder that has weights already or is not writable."""
+    """Return problems of the trained roles' `ROLE.save` folders; a role without one has none.
+
+    A problem for each of its Hugging Face and Megatron subfolders that is not empty, and one if
+    the folder, which may not exist yet, cannot be written.
+    """
     problems = []
     for role in (role for role in config.roles if role in SAVED_AS):
         folder, key = config.save_folder(role), f"{role.value}.save"

@@ -19,10 +19,10 @@ NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback"
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
-    """Print the error, the lost iterations and the folder of the logs; write failure.json.
+    """Print the error, and, with `directory`, the folder of the logs and the lost iterations.
 
-    If that file cannot be written, print a warning.
-    directory: None on the later ranks of torchrun, which only print the error
+    Then also writes failure.json; if that fails, prints a warning. All goes to stderr.
+    directory: None on the later ranks of torchrun, and before the run has one
     stop:      knows the iterations in progress and saved
     """
     is_whole = isinstance(error, (WorkerError, RuntimeTimeout, HostError, StoppedByRule))
@@ -56,7 +56,10 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
 
 
 def archive_failure(file: Path, history: Path, mode: int = PRIVATE) -> None:
-    """Append the failure in `file` as a line to `history`, and remove `file`, if it exists."""
+    """Append the failure in `file` as a line to `history`, and remove `file`.
+
+    Does nothing if `file` is absent. Text that is no JSON becomes {"message": text}.
+    """
     if not file.exists():
         return
     with open_file(file, "rb") as stream:

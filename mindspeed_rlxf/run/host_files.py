@@ -53,19 +53,26 @@ def look_for(file: Path) -> HostView:
 
 
 def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
-    """Read and hash all files; return a text for each that is not its entry's, [] for none."""
+    """Read and hash all files of `entries`; return one text per problem, [] if there is none.
+
+    Problems, in the order of `entries`: a file is missing, a link, unreadable, or has another size
+    or hash than its entry.
+    """
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(partial(content_problem, folder), entries)
         return [problem for problem in found if problem is not None]
 
 
 def write_mark(store: Path, name: str) -> None:
-    """Write an empty file, a mark `name`, for other hosts that share this folder (`read_marks`)."""
+    """Write an empty file, a mark, for other hosts that share this folder (`read_marks`).
+
+    Its name is MARK and then `name`.
+    """
     write_text(store / f"{MARK}{name}", "")
 
 
 def read_marks(store: Path) -> list[str]:
-    """Return the names of the marks in this folder, sorted."""
+    """Return the names of the marks in this folder without MARK, sorted; [] for none."""
     return sorted(path.name.removeprefix(MARK) for path in store.glob(f"{MARK}*"))
 
 
@@ -75,11 +82,11 @@ def begin_part(store: Path, iteration: int) -> None:
 
 
 def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRIVATE) -> None:
-    """Write the driver's small files to the hidden folder, then rename it to its final name.
+    """Write the driver's small files to the hidden folder, then publish it (`RunStore.commit`).
 
-    A second call only writes the pointer again.
+    A second call, with the hidden folder gone and the final one there, only writes the pointer.
 
-    manifest: of the whole checkpoint, JSON
+    manifest: of the whole checkpoint, JSON; also written
     texts:    path -> contents of a small file
     mode:     permission bits of these files
     """
@@ -96,7 +103,7 @@ def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int 
 
 
 def keep_parts(store: Path, iterations: Sequence[int]) -> None:
-    """Remove all checkpoints of this host except those of `iterations`."""
+    """Remove all checkpoints of this host except those of `iterations` (`RunStore.keep`)."""
     RunStore(store).keep(iterations)
 
 
@@ -106,9 +113,10 @@ def find_present(folder: Path, entries: Sequence[Entry]) -> list[int]:
 
 
 def find_unsafe_file(folder: Path) -> str:
-    """Return why a pickled file below the folder is damaged or has more than data; "" for none.
+    """Return why the first bad pickled file below the folder is damaged or has more than data.
 
-    Only sharded checkpoints of older versions of the package have pickled files.
+    The text names this host; "" if there is none. Only sharded checkpoints of older versions of the
+    package have pickled files.
     """
     try:
         for name in (METADATA, COMMON):
@@ -120,9 +128,10 @@ def find_unsafe_file(folder: Path) -> str:
 
 
 def _read_restricted(file: Path) -> None:
-    """Read a pickled file of a sharded checkpoint without running its code, only to check it.
+    """Read a pickled file of a checkpoint without running its code, only to check it.
 
-    Raises ValueError for a damaged file or objects other than data.
+    The file with METADATA's name is read as that of a sharded checkpoint; another file only where
+    its folder has no METADATA. Raises ValueError for a damaged file or objects other than data.
     """
     from mindspeed_rlxf.weights.dist_metadata import open_torch_dist  # brings in torch
     from mindspeed_rlxf.weights.torch_file import read_torch_file
@@ -143,8 +152,10 @@ def read_chunk(file: Path, offset: int) -> bytes:
 def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> str:
     """Write a chunk of a file to a partial file; after the last one, fsync, check and rename it.
 
-    token: 16 random hex digits, the same for all chunks of the file
+    token: 16 random hex digits, the same for all chunks of the file; the chunk at offset 0 removes
+           the partial files of other tokens
     Returns a text if the complete file differs from its manifest entry, and removes it; else "".
+    "" too, without writing, for a later chunk of a file that has its final name already.
     """
     file = folder / entry["path"]
     file.parent.mkdir(parents=True, exist_ok=True)

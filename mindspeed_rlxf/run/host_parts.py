@@ -21,7 +21,7 @@ from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import HOST, Entry
 
 DRIVER = ""  # the key of every host that sees the driver's folder
-Held = Mapping[str, set[int]]  # which files each folder has
+Present = Mapping[str, set[int]]  # which files each folder has
 """Key of a host -> indices of the manifest entries whose files it has."""
 
 
@@ -56,7 +56,8 @@ class HostParts:
     def _map_shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
         """Map each host outside the driver's folder to the first host that shares its own folder.
 
-        Hosts are given by their keys. Each host writes a mark file, and lists those that it sees.
+        A host that shares it with no other is mapped to itself. Keys of hosts stand for them; the
+        first is the smallest key. Each host writes a mark file, and lists those that it sees.
         """
         apart = {key: server for key, server in servers.items() if key != DRIVER}
         names = {
@@ -73,7 +74,10 @@ class HostParts:
     def _on_each(
         self, servers: Mapping[str, HostAgent], function: Function, *args: Any
     ) -> dict[str, Any]:
-        """Call the function on each host, wait, and return key of the host -> result."""
+        """Call the function on all these hosts at once, and wait.
+
+        Returns key of the host -> result.
+        """
         found = call_each(list(servers.values()), function, *args, timeout_s=self.timeout_s)
         return dict(zip(servers, found, strict=True))
 
@@ -92,36 +96,39 @@ class HostParts:
         self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
 
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
-        """Let each host add the driver's files to its hidden folder, and rename it (`commit_part`).
+        """Let each host with its own disk add the driver's files to its part, and publish it.
 
-        The driver's own folder is not touched.
+        See `commit_part`. The driver's own folder is not touched.
         texts: path -> contents of the driver's files; mode: their permission bits
         """
         arguments = self.store.folder, manifest.to_json(), texts, mode
         self._on_each(self._apart, host_files.commit_part, *arguments)
 
     def prune(self) -> None:
-        """Remove from the hosts the checkpoints that the driver's folder has no longer."""
+        """Remove checkpoints that the driver's folder does not have from the other hosts.
+
+        These are the hosts with their own disks.
+        """
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 
     def fetch_files(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """Copy to each host the files of its roles that it lacks, and check pickled files.
 
-        Returns a text on damaged or lost files, "" for none. Raises UserError where only a host
-        outside this run has a file.
+        Returns a text on damaged or lost files, "" for none; at the first role with lost files only
+        that one. Raises UserError where only a host outside this run has a file.
         """
         found: list[str] = []
         for name, agents in self.roles.items():
             folder, entries = checkpoint.path / name, manifest.part(name)
-            held = self._find_held(folder, entries)
+            present = self._find_present(folder, entries)
             wanted = sorted({self._key[_key_of(self.views[agent])] for agent in agents})
-            lost = [e for i, e in enumerate(entries) if not any(i in h for h in held.values())]
+            lost = [e for i, e in enumerate(entries) if not any(i in h for h in present.values())]
             if lost:
                 return self._report_lost(checkpoint, name, lost)
             for key in wanted:
-                for place in sorted(set(range(len(entries))) - held[key]):
-                    if problem := self._copy_file(folder, entries[place], place, held, key):
+                for index in sorted(set(range(len(entries))) - present[key]):
+                    if problem := self._copy_file(folder, entries[index], index, present, key):
                         found.append(f"{name}/{problem}")
             if not found:  # the scan needs all files of the role
                 servers = {key: self._servers[key] for key in wanted}
@@ -129,16 +136,19 @@ class HostParts:
                 found += [problem for problem in scans.values() if problem]
         return "; ".join(found)
 
-    def _find_held(self, folder: Path, entries: list[Entry]) -> Held:
-        """Return key of a host -> indices of the entries whose files it has."""
+    def _find_present(self, folder: Path, entries: list[Entry]) -> Present:
+        """Return key of a host -> indices of the entries whose files it has.
+
+        Only the driver's host (key DRIVER) and those that do not see its folder.
+        """
         found = self._on_each(self._apart, host_files.find_present, folder, entries)
         found[DRIVER] = host_files.find_present(folder, entries)
-        return {key: set(places) for key, places in found.items()}
+        return {key: set(indices) for key, indices in found.items()}
 
     def _report_lost(self, checkpoint: Checkpoint, name: str, lost: list[Entry]) -> str:
-        """Return a text on files that no host has.
+        """Return a text that names the first file that no host has, and the number of the others.
 
-        Raises UserError if the hosts that kept them are not in this run.
+        Raises UserError instead if hosts that kept some of them are not in this run.
         """
         present = {view.host for view in self.views.values()}
         away = sorted({entry[HOST] for entry in lost if HOST in entry} - present)
@@ -155,13 +165,15 @@ class HostParts:
             )
         )
 
-    def _copy_file(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file in chunks to the host `target` from a host that has it.
+    def _copy_file(
+        self, folder: Path, entry: Entry, index: int, present: Present, target: str
+    ) -> str:
+        """Copy one file in chunks to the host `target` from the first host, by key, that has it.
 
-        place: index of `entry` in the manifest; held: indices of the files that each host has
-        Returns a text if the copy is damaged, "" if not.
+        Returns what is wrong with the complete copy on `target`, "" if nothing.
+        index: of `entry` in the manifest; present: key of a host -> indices of its files
         """
-        source = min(key for key, places in held.items() if place in places)
+        source = min(key for key, indices in present.items() if index in indices)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)
         for offset in range(0, max(1, entry["size"]), CHUNK_BYTES):
             file = folder / entry["path"]

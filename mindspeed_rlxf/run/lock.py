@@ -20,9 +20,9 @@ _held: dict[Path, IO[str]] = {}
 def take(folder: Path, mode: int = PRIVATE) -> None:
     """Lock the folder for this process, and write host and pid to the lock file; no waiting.
 
-    Does nothing if this process has the lock. Raises UserError that names another holder, and
-    OSError where the lock file is a link. It is a byte-range lock: NFS shares it between hosts, and
-    forked children do not inherit it. On a file system without locks, the written host and pid
+    Does nothing if this process has the lock. Raises UserError that names another process with it,
+    and OSError where the lock file is a link. It is a byte-range lock: NFS shares it between hosts,
+    and forked children do not inherit it. On a file system without locks, the written host and pid
     decide.
     """
     file = folder / LOCK
@@ -69,7 +69,10 @@ def find_holder(folder: Path) -> Problem | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process has the lock; False if the lock file cannot be opened."""
+    """Return whether another process has the lock.
+
+    False if there is no lock file, or it cannot be opened.
+    """
     try:
         return _find_other_holder(folder) is not None
     except OSError:
@@ -77,7 +80,10 @@ def is_locked(folder: Path) -> bool:
 
 
 def _find_other_holder(folder: Path) -> Problem | None:
-    """Return a problem if another process has the lock. Raises OSError if it cannot be opened."""
+    """Return a problem if another process has the lock; None if this one has it or nobody has.
+
+    None also without a lock file. Raises OSError if the file cannot be opened.
+    """
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):
         return None
@@ -86,7 +92,11 @@ def _find_other_holder(folder: Path) -> Problem | None:
 
 
 def _try_lock(folder: Path, stream: IO[str]) -> Problem | None:
-    """Lock the opened file, without waiting; return a problem if another process has it."""
+    """Lock the opened file, without waiting; return a problem if another process has it.
+
+    None if the file is now locked, and also where the file system refuses for another reason,
+    unless the process that the file names is alive.
+    """
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

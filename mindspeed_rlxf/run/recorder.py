@@ -41,8 +41,9 @@ class Recorder:
     def __init__(
         self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
     ) -> None:
-        """Open the files, read the metrics of a resumed run, start trackers and the console.
+        """Open the files, replay the metrics of a resumed run, start trackers and the console.
 
+        Discards calls recorded by an earlier run of this process.
         writes: False on all but the first rank of torchrun, which then write nowhere
         """
         self.tokenizer = tokenizer
@@ -67,9 +68,10 @@ class Recorder:
         self.console.begin(config.training.train_iters, names, done, title)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
-        """Write an iteration's metrics to file and trackers, and print them.
+        """Write an iteration's metrics to file and trackers, and show them on the console.
 
-        Warns once of prompt groups whose responses all score the same. seconds: of the iteration
+        Warns, once per run, if all responses of a prompt group score the same. seconds: of the
+        iteration
         """
         self._metrics.write(iteration, metrics, seconds)
         self._trackers.log(iteration, metrics)
@@ -83,9 +85,9 @@ class Recorder:
             )
 
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
-        """Apply the health rules; write findings that begin or end with an iteration to a file.
+        """Apply the health rules; write illnesses that begin or end with this iteration to a file.
 
-        Prints a finding that begins, once per rule. Returns the first one that ends the run by
+        Prints one that begins, once per rule. Returns the first one that ends the run by
         `logging.stop_on`, None without one.
         """
         found = self.health.check(iteration, metrics)
@@ -99,9 +101,10 @@ class Recorder:
         self.console.warn_once(text, text)
 
     def _replay_health(self, directory: RunDirectory) -> int:
-        """Apply the health rules to the iterations before a resume, without writing findings.
+        """Apply the health rules to all iterations in metrics.jsonl, without writing findings.
 
-        Prints a note if the run was ended by such a rule. Returns the last iteration, 0 for none.
+        Prints a note for each rule of `stop_on` whose illness began in the last of them and goes
+        on. Returns the last iteration, 0 for none.
         """
         last = 0
         for last, metrics in read_metrics(directory.metrics):
@@ -118,9 +121,9 @@ class Recorder:
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
     ) -> None:
-        """Print warnings of skipped optimizer steps, and of samples whose scores were not finite.
+        """Print a warning per role with skipped optimizer steps, and one if scores were not finite.
 
-        The warning names 8 of these samples at most.
+        The latter names 8 samples at most.
         metrics: of the iteration, with `skipped_steps` of each role
         scores:  sample id -> score that was not finite
         """
@@ -137,10 +140,10 @@ class Recorder:
     def write_validation(
         self, iteration: int, metrics: dict[str, float], own_line: bool = False
     ) -> None:
-        """Print one line of validation metrics.
+        """Print one line of the metrics `val/...`, as a note.
 
-        own_line: they belong to no iteration: also write them to metrics.jsonl and the trackers,
-                  and show them to the health rules
+        own_line: for metrics that belong to no iteration of this run: also write all of them to
+                  metrics.jsonl and the trackers, and pass them to the health rules as replayed ones
         """
         if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
@@ -158,7 +161,8 @@ class Recorder:
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
         """Write phases of the driver and recorded calls to ranks to the timeline.
 
-        Takes the spans of `cluster.spans`, so the next call has only later ones.
+        Takes the spans of `cluster.spans`, so the next call has only later ones. Does nothing with
+        `writes` False.
         driver: phase -> (start in seconds of the epoch, seconds)
         """
         if self._timeline is None:
@@ -167,8 +171,9 @@ class Recorder:
         self._timeline.write(iteration, own + spans.take_all())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
-        """Return which samples of this iteration the ranks log token by token; None for none.
+        """Return which samples of this iteration the ranks log token by token.
 
+        None without `logging.sample_tokens`, or if there are none.
         sample_ids: of all samples of the iteration, in order; the first `logging.samples` count
         """
         chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])
@@ -202,6 +207,7 @@ class Recorder:
     ) -> None:
         """Fetch the texts of the first `logging.samples` samples, and append them to a sample file.
 
+        Does nothing if `logging.samples` is 0.
         sources: data source of each sample
         about:   more fields of each sample of a validation, written to val_samples.jsonl; None =
                  samples of training
@@ -238,7 +244,7 @@ class Recorder:
 
 
 def _kl_limit(config: RunConfig) -> float:
-    """Return the KL per token above which the health rules report a runaway."""
+    """Return the KL, in nats per token, above which the health rules report a runaway."""
     control = config.algorithm.kl_ctrl
     return runaway_limit(control.type is KlControl.ADAPTIVE, control.target_kl)
 
@@ -250,7 +256,7 @@ def _make_trackers(
     warn: Callable[[str], None],
     writes: bool,
 ) -> Trackers:
-    """Start the trackers of `logging.trackers`; none with `writes` False.
+    """Start the trackers of `logging.trackers`, except for JSONL; none with `writes` False.
 
     resumed: last iteration before a resume, 0 = new run; warn: called with a tracker's problems
     """

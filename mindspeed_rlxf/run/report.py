@@ -30,11 +30,11 @@ def write_report(
     tokenizer: Any = None,
     mode: int | None = PRIVATE,
 ) -> int:
-    """Write one HTML report of several runs to `file`; return its size in bytes.
+    """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
 
     tokenizer: of all runs; None = each run's own, where it can be loaded
     mode:      permission bits of the file, None = by umask
-    Raises UserError for a folder that is no run, and OSError.
+    Raises UserError for folders that have no iteration, and OSError.
     """
     split = None if tokenizer is None else TokenPieces(tokenizer)
     folders = open_runs(runs, split)
@@ -47,6 +47,7 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
     """Return each run's folder, name, state, and function that splits responses into tokens.
 
     split: that function for all runs; None = of each run's own tokenizer, where it can be loaded
+           (`load_split`), else None
     Raises UserError that lists the folders without an iteration.
     """
     if problems := [found for run in runs if (found := find_problem(run))]:
@@ -58,7 +59,10 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
 
 
 def find_problem(run: Path) -> Problem | None:
-    """Return why no report can be made of a folder; None if it has an iteration."""
+    """Return why no report can be made of a folder; None if it has an iteration.
+
+    It is no folder, or its metrics.jsonl is absent or has no iteration.
+    """
     if not run.is_dir():
         found = "is a file" if run.exists() else "does not exist"
         return Problem("RUN", f"must be a run directory, it {found}", repr(str(run)),
@@ -75,9 +79,9 @@ def find_problem(run: Path) -> Problem | None:
 def find_state(run: Path) -> str:
     """Return the state of a run: "running", "failed", "finished" or "stopped".
 
-    running = another process has the lock; failed = there is a failure.json; finished = the weights
-    of the last iteration were exported; stopped = none of these. Where this user cannot open the
-    lock, the run counts as not running.
+    The first that fits: running = another process has the lock; failed = there is a failure.json;
+    finished = the weights of the last iteration were exported; stopped = none of these. Where this
+    user cannot open the lock, the run counts as not running.
     """
     directory = RunDirectory(run.absolute())
     if lock.is_locked(directory.path):
@@ -118,7 +122,10 @@ def report_mode(run: Path, file: Path) -> int | None:
 
 
 def _is_exported(directory: RunDirectory) -> bool:
-    """Return whether the weights of the run's last iteration were exported."""
+    """Return whether the exported weights are of the run's last iteration with metrics, or later.
+
+    False without metrics, or if the file with the exported iteration is missing or damaged.
+    """
     try:
         exported = int(read_pointer(directory.checkpoints / EXPORTED))
     except (OSError, ValueError):

@@ -76,7 +76,7 @@ class StopRequest:
         self._since = self._clock()
 
     def end_iteration(self, iteration: int) -> None:
-        """Record the end of the iteration and its duration; `begin_iteration` must come first."""
+        """Record the iteration as ended, and its seconds; `begin_iteration` must come first."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None
@@ -95,7 +95,8 @@ class StopRequest:
     def is_due(self) -> bool:
         """Return whether to save and end now: by a signal, a rule or `max_wall_time`.
 
-        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer.
+        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer,
+        and its rule, which `ended` names (none if a signal came).
         """
         asked = self._asked is not None or self._rule is not None
         rule = self._rule if self._asked is None else None
@@ -112,12 +113,18 @@ class StopRequest:
 
     @property
     def under_way(self) -> int:
-        """Number of the iteration in progress, its save included; 0 = none."""
+        """Number of the iteration in progress, or of the last one that ended, whose save may go on.
+
+        0 before the first iteration.
+        """
         return self.iteration + (self._since is not None)
 
     @property
     def save_s(self) -> float:
-        """Predicted seconds of a save: the longest so far, else half an iteration, else 0."""
+        """Predicted seconds of a save: the longest of the last ones.
+
+        Before the first save, half the median iteration; 0 before the first iteration has ended.
+        """
         if self._saves:
             return max(self._saves)
         return statistics.median(self._iterations) / 2 if self._iterations else 0.0
@@ -126,6 +133,7 @@ class StopRequest:
     def left_s(self) -> float | None:
         """Predicted seconds until this iteration and its save are done.
 
+        The median of past iterations less the time since this one began, 0 at least, plus `save_s`.
         None in the first iteration, which nothing can be predicted from.
         """
         if not self._iterations:
@@ -150,7 +158,8 @@ class StopRequest:
     def _no_time_for_another(self) -> bool:
         """Return whether `max_wall_time` leaves no time for another iteration and its save.
 
-        If so, also sets `reason`. False without a limit or a past iteration.
+        Expects the longest of the past iterations, plus `save_s`. If True, also sets `reason`.
+        False without a limit or a past iteration.
         """
         if self.wall_s is None or not self._iterations:
             return False
@@ -166,8 +175,9 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Otherwise raises KeyboardInterrupt, as a second signal (after ONE_SIGNAL_S) and SIGALRM do.
-        Starts a timer that sends SIGALRM one second before the grace time ends. Sets `reason`.
+        Otherwise, and in the first iteration, raises KeyboardInterrupt. So do SIGALRM and a second
+        signal; one within ONE_SIGNAL_S of the first is ignored. Starts a timer that sends SIGALRM
+        one second before the grace time ends. Sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

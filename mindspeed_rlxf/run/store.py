@@ -42,7 +42,7 @@ class Checkpoint:
     iteration: int
 
     def read(self) -> Manifest:
-        """Read the manifest and compare the sizes of its files; return it.
+        """Read and return the manifest, after checking the sizes of the files that it lists.
 
         Contents are not read, and files of other hosts are ignored. Raises ValueError where the
         manifest is damaged or of another iteration, or a file is missing or of another size.
@@ -55,7 +55,10 @@ class Checkpoint:
         return manifest
 
     def _read_manifest(self) -> Manifest:
-        """Read the manifest. Raises ValueError where it is missing, unreadable or changed."""
+        """Read the manifest and check its hash.
+
+        Raises ValueError, with a text to show, where it is missing, unreadable or changed.
+        """
         try:
             with open_plain(self.path / MANIFEST) as stream:
                 text = stream.read(MAX_JSON).decode("utf-8")
@@ -96,7 +99,7 @@ class Manifest:
         return "; ".join(found[:3]) + more
 
     def to_json(self) -> str:
-        """Return the manifest as JSON text, with a hash of its own content."""
+        """Return the manifest as JSON text, with format version and a hash of all other content."""
         content = {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -107,7 +110,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, name: str) -> Manifest:
-        """Parse the text of `to_json`. name: of the file, for errors
+        """Parse the text of `to_json` and check its hash. name: of the file, for errors
 
         Raises ValueError where the text was changed, is of another format version, or names a file
         outside its folder.
@@ -166,7 +169,7 @@ class RunStore:
     def clear_unfinished(self) -> None:
         """Remove all hidden files and folders: unfinished and half-removed checkpoints."""
         for leftover in self.folder.glob(".*"):
-            _discard(leftover)
+            _remove_path(leftover)
 
     def commit(self, manifest: Manifest) -> Path:
         """Publish a checkpoint: write the manifest, rename the hidden folder, update the pointer.
@@ -201,14 +204,15 @@ class RunStore:
         """Rename a checkpoint to NAME.unused, replacing an older one; return the new path."""
         aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
-            _discard(aside)
+            _remove_path(aside)
         os.replace(checkpoint.path, aside)
         return aside
 
     def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> None:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
-        Looks at the disk, so that checkpoints from before a restart count.
+        `best`: iterations. Looks at the disk, so that checkpoints from before a restart count. See
+        `keep` for those set aside.
         """
         found = [checkpoint.iteration for checkpoint in self.newest_first()]
         multiples = [n for n in found if keep_every and n % keep_every == 0]
@@ -225,15 +229,15 @@ class RunStore:
                 # Renamed first, so that a half-removed folder never has a checkpoint's name.
                 going = self.folder / f".{checkpoint.path.name}.removed"
                 os.replace(checkpoint.path, going)
-                _discard(going)
+                _remove_path(going)
         oldest = min((c.iteration for c in self.newest_first()[:2]), default=0)
         for folder in self.folder.glob(f"*{UNUSED}"):
             match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
             if match and int(match[1]) < oldest:
-                _discard(folder)
+                _remove_path(folder)
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None where no file says so."""
+        """Return the iteration whose weights were exported; None if no readable file says so."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):
@@ -246,8 +250,8 @@ class RunStore:
         (self.folder / EXPORTED).unlink(missing_ok=True)
 
 
-def _discard(path: Path) -> None:
-    """Remove a folder, a file or a link, but not the target of a link."""
+def _remove_path(path: Path) -> None:
+    """Remove a folder, a file or a link, but not the target of a link; raise OSError if absent."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -255,7 +259,10 @@ def _discard(path: Path) -> None:
 
 
 def _are_entries(files: Any) -> bool:
-    """Whether a value is a list of manifest entries: path, size and sha256 of each file."""
+    """Whether a value is a list of dicts that have an integer `size`, a `path` and a `sha256`.
+
+    The types of the latter two are not checked.
+    """
     return isinstance(files, list) and all(
         isinstance(entry, dict)
         and type(entry.get("size")) is int

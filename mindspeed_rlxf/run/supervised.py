@@ -19,7 +19,10 @@ CHILD_OF = "RLXF_SUPERVISOR"  # pid of the supervisor, file for facts, when the 
 
 
 def report_facts(**facts: Any) -> None:
-    """Merge facts into the supervisor's JSON file; do nothing without a supervisor."""
+    """Add facts to the supervisor's JSON file, replacing those of equal names.
+
+    Does nothing without a supervisor.
+    """
     if given := read_supervision():
         file = Path(given[1])
         write_facts(file, {**read_facts(file), **facts})
@@ -47,7 +50,7 @@ def read_supervision() -> tuple[int, str, str] | None:
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """Return the facts in a JSON file; {} where it cannot be read or is no object."""
+    """Return the facts in a JSON file; {} where it is absent, cannot be read or is no object."""
     try:
         found = read_json(file)
     except (OSError, ValueError):

@@ -67,7 +67,10 @@ class Collected:
         )
 
     def score_report(self) -> ScoreReport:
-        """Wait for the scores; return those of the kept samples with their parts and failures."""
+        """Wait for the scores; return those of the kept samples with their parts and failures.
+
+        Parts and failures are [] if there were none; answers are left out.
+        """
         reports = [report for batch in self.batches for report in batch.scored.result()]
         return ScoreReport(
             self._chosen(report.scores for report in reports),
@@ -153,7 +156,7 @@ class Collector:
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
-        """Return metrics of `filter_groups`, {} without it.
+        """Return `rollout/gen_batches` and `rollout/alike_groups`; {} without `filter_groups`.
 
         The number of generated batches, and of prompts kept although their scores are all equal.
         """
@@ -176,8 +179,9 @@ class Collector:
         """Generate batches until enough prompts have different scores, as DAPO does.
 
         arXiv:2503.14476, section 3.2. Prompts whose responses all score the same are dropped, but
-        fill the batch where `max_num_gen_batches` batches are not enough. Penalties (missing EOS,
-        length, KL) do not count, because any two responses differ in them. Waits for the scores.
+        fill the batch where `max_num_gen_batches` batches are not enough. Scores are compared after
+        shaping; penalties (missing EOS, length, KL) do not count, because any two responses differ
+        in them. Prompts beyond the batch are dropped too. Waits for the scores.
         """
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []

@@ -39,7 +39,10 @@ def find_order_problems(
 
 
 def _number_samples(source: PromptSource, iterations: int) -> Iterator[tuple[int, int]]:
-    """Draw the prompts of `iterations` batches; yield (sample id, index of its prompt) in order."""
+    """Draw the prompts of `iterations` batches; yield (sample id, index of its prompt) in order.
+
+    A prompt comes once for each of its samples. Advances `source`.
+    """
     for _ in range(iterations):
         source.next_prompts()
         taken = source.pop_consumed()

@@ -26,6 +26,7 @@ def iteration_flops(
 ) -> float:
     """Return the floating-point operations of all passes over the samples of an iteration.
 
+    Counts actor, critic, reference and a reward model of the Megatron kind, each with its epochs.
     generated:     reports on all responses; generation counts as one forward pass over each
     learnt:        lengths of the samples that are kept
     updates_actor: whether the actor is updated
@@ -52,9 +53,10 @@ def iteration_flops(
 def _forward_flops(
     config: RunConfig, role: Role, prompts: Sequence[int], responses: Sequence[int]
 ) -> float:
-    """Return the operations of one forward pass of a role over samples of these lengths.
+    """Return the operations of one forward pass of a role over all samples of these lengths.
 
-    Without the output layer for critic and reward, whose heads are negligible.
+    prompts, responses: tokens of each sample. The output layer counts for responses only, and not
+    at all for critic and reward, whose heads are negligible.
     """
     architecture = config.role(role).architecture
     assert architecture is not None, f"{role.value} has a model"

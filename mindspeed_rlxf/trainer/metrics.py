@@ -22,7 +22,11 @@ SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Return statistics of prompt and response lengths, and the shares with EOS and without."""
+    """Return statistics of prompt and response lengths, in tokens.
+
+    For both the `_summary`; for responses also p50, p90, `eos_fraction` (the share that has EOS)
+    and `cut_fraction` (the rest).
+    """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {
         **_summary(lengths.prompts).named("prompt_length"),
@@ -37,7 +41,8 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
     """Return mean and maximum of the gaps between log-probs of training and of generation.
 
-    With importance weights also their mean, maximum and minimum.
+    The keys are `rollout/log_prob_gap_mean` and `_max`; the gaps are in nats. With importance
+    weights also `rollout/is_weight/` mean, max and min.
     """
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
@@ -46,10 +51,11 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Return the mean of each named part of the rewards, and counts of failed samples by cause.
+    """Return the mean of each named part as `reward/<part>`, and counts of failed samples by cause.
 
-    Where functions score, a part's mean is over the samples that have it; else a missing part
-    counts as 0. The score itself is in `experience_metrics`.
+    Where functions score, a part's mean is over the samples that have it, and `reward/failed` and
+    `reward/failed_<cause>` are added; else a missing part counts as 0. The score itself is in
+    `experience_metrics`.
     """
     values: dict[str, list[float]] = {}
     for part in report.parts:
@@ -71,7 +77,8 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
     """Return the mean score and parts of each data source, as `train/<data source>/<name>`.
 
     sources: data source of each sample
-    Failed samples are left out; a part's mean is over the samples that have it.
+    Failed samples are left out, and so is a source that has no others; a part's mean is over the
+    samples that have it.
     """
     values: dict[str, list[float]] = {}
     failures = report.failures or [None] * len(report.scores)
@@ -83,7 +90,10 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
 
 
 def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
-    """Return the share of prompts whose responses all score the same; {} for group_size 1."""
+    """Return `rollout/equal_score_groups`, the share of prompts whose responses all score the same.
+
+    {} for group_size 1.
+    """
     if group_size == 1:
         return {}
     groups = len(scores) // group_size
@@ -92,9 +102,10 @@ def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
-    """Return metrics of KL, KL coefficient, scores, rewards and advantages.
+    """Return metrics `critic/...` of KL, KL coefficient, scores, rewards and advantages.
 
-    With a critic also of returns, values and explained variance. No KL without a reference.
+    Mean, maximum and minimum of each over all ranks; KL only as mean, and none without a reference.
+    With a critic also of returns and values, and the explained variance.
     """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
@@ -112,8 +123,9 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     """Return the means of a role's metrics over the optimizer steps that were not skipped.
 
     Names get the prefix `role/` unless they have a slash. NaN where all steps were skipped.
-    Added: `lr`; with a policy loss `pg_loss_abs`, the mean of |mini-batch loss| (the plain mean is
-    near 0 with whitened advantages); with nan_policy skip the count `skipped_steps`.
+    Added: `role/lr`, the report's; with a policy loss `role/pg_loss_abs`, the mean of |mini-batch
+    loss| (the plain mean is near 0 with whitened advantages); with nan_policy skip the count
+    `role/skipped_steps`.
     """
     taken = [step for step in report.steps if not step.get(SKIPPED)]
 
@@ -134,8 +146,9 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 def throughput_metrics(
     reports: Sequence[GenerateReport], seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """Return tokens (prompts and responses, dropped samples too) per second, also per device.
+    """Return `throughput/tokens_per_s` and `throughput/tokens_per_s_per_device`.
 
+    Counts tokens of prompts and of responses, also those of dropped samples.
     seconds: of the whole iteration
     """
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
@@ -149,10 +162,10 @@ def throughput_metrics(
 def flops_metrics(
     flops: float, seconds: float, num_devices: int, peak_flops: float | None
 ) -> dict[str, float]:
-    """Return teraFLOP/s per device, and `mfu`, their share of the device's peak.
+    """Return `throughput/tflops_per_device` and `throughput/mfu`, its share of the device's peak.
 
-    flops:      operations of the iteration on all devices
-    peak_flops: operations per second that one device can do; None = unknown, then no `mfu`
+    flops:      operations of the iteration on all devices; seconds: of the iteration
+    peak_flops: operations per second that one device can do; None or 0 = unknown, then no mfu
     """
     rate = flops / seconds / num_devices
     metrics = {"throughput/tflops_per_device": rate / 1e12}

@@ -57,8 +57,9 @@ class PpoTrainer:
     def fit(self) -> None:
         """Train to iteration `train_iters`; write metrics, samples, validations and checkpoints.
 
-        An iteration: weights -> generate, score -> log-probs, values -> experience -> updates.
-        Raises Stopped or StoppedByRule, after saving, when the run has to end earlier.
+        With `validation.before` a new run validates first. An iteration: weights -> generate, score
+        -> log-probs, values -> experience -> updates; the actor's only after the warm-up
+        iterations. Raises Stopped or StoppedByRule, after saving, when the run has to end earlier.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)
@@ -110,7 +111,7 @@ class PpoTrainer:
                 **{f"update_{role}": update for role, update in updates.items()},
             }
             phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
-            self._finish(measured, collected, phases, time.monotonic() - started)
+            self._finish_iteration(measured, collected, phases, time.monotonic() - started)
         self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
@@ -120,9 +121,10 @@ class PpoTrainer:
         ref: Pending | None,
         values: Pending | None,
     ) -> Pending:
-        """Start the call that makes rewards and advantages.
+        """Start the call that makes rewards and advantages, and return it.
 
         It runs on the ranks of the critic, or of the actor where there is no critic.
+        old, ref, values: calls that make the rows of log probabilities and values; None = not used
         """
         inputs = ExperienceInputs(
             rollouts=as_rows_field(collected.rollouts),
@@ -138,7 +140,7 @@ class PpoTrainer:
         )
         return (self.critic or self.actor).make_experience(inputs)
 
-    def _finish(
+    def _finish_iteration(
         self,
         measured: dict[str, float],
         collected: Collected,
@@ -198,7 +200,10 @@ class PpoTrainer:
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
     ) -> dict[str, float]:
-        """Wait for the calls; return metrics of times, memory, idle shares, tokens and FLOPs."""
+        """Wait for the calls; return metrics of times, memory, idle shares, tokens and FLOPs.
+
+        all_s: seconds of the iteration (`timing/all`). MFU only with bf16 and a known device.
+        """
         reports, updates = collected.generate_reports(), "update_actor" in phases
         flops = iteration_flops(self.config, reports, collected.responses(), updates)
         peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
@@ -214,8 +219,10 @@ class PpoTrainer:
 
     @property
     def _num_devices(self) -> int:
-        """Number of devices of all pools. Pools of a local runtime are the same processes and count
-        once."""
+        """Number of devices of all pools; with a local runtime, of the largest pool.
+
+        There, pools are the same processes and count once.
+        """
         sizes = [sum(processes) for processes in self.config.resource_pool.values()]
         return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
 

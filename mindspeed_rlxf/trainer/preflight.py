@@ -71,7 +71,8 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
 
-    Writes nothing; may run a program in the sandbox. Errors: UserError with all problems.
+    Writes nothing; may run a program in the sandbox. Errors: UserError with all problems; without a
+    tokenizer with those found so far and missing files of prompts.
     """
     directory = RunDirectory.choose(config)
     problems = [
@@ -125,7 +126,8 @@ def _sources(prepared: Prepared) -> set[str]:
 def _find_config_folder(config: RunConfig) -> str | None:
     """Return the folder whose generation_config.json the actor uses; None without `load`.
 
-    It is `load`, or the tokenizer's folder where Megatron weights have no config.json.
+    It is `load`, or the tokenizer's folder where Megatron weights have no config.json. Where the
+    weights cannot be described, `load`, without an error.
     """
     load = config.actor_rollout.load
     try:
@@ -135,7 +137,10 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _list_notices(config: RunConfig) -> list[str]:
-    """List notes for the user on sampling, stop strings, and a critic without a score head."""
+    """Return notes for the user, one per case, [] for none.
+
+    Cases: greedy sampling, top-k or top-p, stop strings, a critic without a score head.
+    """
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -185,7 +190,7 @@ def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Prob
 
 
 def _find_missing_files(config: RunConfig) -> list[Problem]:
-    """Return a problem for each file of prompts that does not exist."""
+    """Return a problem for each of `data.train_files` and `data.val_files` that does not exist."""
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -205,7 +210,8 @@ def _load_prompts(
 ) -> IndexedPrompts:
     """Return the prompts of indexed data sets if `prefixes` are given, else of `files`.
 
-    Their errors are added to `problems`, and no prompts returned. Only data sets name stop tokens.
+    Appends load errors to `problems`, and then returns no prompts. Only indexed data sets can name
+    stop tokens.
     """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
@@ -217,7 +223,8 @@ def _load_prompts(
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     """Return problems of the weights in a role's `load` folder: missing, damaged, other shapes.
 
-    [] for a rule reward, which needs none. Reads headers only.
+    [] for a rule reward, which needs none; a Hugging Face classifier is left to `check_classifier`.
+    For other roles `load` must be set. Reads headers only.
     """
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
@@ -241,7 +248,10 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
 
 
 def _suggest_tiny_model(folder: Path) -> str:
-    """Return the command that makes a missing model of examples/tiny; "" for other folders."""
+    """Return advice with the command that makes a model of examples/tiny, if it is missing.
+
+    "" if `folder` exists or is not one of TINY_MODELS.
+    """
     if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
         return ""
     more = " --reward-model" if folder.name == "rm" else ""
@@ -251,7 +261,8 @@ def _suggest_tiny_model(folder: Path) -> str:
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
     """Return the rules that a role's folder breaks, as it differs from the model, and one remedy.
 
-    [] if they agree; a critic's folder may lack the score head.
+    One rule if config.json differs, else one per tensor of another shape, MAX_SHAPE_PROBLEMS at
+    most. [] if they agree; a critic's folder may lack the score head.
     tokenizer: folder with config.json if the weights have none
     Errors: ValueError where a file is missing or cannot be read.
     """
@@ -298,8 +309,8 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
 def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[Problem]:
     """Return a problem if fixed responses do not belong to the prompts that the run will draw.
 
-    A resumed run is checked from its newest checkpoint on, unless its data or seed have changed,
-    which is reported on resuming.
+    [] without fixed responses or prompts. A resumed run is checked from its newest checkpoint on,
+    unless its data or seed have changed, which is reported on resuming.
     """
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []
@@ -317,9 +328,11 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Return problems of rules and functions with the prompts that they have to score.
+    """Return problems of the reward rules and functions, alone and with the prompts they score.
 
-    Sets `sandbox` and `scores_in_processes` of `prepared`. May run a program in the sandbox.
+    Stops at the first kind that has any: rules that cannot be made and the sandbox, then the
+    functions, then the prompts. Sets `sandbox` and `scores_in_processes` of `prepared` on the way.
+    May run a program in the sandbox.
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
@@ -358,7 +371,10 @@ def _find_unscored_sources(reward: RewardConfig, validated: Sequence[Prompt]) ->
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Return a problem if `best_metric` names a data source that no validation prompt has."""
+    """Return [problem] if `best_metric` names a data source that no validation prompt has.
+
+    [] otherwise, and where it names no source or there are no validation prompts.
+    """
     metric = config.validation.best_metric
     source = metric.removeprefix("val/").rpartition("/")[0]
     known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))

@@ -40,7 +40,9 @@ class PromptSource:
         n_samples_per_prompt: int,
         fixed: FixedResponses | None = None,
     ) -> None:
-        """fixed: responses to use instead of generating them; None = generate"""
+        """sampler: draws indices of `prompts`; it is advanced
+        fixed: responses to use instead of generating them; None = generate
+        """
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
@@ -51,7 +53,10 @@ class PromptSource:
     def from_config(
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
-        """Return the source of a run, at its first batch."""
+        """Return the source of a run, at its first batch; several data sets are drawn by weight.
+
+        fixed: responses for all samples of the run; None = they are generated
+        """
         training = config.training
         size, shuffle = training.global_batch_size, config.data.shuffle
         sizes = prompts.sizes if isinstance(prompts, PromptStore) else (len(prompts),)
@@ -60,7 +65,11 @@ class PromptSource:
         return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
     def next_prompts(self) -> Prompts:
-        """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt."""
+        """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt.
+
+        Takes a batch that `read_ahead` has drawn, if there is one. Numbers the samples, and adds
+        the prompts to those that `pop_consumed` returns.
+        """
         drawn, self._ahead = self._ahead or self._draw(), None
         self._taken += drawn.indices
         chosen = [prompt for prompt in drawn.prompts for _ in range(self.n_samples_per_prompt)]
@@ -78,7 +87,7 @@ class PromptSource:
         return Ahead(before, indices, [self.prompts[i] for i in indices])
 
     def pop_consumed(self) -> ConsumedPrompts:
-        """Return the prompts that `next_prompts` drew since `pop_consumed` was last called.
+        """Return the prompts that `next_prompts` returned since `pop_consumed` was last called.
 
         They are given as indices, with the id of their first sample and the samples per prompt.
         """
@@ -87,7 +96,10 @@ class PromptSource:
         return ConsumedPrompts(first, self.n_samples_per_prompt, indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last returned batch; a batch read ahead does not count."""
+        """Return {"sampler", "next_sample_id"}: the position after the last returned batch.
+
+        A batch read ahead does not count.
+        """
         sampler = self._ahead.sampler if self._ahead else self.sampler.state_dict()
         return {"sampler": sampler, "next_sample_id": self._next_sample_id}
 

@@ -18,11 +18,12 @@ Phases = Mapping[str, Sequence[Pending]]
 
 
 def phase_metrics(phases: Phases) -> dict[str, float]:
-    """Wait for the calls; return seconds, memory (GiB), skew and slowest rank of each phase.
+    """Wait for the calls; return time, memory, skew and slowest rank of each phase.
 
-    `skew/<phase>` is the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
-    other in collectives take equally long, so it shows only work outside of collectives. No skew
-    and slowest rank for a single rank.
+    `timing/<phase>`: seconds, sum over its calls; `memory/<phase>`: GiB, maximum of all ranks.
+    `skew/<phase>`: the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
+    other in collectives take equally long, so it shows only work outside of collectives.
+    `slowest_rank/<phase>`: its number. A phase with a single rank, or no time, lacks the last two.
     """
     metrics = {}
     for name, calls in phases.items():
@@ -41,6 +42,7 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
 def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
     """Wait for the calls; return `idle/<pool>`: share of the iteration in which ranks ran no call.
 
+    The mean of the pool's ranks, limited to 0 to 1; 1 for a pool without calls.
     sizes:   pool -> number of ranks
     seconds: of the iteration
     """
@@ -52,7 +54,7 @@ def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> di
 
 
 def _seconds_by_rank(replies: Sequence[Reply]) -> dict[int, float]:
-    """Return rank -> seconds of all its replies."""
+    """Return rank -> sum of the seconds of its replies."""
     found: dict[int, float] = defaultdict(float)
     for reply in replies:
         found[reply.rank] += reply.seconds

@@ -63,9 +63,9 @@ class Run:
     def __init__(
         self, config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None
     ) -> None:
-        """Start nothing yet.
+        """Start nothing yet; the exit code is that of success.
 
-        find_peak: name of a device -> peak FLOP/s, for `throughput/mfu`
+        find_peak: name of a device -> peak FLOP/s, for `throughput/mfu`; None = unknown
         """
         training = config.training
         self.config, self.prepared, self.find_peak = config, prepared, find_peak
@@ -125,8 +125,8 @@ class Run:
     def _start_locally(self) -> PpoTrainer | None:
         """Create the run directory and return the trainer in this process, without Ray.
 
-        None where the run only validates. Every process of torchrun calls it; only the first one
-        writes files.
+        With `validation.only` validates and returns None. Every process of torchrun calls it; only
+        the first one writes files.
         """
         from mindspeed_rlxf.cluster.local import LocalRuntime
 
@@ -142,10 +142,10 @@ class Run:
     def _build_trainer(
         self, directory: RunDirectory, runtime: Runtime, writes: bool = True
     ) -> PpoTrainer | None:
-        """Build roles and trainer on a runtime, resumed if there is a checkpoint.
+        """Build roles and return a trainer on a runtime, resumed if there is a checkpoint.
 
         writes: whether this process writes files of the run
-        With `validation.only` validate instead, and return None.
+        With `validation.only` validates instead, and returns None.
         """
         if self.config.validation.only:
             iteration = validate_only(self.config, self.prepared, directory, runtime, writes)
@@ -213,7 +213,10 @@ class Run:
         self.exit_code = EXIT_STOPPED
 
     def _end_failed(self, error: Exception) -> None:
-        """Log and report an error, remove unfinished checkpoints, and set the exit code."""
+        """Remove unfinished checkpoints, report the error, and set the exit code to EXIT_FAILED.
+
+        Logs a traceback too, except for errors of workers and hosts and for timeouts.
+        """
         if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
         if self._started:  # makes room for the report on a full disk
@@ -243,16 +246,19 @@ class Run:
         print(f"report: {directory.report}", flush=True)
 
     def _release_directory(self) -> None:
-        """Unlock the run directory; if no metrics were written, remove its configuration first."""
+        """Unlock the run directory; if no metrics were written, remove its configuration first.
+
+        Does nothing in a process that has no directory to write to.
+        """
         if self._started:
             self._started.release()
 
 
 @contextlib.contextmanager
 def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
-    """Add what the worker's host shows to a WorkerError of the block, while the cluster runs.
+    """In the block, raise a WorkerError anew with what the worker's host shows (`explain_death`).
 
-    Copies the logs of other hosts to this one.
+    For use while the cluster runs; copies the logs of other hosts to this one.
     """
     try:
         yield
@@ -261,7 +267,7 @@ def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
 
 
 def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Write the keys and pools that the supervisor needs for a restart to its file of facts.
+    """Write the keys and pools that a restart needs to the supervisor's file; nothing without one.
 
     A pool's `step` is the number of processes of which its size must be a multiple.
     """
@@ -293,7 +299,8 @@ def training(
     """Start the workers, build the roles, and yield a trainer, resumed from the newest checkpoint.
 
     writes: whether this process writes the files of the run
-    stop:   decides after each iteration whether `fit` raises Stopped
+    stop:   decides after each iteration whether `fit` raises Stopped; None = a new one without
+            time limit
     When the block ends without an error, exports the final weights and marks the run as finished.
     After an error it does neither.
     """
@@ -341,14 +348,17 @@ def make_trainer(
     checkpoints: RunCheckpoints,
     stop: StopRequest,
 ) -> PpoTrainer:
-    """Return a trainer at iteration 0."""
+    """Return a trainer at iteration 0, with the run's prompt source and a validator."""
     source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
     validator = Validator(config, roles, prepared.val_prompts, recorder)
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 
 def _log_to_file(directory: RunDirectory) -> None:
-    """Write log records of the package to driver.log, and those of `cluster` also to stdout."""
+    """Append log records of the package, from INFO on, to driver.log.
+
+    Those of `cluster` are also printed to stdout.
+    """
     file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding=CODEC)
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))

@@ -37,7 +37,7 @@ class Validator:
         self._padded = self._pad_prompts()
 
     def _pad_prompts(self) -> Prompts:
-        """Return the prompts with the first ones repeated at the end.
+        """Return the prompts with the first ones repeated at the end; without prompts, none.
 
         Their number can then be divided by the replicas of the rollout and of the reward.
         """
@@ -50,9 +50,10 @@ class Validator:
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
         """Generate and score responses to the validation prompts; return and print the metrics.
 
-        {} without validation prompts. The rollout ranks get the actor's weights first. Samples are
-        written to the run directory. Names are `val/<data source>/<metric>` (`validation_metrics`)
-        and `timing/val`.
+        {} without validation prompts, and nothing is printed. The rollout ranks get the actor's
+        weights first. Samples are written to the run directory. Names are `val/<data
+        source>/<metric>` (`validation_metrics`) and `timing/val`, seconds of generation and
+        scoring.
         iteration: number of finished iterations
         version:   number of updates in the actor's weights
         own_line:  also write the metrics to metrics.jsonl, as a separate line; False = the caller
@@ -85,9 +86,10 @@ class Validator:
         return metrics
 
     def _join_scored(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
-        """Return the scored responses in the order of `prompts`, without the repeated ones.
+        """Return the scored responses in the order of `prompts`, without those of the padding.
 
         lengths: tokens of each response
+        Where the reports have no parts or no answers, they are {} or None.
         """
         scores = [score for report in reports for score in report.scores]
         parts = [part for report in reports for part in report.parts] or [{}] * len(scores)

@@ -34,8 +34,8 @@ class Scored:
     def is_right(self, pass_score: float | None) -> bool:
         """Return whether the response counts as right: score >= pass_score.
 
-        pass_score: None = the accuracy part, or without one the score, is above 0
-        A NaN score is not right.
+        pass_score: None = whether the accuracy part, or without one the score, is above 0
+        False where the compared value is NaN.
         """
         if pass_score is not None:
             return self.score >= pass_score
@@ -88,8 +88,8 @@ def measure(
 
     groups:       the responses to each prompt
     data_sources: of each prompt
-    Score, response length and parts are means over responses. The other names in
-    `ValidationConfig.metrics` (mean@N, best@K, pass@K, maj@N) are means over prompts.
+    `score`, `response_length` and the parts are means over responses. The other names (mean@N,
+    best@K, pass@K, maj@N), if in `ValidationConfig.metrics`, are means over prompts.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for group, source in zip(groups, data_sources, strict=True):

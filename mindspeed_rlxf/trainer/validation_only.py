@@ -28,9 +28,10 @@ def validate_only(
 ) -> int:
     """Start the workers, validate the newest checkpoint of the run, and return its iteration.
 
-    Writes metrics and samples, and prints the metrics if `writes`. Without a checkpoint, or with
-    training.new_run, validates the weights of `load`, and returns 0.
-    directory: folder to write to. The run's own folder is only read, so it may be in use
+    Without a checkpoint, or with training.new_run, validates the weights of `load`, and returns 0.
+    directory: folder to write metrics and samples to. The run's own folder is only read, so it may
+               be in use
+    writes: whether this process writes files and prints the metrics
     """
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
     with phase("starting the worker processes"):

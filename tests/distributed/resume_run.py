@@ -45,14 +45,14 @@ def start(
     if not fixed:
         prepared.fixed_responses = None
     directory = runtime.from_first(lambda: RunDirectory.create(config))
-    finish = PpoTrainer._finish
+    finish = PpoTrainer._finish_iteration
 
     def killed(trainer: PpoTrainer, *arguments: Any) -> None:
         if trainer.iteration == killed_in:
             raise Killed
         finish(trainer, *arguments)
 
-    PpoTrainer._finish = killed  # type: ignore[method-assign]
+    PpoTrainer._finish_iteration = killed  # type: ignore[method-assign]
     try:
         train(config, prepared, directory, runtime, writes=runtime.is_first)
     except Killed:
@@ -60,7 +60,7 @@ def start(
     else:
         assert killed_in is None, "the run ended before it was killed"
     finally:
-        PpoTrainer._finish = finish  # type: ignore[method-assign]
+        PpoTrainer._finish_iteration = finish  # type: ignore[method-assign]
         directory.unlock()
     return directory
 

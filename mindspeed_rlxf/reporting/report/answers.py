@@ -71,7 +71,7 @@ class Change:
 
 
 def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
-    """Return (iteration, value) of a validation metric.
+    """Return (iteration, value) of a validation metric; iterations without it are left out.
 
     metric: a name below `val/<data_source>/`, averaged over the data sources; or a whole name
     """
@@ -87,7 +87,11 @@ def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
 
 
 def compare_ends(curve: Curve) -> Change | None:
-    """Compare the first and the last iterations of a noisy curve; None if under six values."""
+    """Compare the means of the first and the last iterations of a curve; None if under six values.
+
+    Each mean is of WINDOW values, at most a third of the curve. `Change` has both means, the
+    standard error of their difference, and the number of values in each.
+    """
     values = [value for _, value in curve]
     if len(values) < 6:
         return None
@@ -100,7 +104,8 @@ def compare_ends(curve: Curve) -> Change | None:
 def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
     """Answer whether the score rose: that of validation from two validations on, else of training.
 
-    The answer is "too early to say" if neither can be compared yet.
+    "too early to say" if neither can be compared yet; "no clear change" where the change is within
+    the noise: of the training score, and for validation also below SMALL of the score.
     """
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
@@ -134,9 +139,9 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[s
 
 
 def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence: at which temperature validation and training decode, and if they differ.
+    """Yield one sentence: at which temperature or greedily validation and training decode.
 
-    Nothing is yielded if a key is absent.
+    It adds if they differ. Nothing is yielded if one of their four keys is absent.
     """
     modes = []
     for section in ("validation", "actor_rollout"):
@@ -151,7 +156,9 @@ def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
     """Answer at which iterations half and nine tenths of a score's rise were reached.
 
-    Tells it of the smoothed training score and of validation, as far as they rose.
+    One sentence for the smoothed training score and one for validation, without those that have
+    under 4 values or did not rise; "no rise to date" if both are left out. Otherwise also tells the
+    longest gap between validations.
     """
     validated = validation_curve(iterations, metric)
     trained = smooth(curve_of(iterations, SCORE))
@@ -175,7 +182,8 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
 def milestones(curve: Curve) -> tuple[int, int] | None:
     """Return the first iterations with half and nine tenths of the rise to the best value.
 
-    None = the curve does not rise.
+    The rise is from the first value. None if it is not over SMALL of the larger absolute value.
+    The curve must not be empty.
     """
     first, best = curve[0][1], max(value for _, value in curve)
     if best - first <= SMALL * max(abs(best), abs(first)):
@@ -188,7 +196,7 @@ def milestones(curve: Curve) -> tuple[int, int] | None:
 
 
 def smooth(curve: Curve) -> Curve:
-    """Return the curve with each value replaced by the mean of up to five values around it."""
+    """Return the curve with each value replaced by the mean of it and up to two on either side."""
     values = [value for _, value in curve]
     return [
         (number, statistics.fmean(values[max(i - 2, 0) : i + 3]))
@@ -197,7 +205,11 @@ def smooth(curve: Curve) -> Curve:
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
-    """Answer which role takes most of the run's time, with its phases and the other roles."""
+    """Answer which role takes most of the run's time, with its phases and the other roles.
+
+    Times are shares of `wall_seconds`; roles below half a percent count as the rest. "not measured"
+    without times.
+    """
     question = "Which role takes the time?"
     sums = {name: sum(_or_zero(i.metrics.get(f"timing/{name}")) for i in iterations)
             for names in (*PHASES.values(), ("all",)) for name in names}  # fmt: skip
@@ -224,7 +236,10 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
-    """Return the seconds of all iterations with their validations and saves."""
+    """Return the sum of the seconds of all iterations, with their validations and saves.
+
+    An iteration without `timing/all` counts with its `time_s`, unless it is iteration 0.
+    """
     names = ("timing/val", "timing/save")
     return sum(
         sum(_or_zero(each.metrics.get(n)) for n in names)
@@ -236,7 +251,8 @@ def wall_seconds(iterations: Sequence[Iteration]) -> float:
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
     """Answer how large the KL to the reference is: first, last, largest, mean at the end.
 
-    It is "too far" if the mean of the last iterations is over `limit`, in nats per token.
+    It is "too far" if the mean of the last WINDOW iterations is over `limit`, in nats per token;
+    "not measured" without any KL.
     """
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:
@@ -253,7 +269,10 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
 
 
 def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the answers that the report shows first, as JSON values."""
+    """Return the four answers that the report shows first, as JSON values.
+
+    They are on learning, when it learned, what takes the time, and the KL to the reference.
+    """
     metric = str(config.get("validation.best_metric", "score"))
     answers = (
         did_it_learn(iterations, metric, config),

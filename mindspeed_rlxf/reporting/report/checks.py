@@ -77,21 +77,31 @@ def list_checks(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> l
 
 
 def read_kl_limit(config: Mapping[str, Any]) -> float:
-    """Return the KL, in nats per token, that counts as a runaway with this configuration."""
+    """Return the KL, in nats per token, that counts as a runaway: `runaway_limit` of two flat keys.
+
+    They are algorithm.kl_ctrl.type and .target_kl; a target that is no number counts as 0.
+    """
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     return runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
 
 
 def replay(iterations: Sequence[Iteration], kl_limit: float) -> tuple[Health, list[Finding]]:
-    """Apply the health rules to the metrics of training; return their state and all findings."""
+    """Apply the health rules to iterations from 1 on.
+
+    Returns (the state of the rules, all findings in order).
+    """
     health = Health(kl_limit=kl_limit)
     trained = (each for each in iterations if each.number > 0)
     return health, [f for each in trained for f in health.check(each.number, each.metrics)]
 
 
 def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
-    """Yield a check of each metric that has a healthy range and values in the last iterations."""
+    """Yield a check of each metric that has a healthy range, by name, on its mean at the end.
+
+    The mean is of the last LATELY iterations of training; metrics without a value there are left
+    out. Also counts the values of all iterations that are out of the range, and has the worst.
+    """
     trained = [each for each in iterations if each.number > 0]
     lately = trained[-LATELY:]
     means = _mean_values(lately)
@@ -102,7 +112,7 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
         seconds, whole = means.get(f"timing/{phase}", 0.0), means.get(TIME, 0.0)
         values = [v for _, v in curve_of(trained, name)]
         outside = [v for v in values if not metric.is_healthy(v)]
-        worst = max(outside, key=functools.partial(_distance, metric), default=None)
+        worst = max(outside, key=functools.partial(_measure_distance, metric), default=None)
         yield RangeCheck(
             name, metric, lately[0].number, mean, len(lately), len(outside), len(values), worst,
             phase == name or seconds >= LAG_SHARE * whole,
@@ -110,7 +120,10 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
 
 
 def _check_rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
-    """Yield a check per health rule: found or not, or too few iterations to tell."""
+    """Yield a check per health rule: the iterations in which its illness began, or not found.
+
+    TOO_FEW where it was never measured.
+    """
     health, findings = replay(iterations, kl_limit)
     for rule, limit in LIMITS.items():
         began = [f.iteration for f in findings if f.rule == rule.value and f.event == "began"]
@@ -142,8 +155,8 @@ def _numbers(iterations: Sequence[Iteration]) -> Check:
     )  # fmt: skip
 
 
-def _distance(metric: Metric, value: float) -> float:
-    """Return how far a value that is outside the healthy range is from it."""
+def _measure_distance(metric: Metric, value: float) -> float:
+    """Return how far a value that is outside the healthy range is from its nearest end."""
     low, high = metric.healthy or (None, None)
     return max(low - value if low is not None else 0.0, value - high if high is not None else 0.0)
 

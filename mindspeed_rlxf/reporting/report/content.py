@@ -53,7 +53,10 @@ class RunFolder:
 
 
 def gather(run: RunFolder) -> dict[str, Any]:
-    """Read the files of a run; return everything that the page shows except samples."""
+    """Read the files of a run; return everything that the page shows except samples.
+
+    Values that no file has are empty or None, without an error.
+    """
     iterations, failures = read_iterations(run.path), read_failures(run.path)
     configs = read_configs(run.path)
     config = configs[-1][1] if configs else {}
@@ -75,7 +78,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
         "schedules": read_schedules(run.path),
         "config": config,
         "unused": find_unused(config),
-        "changes": _changes(configs),
+        "changes": _list_changes(configs),
         "environment": environment,
         "checkpoints": checkpoints,
         "failures": failures,
@@ -84,7 +87,10 @@ def gather(run: RunFolder) -> dict[str, Any]:
 
 
 def name_subject(config: Mapping[str, Any]) -> str:
-    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; "" if either is unknown."""
+    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; "" if either is unknown.
+
+    The name in brackets is the last folder of `load`; without `load` there is none.
+    """
     stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
     method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
     model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
@@ -95,7 +101,10 @@ def name_subject(config: Mapping[str, Any]) -> str:
 
 
 def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
-    """Map each key that has no effect to the `key=value` that disables it."""
+    """Return key -> the `key=value` of this configuration that disables it.
+
+    Looks at the switches in SWITCHES; one that the configuration lacks disables nothing.
+    """
     return {
         f"{section}.{name}": f"{section}.{switch}={str(config[f'{section}.{switch}']).lower()}"
         for section, switch, value, names in SWITCHES
@@ -105,9 +114,10 @@ def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each of one or more different paths: its last parts, as few as suffice.
+    """Return a name for each of one or more different paths: its last parts joined by "/".
 
-    Control characters are replaced.
+    The number of parts is the same for all, the smallest that makes the names differ; where none
+    does, the whole paths. Control characters are replaced.
     """
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):
@@ -117,10 +127,10 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
     return [printable(str(path)) for path in full]
 
 
-def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a row {file, key, before, after} per key that a later configuration changed.
+def _list_changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a row {file, key, before, after} per key that differs from the configuration before.
 
-    A key that is missing in one of the two files has the value None there.
+    file: the later one. A key that is missing in one of the two files has the value None there.
     """
     found = []
     for (_, before), (name, after) in itertools.pairwise(configs):

@@ -35,7 +35,8 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """Return at most `limit` points: the first, the last, and extremes of equal stretches.
 
-    Of each stretch: the lowest, the highest and one None, if it has any.
+    Of each stretch: the lowest, the highest and its first None, if it has any. The order stays. All
+    points if there are no more than `limit`.
     """
     if len(points) <= limit:
         return list(points)
@@ -51,7 +52,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return metric -> unit, meaning, healthy range, remedy; unknown metrics are left out."""
+    """Return name -> {"unit", "meaning", "healthy", "remedy"}; unknown metrics are left out."""
     found = {}
     for name in names:
         if metric := find_metric(name):

@@ -24,19 +24,20 @@ def find_illnesses(
 ) -> list[Finding]:
     """Return findings with level (bad or watch), iteration, text and remedy; bad ones first.
 
-    kl_limit: nats per token
+    They are failures, illnesses, slow stretches, metrics that are not finite, and metrics out of
+    their ranges, in this order within a level. kl_limit: nats per token
     """
     found = [
-        *_failures(failures),
+        *_failure_findings(failures),
         *_health_findings(run, iterations, kl_limit),
-        *_slow_stretches(iterations),
-        *_not_finite(iterations),
-        *_out_of_range(iterations),
+        *_slowness_findings(iterations),
+        *_non_finite_findings(iterations),
+        *_range_findings(iterations),
     ]
     return sorted(found, key=lambda finding: finding["level"])  # "bad" comes before "watch"
 
 
-def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _failure_findings(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield a finding per failure: bad for the one that ended the run, watch for restarted ones."""
     for failure in failures:
         when, ends = failure.get("iteration"), bool(failure.get("last"))
@@ -49,7 +50,7 @@ def _health_findings(
 ) -> Iterator[Finding]:
     """Yield a finding per illness: from health.jsonl, or without this file by the rules.
 
-    Its level is "watch" if the illness ended later, else "bad".
+    Its level is "watch" if the rule's last end came later than this beginning, else "bad".
     """
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
@@ -66,8 +67,11 @@ def _health_findings(
         yield _finding("watch" if over else "bad", began, text, str(event.get("remedy", "")))
 
 
-def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding per metric that was NaN or infinite, with the first such iteration."""
+def _non_finite_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+    """Yield a finding of level "bad" per metric that was NaN or infinite, with its first iteration.
+
+    The text has the number of such iterations.
+    """
     first: dict[str, int] = {}
     counts: dict[str, int] = {}
     for each in iterations:
@@ -80,14 +84,17 @@ def _not_finite(iterations: Sequence[Iteration]) -> Iterator[Finding]:
         yield _finding("bad", first[name], text, "look at the first of them; training.nan_policy")
 
 
-def _slow_stretches(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding per stretch of slow iterations, with what explains it."""
+def _slowness_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+    """Yield a finding of level "watch" per stretch of slow iterations, with what explains it."""
     for each in find_slow_stretches(iterations):
         yield _finding("watch", each.first, each.text, explain(iterations, each))
 
 
-def _out_of_range(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding per metric whose mean at the end is outside its healthy range."""
+def _range_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
+    """Yield a finding of level "watch" per metric whose mean at the end is out of its range.
+
+    The mean is that of `check_ranges`.
+    """
     for each in check_ranges(iterations):
         if each.is_found:
             low, high = each.metric.healthy or (None, None)

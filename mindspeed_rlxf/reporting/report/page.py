@@ -67,7 +67,7 @@ def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byte
 
 
 def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:
-    """Return the HTML text of a page.
+    """Return the HTML text of a page, with style, scripts and data in it.
 
     blobs: name -> compressed JSON to embed
     live:  the page requests its data from the server, so that `blobs` may be empty
@@ -98,9 +98,12 @@ def content_policy(style: str, script: str, live: bool) -> str:
 
 
 def pack(value: Any) -> bytes:
-    r"""Compress a value as JSON: NaN and infinity become null, a lone surrogate `\\udXXX`."""
+    r"""Return a value as JSON, compressed with gzip, the same bytes each time.
+
+    NaN and infinity become null, a lone surrogate `\\udXXX`, a value that JSON lacks its text.
+    """
     text = json.dumps(
-        _finite(value),
+        _replace_non_finite(value),
         ensure_ascii=False,
         allow_nan=False,
         separators=(",", ":"),
@@ -109,13 +112,18 @@ def pack(value: Any) -> bytes:
     return gzip.compress(text.encode("utf-8", "backslashreplace"), LEVEL, mtime=0)
 
 
-def _finite(value: Any) -> Any:
-    """Return a copy with None instead of NaN and infinite numbers, at any depth."""
+def _replace_non_finite(value: Any) -> Any:
+    """Return a copy with None instead of NaN and infinite numbers, at any depth.
+
+    Tuples become lists, and keys of dicts texts.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): _replace_non_finite(item) for key, item in value.items()}
+    return (
+        [_replace_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 def _hash(text: str) -> str:

@@ -34,7 +34,7 @@ class Iteration:
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file of lines and its older parts, oldest first.
 
-    Lines that cannot be parsed are skipped; a damaged or absent file ends the reading.
+    Lines that are no JSON object are skipped; damage ends the reading. Nothing for an absent file.
     """
     with contextlib.suppress(OSError, EOFError, zlib.error):
         for line in LineFile(file).lines():
@@ -44,7 +44,11 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_iterations(run: Path) -> list[Iteration]:
-    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged."""
+    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged.
+
+    Of a metric in several lines the last value counts. Values that are no finite number become
+    None.
+    """
     found: dict[int, Iteration] = {}
     for record in read_records(run / "metrics.jsonl"):
         number, values = record.get("iteration"), record.get("metrics")
@@ -73,7 +77,11 @@ def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value."""
+    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value.
+
+    prefix: put before each key with a dot, "" = none. {} for a value that is no mapping, without a
+    prefix.
+    """
     if not isinstance(value, dict) or (prefix and not value):
         return {prefix: value} if prefix else {}
     parts = (flatten(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
@@ -83,7 +91,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def read_failures(run: Path) -> list[dict[str, Any]]:
     """Return the failures of the run, oldest first, with the fields that the report shows.
 
-    That of failure.json comes last and has `last`: True. [] if no file holds a failure.
+    The one of failure.json comes last and has `last`: True; the others, of failures.jsonl, have no
+    `last`. Files that are absent or damaged are left out.
     """
     found = list(read_records(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
@@ -94,7 +103,10 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
 
 
 def read_resumes(run: Path) -> list[str]:
-    """Return at most 100 lines from the end of driver.log that say where the run resumed."""
+    """Return the lines of driver.log that contain RESUMED, oldest first.
+
+    At most the last 100, of the last LOG_TAIL bytes of the file; [] if it cannot be read.
+    """
     with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
         stream.seek(0, 2)
         stream.seek(max(stream.tell() - LOG_TAIL, 0))
@@ -104,10 +116,11 @@ def read_resumes(run: Path) -> list[str]:
 
 
 def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints, oldest first, and the versions and layouts of the last one.
+    """Return the checkpoints in the order of their names, and "versions" and "layouts" of the last.
 
-    A checkpoint has `name`, `iteration`, `bytes` and `best`. Those without a readable manifest are
-    left out; without any checkpoint, returns ([], {}).
+    A checkpoint has `name`, `iteration`, `bytes` and `best`. Those set aside are listed too, those
+    without a readable manifest are not. The second value is flattened to keys with dots; without
+    any checkpoint, returns ([], {}).
     """
     folder, found, about = run / "checkpoints", [], {}
     best = -1
@@ -125,6 +138,6 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _finite_number(value: Any) -> float | None:
-    """Return a finite number as float, None for any other value."""
+    """Return a finite number as float, None for any other value, also for True and False."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < float("inf") else None

@@ -51,8 +51,8 @@ class Chosen:
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     """Choose at most `limit` samples: training samples evenly, and validation prompts evenly.
 
-    All responses to a chosen validation prompt are kept. They are at most half of the samples if
-    there are training samples. Memory: at most four times the samples that it returns.
+    All responses to a chosen validation prompt are kept. They are at most VALIDATION_SHARE of
+    `limit` if there are training samples. Memory: at most four times the samples that it returns.
     """
     validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
     has_training = next(read_records(run / "samples.jsonl"), None) is not None
@@ -69,7 +69,8 @@ def cut_for_page(
 ) -> list[dict[str, Any]]:
     """Return the samples in the form that the page reads, with short names and shortened texts.
 
-    split: None = no tokens and no numbers; every: one in `every` training samples has its numbers
+    Training samples come first. split: None = no tokens and no numbers; every: one in `every`
+    training samples has its tokens and numbers, validation samples have none
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = read_token_numbers(run, wanted) if split else {}
@@ -82,7 +83,8 @@ def read_token_numbers(
 ) -> dict[tuple[int, int], dict[str, list[float | None]]]:
     """Return (iteration, sample id) -> name -> one number per response token.
 
-    wanted: (iteration, sample id) to look for; those without numbers are absent from the result
+    Only names of NUMBERS. wanted: (iteration, sample id) to look for; those without numbers are
+    absent from the result. Damaged files are read up to the damage.
     """
     found = {}
     for file in token_files(run / "samples_tokens"):
@@ -98,7 +100,10 @@ def read_token_numbers(
 
 
 def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `limit` records at equal distances, and the number of all records."""
+    """Return at most `limit` records of a file, and the number of all its records.
+
+    The chosen ones are at equal distances, in their order.
+    """
     kept: list[dict[str, Any]] = []
     stride, count = 1, 0
     for record in read_records(file):
@@ -113,9 +118,10 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return all responses to prompts at equal distances, and the number of responses in the file.
+    """Return all responses to evenly chosen prompts, and the number of responses in the file.
 
-    At most 4 * limit responses are returned.
+    The prompts are those whose number is a multiple of the smallest power of two with which at most
+    4 * limit responses remain.
     """
     kept: list[dict[str, Any]] = []
     step, count = 1, 0
@@ -130,7 +136,7 @@ def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _prompt_of(sample: dict[str, Any]) -> int:
-    """Return the number of a sample's prompt, or of the sample if it has none; 0 if not whole."""
+    """Return the sample's `prompt_id`, or without one its `sample_id`; 0 if that is no integer."""
     number = sample.get("prompt_id", sample.get("sample_id"))
     return number if isinstance(number, int) else 0
 
@@ -143,8 +149,9 @@ def _make_entry(
 ) -> dict[str, Any]:
     """Return the entry of a sample for the page: short names, shortened and escaped texts.
 
+    kind: "training" or "validation"; the latter adds the prompt's id
     numbers: by (iteration, sample id). Tokens and their numbers are added if `split` is given, the
-    sample has numbers, and its response is not shortened.
+             sample has numbers, and its response is not shortened
     """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []
@@ -168,14 +175,17 @@ def _make_entry(
 
 
 def _short(value: Any) -> float | None:
-    """Round a number to three digits, as the page only shows it as a colour; None for others."""
+    """Round a number to three significant digits, as the page only shows it as a colour.
+
+    None for what is no number.
+    """
     return float(f"{value:.3g}") if isinstance(value, (int, float)) else None
 
 
 def _shorten_text(value: Any) -> str:
-    """Return at most MAX_TEXT characters of a text; control characters are escaped.
+    """Return the first MAX_TEXT characters of a value's text; control characters are escaped.
 
-    What is cut off is replaced by its number of characters.
+    If some were cut off, " [N more characters]" follows.
     """
     text = value if isinstance(value, str) else str(value)
     more = len(text) - MAX_TEXT

@@ -21,16 +21,16 @@ Event = dict[str, Any]
 
 
 def read_schedules(run: Path) -> dict[str, Any]:
-    """Return spans in the form that the page reads.
+    """Return the spans of the run's timeline in the form that the page reads.
 
-    At most MAX_ITERATIONS iterations, MAX_SPANS spans of all iterations and MAX_LANES lanes; other
-    spans are left out, so the list of an iteration may be empty.
+    At most MAX_ITERATIONS iterations, the first MAX_SPANS spans of all iterations and MAX_LANES
+    lanes; other spans are left out, so the list of an iteration may be empty.
 
-    lanes:      texts, `pool, role, rank`
+    lanes:      texts, `pool, role rank`, or DRIVER
     names:      names of spans
     seen:       number of iterations in the timeline
-    iterations: iteration -> [[lane, name, is a wait, start, length], ...]; lane and name are
-                indices, times are ms since the iteration's first span
+    iterations: iteration as text -> [[lane, name, 1 for a wait else 0, start, length], ...]
+    Lane and name are indices; times are ms, the start from that of the iteration's first span.
     """
     by_iteration, labels = _read_events(run / "timeline")
     lanes, names = _Numbers(), _Numbers()
@@ -61,7 +61,7 @@ class _Numbers:
         self._known: dict[str, int] = {}
 
     def of(self, text: str) -> int:
-        """Return the number of a text, a new one for a new text."""
+        """Return the number of a text, from 0 on; add the text to `texts` if it is new."""
         if text not in self._known:
             self._known[text] = len(self.texts)
             self.texts.append(text)
@@ -69,11 +69,14 @@ class _Numbers:
 
 
 def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, int], str]]:
-    """Return iteration -> spans, and (pid, tid) -> label: DRIVER, or "pool, role rank"."""
+    """Return iteration -> spans, and (pid, tid) -> label: DRIVER, or "pool, role rank".
+
+    Reads all timeline files of the folder. Spans of negative duration are left out.
+    """
     spans: dict[int, list[Event]] = defaultdict(list)
     pools: dict[int, str] = {}
     threads: dict[tuple[int, int], str] = {}
-    for event in _events(folder):
+    for event in _iterate_events(folder):
         args = event["args"]
         if event["ph"] == "M" and event["name"] == "process_name":
             pools[event["pid"]] = str(args["name"])
@@ -88,7 +91,7 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
     return spans, labels
 
 
-def _events(folder: Path) -> Iterator[Event]:
+def _iterate_events(folder: Path) -> Iterator[Event]:
     """Yield the spans and the names of pools and ranks in all files of the timeline.
 
     Lines that cannot be read, or lack a field, are skipped.
@@ -118,7 +121,10 @@ def _check_fields(event: Any) -> None:
 
 
 def _choose_iterations(by_iteration: dict[int, list[Event]]) -> list[int]:
-    """Return at most MAX_ITERATIONS iterations, evenly, with first, last and slowest."""
+    """Return at most MAX_ITERATIONS iterations, sorted.
+
+    They are evenly chosen; the first, the last and the one with the longest single span are added.
+    """
     everything = sorted(by_iteration)
     if len(everything) <= MAX_ITERATIONS:
         return everything

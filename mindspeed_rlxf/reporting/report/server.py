@@ -34,13 +34,16 @@ class LiveRun:
     """Makes the page and its data; data is made again only if the files of the run have changed."""
 
     def __init__(self, open_run: Callable[[], RunFolder], max_samples: int) -> None:
-        """open_run: returns the run with its present state"""
+        """open_run: returns the run with its present state; max_samples: of the page"""
         self._open, self._max_samples = open_run, max_samples
         self._made: dict[str, tuple[str, bytes]] = {}  # part -> version, bytes
         self._lock = threading.Lock()
 
     def version(self) -> str:
-        """Return a text that changes whenever the state or the size of a file of the run does."""
+        """Return a hash of the run's state and of the sizes of FILES, absent ones included.
+
+        It changes with any of them.
+        """
         run = self._open()
         seen = [run.state]
         for name in FILES:
@@ -53,9 +56,10 @@ class LiveRun:
         return make_page(self._open().name, {}, live=True).encode("utf-8", "backslashreplace")
 
     def part(self, name: str) -> bytes:
-        """Return the data `main` or `samples` as compressed JSON.
+        """Return the data `main` or `samples` as compressed JSON, of the present `version`.
 
-        Only one thread makes it; others wait and get the same bytes.
+        Makes it only if the version has changed since; of several threads one makes it, and the
+        others wait and get the same bytes.
         """
         with self._lock:  # one request makes it, the others wait for it
             version = self.version()

@@ -41,8 +41,9 @@ class Stretch:
 def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
     """Return stretches in which the median of 10 iterations is over 1.5 times the level before.
 
-    The level is the median of all iterations before the stretch. `last` of a stretch that goes on
-    at the end is None. [] under 20 iterations with a time.
+    The level is the median of all iterations before the first such 10. A stretch begins and ends
+    with an iteration that is over the limit itself; `last` is None if it goes on at the end. []
+    under 20 iterations with a time.
     """
     curve = [point for point in curve_of(iterations, TIME) if point[0] > 0]
     values = [value for _, value in curve]
@@ -69,11 +70,14 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
 
 
 def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
-    """Return a text: which long phases became slower in the stretch, and where to look."""
+    """Return a text: which long phases became over SLOW times slower, and which metrics to compare.
+
+    If all of them did, it only advises to look at load, clocks and temperatures of the hosts.
+    """
     before = [i for i in iterations if 0 < i.number < stretch.first]
     last = stretch.last if stretch.last is not None else iterations[-1].number
     during = [i for i in iterations if stretch.first <= i.number <= last]
-    ratios = dict(_ratios(before, during))
+    ratios = dict(_compare_phases(before, during))
     slower = {name: ratio for name, ratio in ratios.items() if ratio > SLOW}
     if slower and len(slower) == len(ratios):
         return (
@@ -85,12 +89,13 @@ def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
     return start + "compare response_length/, memory/ and skew/ with this time"
 
 
-def _ratios(
+def _compare_phases(
     before: Sequence[Iteration], during: Sequence[Iteration]
 ) -> Iterator[tuple[str, float]]:
-    """Yield (phase, how many times longer it takes in `during` than in `before`).
+    """Yield (phase, median of its times in `during` / median in `before`), sorted by phase.
 
-    Only phases with at least a tenth of the time in `during`, without validation and saves.
+    Only phases whose median is at least LAG_SHARE of that of the whole iteration in `during`,
+    and not 0 in `before`; without validation and saves.
     """
     names = sorted({n for i in during for n in i.metrics if n.startswith("timing/")} - {TIME})
     whole = statistics.median(v for _, v in curve_of(during, TIME))

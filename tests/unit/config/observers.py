@@ -290,7 +290,7 @@ def validated(config: RunConfig) -> list[Any]:
     with patch.object(ppo, "names"), patch.object(ppo, "iteration_flops"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
-                trainer._finish({}, MagicMock(), {}, 1.0)
+                trainer._finish_iteration({}, MagicMock(), {}, 1.0)
     return [call.args for call in trainer.validator.validate.call_args_list]
 
 
