@@ -164,16 +164,20 @@ def unicode_problem(text: str) -> Problem | None:
 
 
 def describe_keys(names: Iterable[str]) -> str:
-    """Join keys with commas for an error message: at most MAX_KEYS_SHOWN; "none" for no keys."""
+    """Join keys with commas for an error message; "..." stands for those after MAX_KEYS_SHOWN.
+
+    "none" for no keys.
+    """
     keys = list(names)
     more = ["..."] if len(keys) > MAX_KEYS_SHOWN else []
     return ", ".join([*keys[:MAX_KEYS_SHOWN], *more]) or "none"
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (line number, row) of a file with a JSON object per line; blank lines are skipped.
+    """Yield (line number from 1, row) of a file with a JSON object per line.
 
-    Other lines are yielded as BadRow. Raises BrokenFile for a line longer than MAX_LINE.
+    Blank lines are skipped but counted; lines with anything else are yielded as BadRow. Raises
+    BrokenFile for a line longer than MAX_LINE bytes.
     """
     with open_plain(file) as stream:  # as bytes, to name a line that is not UTF-8
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
@@ -219,8 +223,8 @@ def _make_bad_row(line: bytes, error: Exception) -> BadRow:
 def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     """Yield (row number from 1, row) of a file with one array of objects, or one object per line.
 
-    Elements that are no object are yielded as BadRow. Raises BrokenFile for an array that is too
-    long or not valid JSON.
+    An array is read if the text begins with `[`. Elements that are no object are yielded as BadRow.
+    Raises BrokenFile for an array that is over MAX_ARRAY bytes or not valid JSON.
     """
     with open_plain(file) as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -77,12 +77,13 @@ def load_fixed_responses(
     max_new_tokens: int,
     num_samples: int,
 ) -> FixedResponses:
-    """Load all responses of a .jsonl file and check their token ids.
+    """Load all responses of a .jsonl file, and the rows' prompts where they have them.
 
     max_new_tokens: longest response allowed
     num_samples:    samples of the whole run, each of which needs a response
-    Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one.
-    Raises UserError with every problem, each keyed by `file:row`.
+    Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one. Raises UserError
+    with every problem: an invalid response, a sample_id that is no integer or is repeated, only
+    some rows with one, and, if nothing else is wrong, samples without a response.
     """
     problems = FileProblems(f"{KEY}: {file}")
     reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
@@ -153,7 +154,11 @@ class _Reader:
         return ([], problem) if problem else (ids, "")
 
     def _find_problem(self, ids: Any) -> str:
-        """Return what is wrong with a response's token ids, "" where nothing is."""
+        """Return the first problem of a response's token ids, "" where there is none.
+
+        Problems: no list of integers, no id at all, more than max_new_tokens, an id outside the
+        vocabulary, and EOS before the last token.
+        """
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             return f"response_ids must be a list of token ids, not {ids!r:.40}"
         if not 1 <= len(ids) <= self._longest:

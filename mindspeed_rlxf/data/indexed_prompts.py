@@ -68,9 +68,9 @@ def load_indexed_prompts(
 ) -> IndexedPrompts:
     """Load all prompts of the data sets, in order, and the stop token ids that sidecars name.
 
-    The keys of `data` name the columns, as for files. Columns of a data set without sidecar hold
+    The keys of `data` name the columns, as for files. Columns of a data set without sidecar contain
     token ids, which are decoded to text; a warning says so. Prompts over `max_prompt_length` tokens
-    are dropped, cut or reported as `data.overlong_prompts` says.
+    are dropped, cut or reported as `data.overlong_prompts` says. Nothing is loaded for no prefixes.
     Raises UserError with every problem: a data set that is absent or incomplete, or was made with
     another tokenizer or `allow_special_tokens`, and rows that cannot be used.
     """
@@ -208,8 +208,9 @@ class _DataSet:
         return ids[: min(end, len(ids))]
 
     def _read_value(self, name: str, row_index: int) -> Any:
-        """Return a row's value in a column: parsed JSON; without a sidecar, decoded token ids.
+        """Return a row's value in a column: parsed JSON, or, without a sidecar, decoded token ids.
 
+        Decoding leaves out ids that the tokenizer lacks, such as -100, and special tokens.
         Raises UserError for invalid JSON.
         """
         stored = self._columns[name][row_index]

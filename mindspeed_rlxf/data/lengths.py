@@ -35,11 +35,11 @@ def most_characters(max_length: int) -> int:
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
-    """Return at most `max_length` of the token ids; None, always, with a policy that does not cut.
+    """Return `max_length` of the token ids, which must be more; None if the policy is not to cut.
 
     KEEP_HEAD keeps the first ids, so that a chat loses the header of the response; KEEP_TAIL the
     last ones, so that a prompt may lose its beginning-of-text token. KEEP_ENDS keeps the first
-    max_length // 2 ids and the rest from the end; `token_ids` must be longer than `max_length`.
+    max_length // 2 ids and the rest from the end.
     """
     if policy is OverlongPrompts.KEEP_HEAD:
         return token_ids[:max_length]
@@ -80,7 +80,8 @@ class LengthLimit:
     def cut_text(self, text: str) -> str:
         """Shorten a text that is cut anyway, without a change of the tokens that are kept.
 
-        Keeps `most_characters` characters at the ends that the policy keeps.
+        Keeps the first `_most_characters` characters for KEEP_HEAD, the last for other policies,
+        and both for KEEP_ENDS. A shorter text is returned as it is.
         """
         most = self._most_characters
         if self._policy is OverlongPrompts.KEEP_HEAD:
@@ -116,9 +117,10 @@ class LengthLimit:
         return cut(token_ids, self._max_length, self._policy)
 
     def report(self, num_rows: int, problems: FileProblems) -> None:
-        """Log a warning with the number of prompts over the limit, if there are any.
+        """Log a warning: how many of `num_rows` prompts were over the limit, and if dropped or cut.
 
-        If all `num_rows` prompts were dropped, adds a problem of the whole file instead.
+        Nothing if there are none. If all `num_rows` were dropped, adds a problem of the whole file
+        instead.
         """
         if not self._num_over:
             return

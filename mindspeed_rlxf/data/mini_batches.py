@@ -76,7 +76,9 @@ def _divide_samples(
 ) -> list[list[int]]:
     """Divide the samples of one mini-batch among the ranks; return the samples of each rank.
 
-    costs and group_size as in `rank_steps`; without costs, each rank gets consecutive samples.
+    Every rank gets as many. Without costs, these are consecutive; else ranks get whole groups of
+    `group_size` consecutive samples, so that the sums of their costs (indexed by sample) are nearly
+    equal.
     """
     if costs is None:
         return np.reshape(samples, (num_ranks, -1)).tolist()

@@ -204,9 +204,10 @@ def describe_stop_tokens(
 def _own_stop_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None
 ) -> dict[str, list[int]]:
-    """Return source -> ids that end a response: tokenizer, and generation_config.json if given.
+    """Return source -> ids that end a response: "tokenizer", and "generation_config.json" if given.
 
-    Raises UserError when that file is not valid.
+    The latter only with a `model_folder`; a list is [] where the source has none. Raises UserError
+    when that file is not valid.
     """
     eos = tokenizer.eos_token_id
     ids = {"tokenizer": [] if eos is None else [int(eos)]}

@@ -67,7 +67,7 @@ def whole(shape: Shape) -> Box:
 
 
 def box_of(dim: int, start: int, size: int, shape: Shape) -> Box:
-    """Return the box with indices start .. start + size of axis `dim`, and all of other axes.
+    """Return the box with `size` indices from `start` on in axis `dim`, and all of the other axes.
 
     shape: shape of the whole tensor
     """

@@ -238,9 +238,10 @@ def _model_dtype(c: Conversion) -> torch.dtype:
 
 
 def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
-    """Distribute the tensors over files of at most `shard_size` bytes: file name -> tensors.
+    """Plan the tensors of a Hugging Face checkpoint: file name -> tensor name -> planned tensor.
 
-    A larger tensor gets a file of its own.
+    In the order of `hf_shapes`, a new file starts before a tensor that would make the file larger
+    than `shard_size` bytes; a larger tensor gets a file of its own.
     """
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
@@ -270,7 +271,8 @@ def _write_beside(
 ) -> None:
     """Write the small files of the target to `folder`: config, tokenizer and those of its format.
 
-    These are the index (Hugging Face), or the tracker file and, for torch_dist, the metadata.
+    These are, for Hugging Face, the index (of several files); else the tracker file and, for
+    torch_dist, the metadata in the iteration's subfolder, which is made.
     """
     if c.to is Format.HF:
         groups = _hf_groups(c)
@@ -301,7 +303,11 @@ def _check_space(c: Conversion, needed: int) -> None:
 
 
 def _fingerprint(c: Conversion) -> dict[str, Any]:
-    """Return what determines the target's bytes: every option; name, size, time of source files."""
+    """Return what determines the target's bytes: options; path, size and time of the weight files.
+
+    Paths are relative to the source folder, whose resolved path is listed too. Weight files end
+    with .safetensors, .pt or .distcp.
+    """
     _, place = find_weights(c.source)
     files = sorted(
         path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp)$", path.name)

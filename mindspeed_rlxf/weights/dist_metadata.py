@@ -43,7 +43,7 @@ class Metadata:
     """
 
     def __init__(self, folder: Path, content: Any) -> None:
-        """Find the byte ranges of all boxes and objects.
+        """Find the byte ranges of all boxes and objects; maps the data files but reads no tensor.
 
         content: of the metadata file, as `read_pickle` returns it
         Raises ValueError, TypeError, KeyError or AttributeError where it is damaged.
@@ -63,7 +63,8 @@ class Metadata:
     def tensor(self, name: str) -> BoxedTensor:
         """Return a tensor by name; none of its data is read.
 
-        Raises ValueError where the name is unknown or the boxes do not cover the tensor.
+        Raises ValueError where the name is unknown, its entry is damaged or the boxes do not cover
+        the tensor.
         """
         with _named_errors(self.folder):
             return self._make_tensor(name, self._entries[name])
@@ -124,9 +125,10 @@ def open_torch_dist(folder: Path) -> Metadata:
 
 @contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of reading the metadata into a ValueError that names its file.
+    """Turn errors inside the block into a ValueError that names the metadata's file.
 
-    A ValueError whose message begins with another path of the folder is raised as it is.
+    Concerns ValueError (Refused too), OSError, AttributeError, TypeError, KeyError, IndexError. A
+    ValueError whose message begins with the folder's path is raised as it is.
     """
     path = folder / METADATA
     try:
@@ -163,7 +165,9 @@ def _check_objects(metadata: Metadata) -> None:
 def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Window], list[Window]]:
     """Return (tensor name and offsets -> byte range of the box, byte ranges of other objects).
 
-    Raises ValueError or TypeError for ranges that are invalid or overlap.
+    An object that several entries name occurs once. Raises ValueError for a box named twice and for
+    ranges of a file that are together longer than the file, ValueError, TypeError or KeyError for
+    invalid ones.
     """
     files: dict[str, MappedFile] = {}
     used: dict[str, int] = {}

@@ -48,7 +48,10 @@ class HfFolder(BoxedWeights):
         return self._entry(name)[2]
 
     def _entry(self, name: str) -> _Entry:
-        """Return a tensor's entry in the header of its file. Raises ValueError without one."""
+        """Return a tensor's entry in the header of its file; opens the file if it is not open.
+
+        Raises ValueError if the file lacks it, KeyError for a name that the index lacks.
+        """
         path = self._files[name]
         found = self._open(path).get(name)
         if found is None:
@@ -56,7 +59,7 @@ class HfFolder(BoxedWeights):
         return found
 
     def _open(self, path: Path) -> dict[str, _Entry]:
-        """Open a file, once, and return the entries of its tensors by name.
+        """Return tensor name -> (file, dtype, shape, start) of a file; opens it at the first call.
 
         Raises ValueError when it cannot be read or is damaged.
         """
@@ -136,7 +139,7 @@ def hf_file_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of the files; nothing for a single file, which needs none.
+    """Write the index (weight map and sum of bytes) of several files; nothing for one, or none.
 
     files: file name -> {tensor name: bytes}
     """

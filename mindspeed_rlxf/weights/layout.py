@@ -85,7 +85,10 @@ class MegatronLayout:
     def parameters_of_any_head(
         self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
     ) -> list[StageParameter]:
-        """Return the parameters of one chunk of one rank with those of every kind of head."""
+        """Return the parameters of one chunk of one rank, those of all kinds of head included.
+
+        Each name occurs once.
+        """
         place = pp_rank, chunk, ep_rank
         found = [p for head in Head for p in self.parameters(architecture, head, *place)]
         return list({parameter.name: parameter for parameter in found}.values())
@@ -132,7 +135,11 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
 def _find_size_problems(
     a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int
 ) -> Iterator[Problem]:
-    """Yield a problem for each parallel size that is below 1 or does not divide the model."""
+    """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`.
+
+    If one is below 1, only the first such. Else `tp` must divide heads, rows and hidden size and
+    fit the query groups, and `ep` must divide the experts.
+    """
     sizes = {
         "attention heads": a.num_attention_heads,
         "rows of query, key and value": qkv_rows(a),

@@ -93,9 +93,9 @@ def is_fields(state: Any) -> bool:
 
 
 def is_attributes(state: Any) -> bool:
-    """Whether a state is that of an object: attributes by name, or a pair with its slots.
+    """Whether a state is that of an object: None, attributes by name, or a pair of these.
 
-    Each may be None.
+    The pair is a tuple: attributes and slots.
     """
     if type(state) is dict:
         return is_fields(state)
@@ -135,7 +135,10 @@ def _is_tensor(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_parameter(arguments: tuple[Any, ...]) -> bool:
-    """Whether these are a parameter's arguments: tensor, requires_grad, hooks[, attributes]."""
+    """Whether these may be a parameter's arguments: tensor, requires_grad, hooks[, attributes].
+
+    The first two are not checked, hooks must be an empty dict, attributes must be fields.
+    """
     if len(arguments) not in (3, 4) or type(arguments[2]) is not dict or arguments[2]:
         return False
     return len(arguments) == 3 or is_fields(arguments[3])
@@ -330,9 +333,9 @@ def kind_of(value: Any) -> str:
 
 
 def named_value(module: str, name: str) -> Any:
-    """Return the Named of a listed name, or the torch dtype of that name.
+    """Return the Named of a listed name, or, for module "torch", the torch dtype of that name.
 
-    Raises Refused for names that are not listed.
+    The same name gives the same object. Raises Refused for names that are not listed.
     """
     text = f"{module}.{name}"
     known = _NAMES.get(text)
@@ -363,7 +366,11 @@ def attributes_of(state: Any) -> dict[str, Any]:
 
 
 def check_key(key: Any) -> None:
-    """Raise Refused for a key of a dict that could be slow to hash or compare."""
+    """Raise Refused for a key of a dict that could be slow to hash or compare.
+
+    Accepts text, types in _KEYS, integers of absolute value below MAX_KEY_NUMBER, and tuples of
+    these with at most MAX_KEY_PARTS items.
+    """
     for part in key if type(key) is tuple and len(key) <= MAX_KEY_PARTS else (key,):
         small = type(part) is int and abs(part) < MAX_KEY_NUMBER
         if not small and type(part) not in _KEYS and type(part) is not str:

@@ -79,9 +79,10 @@ def _push_bytes(size: int) -> Operation:
 
 
 def _push_short_text(machine: Machine) -> None:
-    """Push text whose length is one byte before it.
+    """Push the UTF-8 text at the machine's position, whose first byte is the text's length.
 
-    Repeats the code of `_push_text` and `take`, as it is the most frequent operation.
+    Moves the position after it. Raises IndexError if the data end first. Repeats the code of
+    `_push_text` and `take`, as it is the most frequent operation.
     """
     start = machine.at + 1
     end = start + machine.data[start - 1]

@@ -54,7 +54,10 @@ class _StoredShard:
     stored: StoredTensor | BoxedTensor
 
     def boxes(self, source: str, architecture: ArchitectureConfig) -> Iterator[StoredBox]:
-        """Yield the boxes of a Hugging Face tensor that the shard contains."""
+        """Yield the boxes of a Hugging Face tensor that the shard contains, each with its reader.
+
+        Nothing is read before that is called; none where the shard has nothing of `source`.
+        """
         places = shard_boxes(self.parameter, architecture, self.tp_rank, self.tp, self.vocab_rows)
         for place in places:
             if place.source == source:
@@ -121,7 +124,10 @@ class MegatronWeights(BoxedWeights):
         return []
 
     def note_bias(self, stored: StoredTensor | BoxedTensor | None) -> None:
-        """Store the bias of a reward head in `dropped_bias`, if it is one number."""
+        """Read the bias of a reward head into `dropped_bias`, if it has the shape [1].
+
+        Does nothing for None.
+        """
         if stored is not None and stored.shape == (1,):
             self.dropped_bias = float(stored.read(whole((1,))))
 
@@ -159,7 +165,10 @@ def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
-    """Raise a ValueError that lists the problems of a folder of weights, unless there are none."""
+    """Raise a ValueError with the problems of a folder of weights, if there are any.
+
+    It says that the model is not that of config.json, and lists the first MAX_PROBLEMS.
+    """
     if not problems:
         return
     more = len(problems) - MAX_PROBLEMS

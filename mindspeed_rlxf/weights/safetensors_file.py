@@ -48,7 +48,8 @@ HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote) -> None:
     """Write a safetensors file and fsync it; a file of that name is replaced.
 
-    Tensors are made and written one at a time; `wrote` is called after each with its bytes.
+    Tensors are in the order of `tensors`. They are made and written one at a time; `wrote` is
+    called after each with its number of bytes.
     """
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
@@ -135,7 +136,7 @@ class SafetensorsFile:
         return bytes(content)
 
     def _read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes at `offset`. Raises ValueError at the end of the file."""
+        """Fill `target` with the bytes at `offset`. Raises ValueError if the file ends first."""
         done = 0
         while done < len(target):
             count = os.preadv(self.stream.fileno(), [target[done:]], offset + done)

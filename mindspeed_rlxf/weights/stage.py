@@ -136,7 +136,7 @@ class StageWeights:
 
 
 def _gather(files: Files, group: dist.ProcessGroup) -> Files:
-    """Gather the lists of all ranks of the group, and return their concatenation on every rank."""
+    """Gather the lists of all ranks of the group; return them joined, by rank, on every rank."""
     gathered: list[Files] = [[]] * group.size()
     dist.all_gather_object(gathered, files, group=group)
     return [file for part in gathered for file in part]

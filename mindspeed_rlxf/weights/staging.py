@@ -76,10 +76,12 @@ class StagedFolder:
         return same
 
     def _open_partial(self, plan: dict[str, Any]) -> None:
-        """Make and lock the partial folder, and read its journal; remove parts of another plan.
+        """Make and lock the partial folder, and read its journal.
 
-        Moves an older target back if a run was killed between the two renames of `publish`. Raises
-        UserError as `__init__` does.
+        With the journal of this plan, finished files stay; else parts of the other plan are removed
+        and a new journal begins. Moves an older target back if a run was killed between the two
+        renames of `publish`. Raises UserError as `__init__` does, also for files that the journal
+        does not list.
         """
         self.folder = self.target.with_name(self.target.name + ".partial")
         self._check_target()
@@ -103,7 +105,7 @@ class StagedFolder:
             self._append_line({PLAN: plan})
 
     def _check_target(self) -> None:
-        """Raise UserError if the target exists and must not be replaced; an empty folder may be."""
+        """Raise UserError if the target exists, unless it may be replaced or is an empty folder."""
         if not self.replace and _is_occupied(self.target):
             raise UserError(
                 Problem(
@@ -152,7 +154,10 @@ class StagedFolder:
         return _device_and_inode(path) == self._node_before
 
     def _discard(self) -> None:
-        """Remove the files that the journal names, and folders that become empty by that."""
+        """Remove the files that the journal names, and folders that become empty by that.
+
+        Leaves subfolders that it names, and files that a link puts outside the folder.
+        """
         for name in self._begun:
             path = self.folder / name
             is_file = path.is_symlink() or not path.is_dir()
@@ -262,14 +267,18 @@ class StagedFolder:
         shutil.rmtree(scratch)
 
     def _make_scratch(self) -> Path:
-        """Make a folder of random name to write in, after listing its name in the journal."""
+        """Make a subfolder of random name to write files in, after listing it in the journal."""
         scratch = self.folder / f".scratch-{secrets.token_hex(8)}"
         self._begin(scratch.name)
         scratch.mkdir()
         return scratch
 
     def _move(self, scratch: Path, name: str) -> None:
-        """Move a complete file from `scratch` to the folder, after listing it in the journal."""
+        """Move a complete file from `scratch` to the folder, where it replaces one of that name.
+
+        First lists the name in the journal, unless it is there already, and makes missing
+        subfolders.
+        """
         self._begin(name)
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(scratch / name, self.folder / name)
@@ -293,7 +302,10 @@ class StagedFolder:
         self._finish()
 
     def _move_away(self) -> None:
-        """Choose a new name for the older target, write it to the journal, rename the target."""
+        """Rename the older target to a new random name, after writing that name to the journal.
+
+        Stores the new path in `_before`, the target's device and inode in `_node_before`.
+        """
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
         self._before = self.target.with_name(name)
         self._node_before = _device_and_inode(self.target)
@@ -301,7 +313,7 @@ class StagedFolder:
         os.replace(self.target, self._before)
 
     def _finish(self) -> None:
-        """Remove the older target that was moved away, remove the journal and close it."""
+        """Remove the older target if moved away and replaced, then remove and close the journal."""
         if self._before and self._is_replaced():
             _remove(self._before)
         (self.target / JOURNAL).unlink()

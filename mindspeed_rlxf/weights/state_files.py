@@ -67,7 +67,7 @@ def without_host(entry: Entry) -> Entry:
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: missing, a link or of another size.
+    """Return how a file differs from its entry: a link, missing (or no file), or of another size.
 
     None if it does not. Reads no content.
     """

@@ -87,7 +87,8 @@ def _find(
 ) -> tuple[str, BoxedTensor] | None:
     """Return (stored name, tensor) of a parameter; None where it is not stored.
 
-    The parameter may be a slice of a tensor that stacks all layers.
+    If it is not stored under a name of its own, looks for a tensor that stacks all layers (or
+    experts), and returns that with the parameter's index in it as `index`.
     """
     alone = find(parameter, tensors)
     if alone is not None:
@@ -111,10 +112,11 @@ def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> I
 
 
 def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
-    """Return the name of the tensor of all layers (and experts), and the parameter's index in it.
+    """Return (name of the tensor of all layers, and experts, parameter's index in it).
 
-    name: name of the parameter, with the global number of its layer; a parameter outside layers has
-          its own name and the index ()
+    name: name of the parameter, with the global number of its layer; a parameter outside layers
+          has its own name and the index ()
+    The index is (layer,), with an expert (layer, expert).
     """
     layer = LAYER.match(name)
     if layer is None:
@@ -173,9 +175,11 @@ def _boxes_of_shard(
     tp_rank: int,
     tp: int,
 ) -> Iterator[PlannedBox]:
-    """Yield the boxes of a rank's shard of a parameter: two for gate and up of an MLP, else one.
+    """Yield the boxes in global tensors that a rank's shard of a parameter fills, with their data.
 
-    layers: those of the rank's chunk; planned: the shard
+    Two for gate and up of an MLP, else one.
+    layers: global indices of the layers of the rank's chunk
+    planned: the shard
     """
     name = LAYER.sub(lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", parameter.name)
     key, index = global_name(name, parameter.expert)
@@ -208,7 +212,11 @@ def _plan_part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTenso
 
 
 def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict[str, Any]]:
-    """Write boxes to a file, one after the other, and fsync it; return entries for `.metadata`."""
+    """Write boxes to a new file with torch.save, one after the other, and fsync it.
+
+    Calls `wrote` after each box with the bytes of its tensor. Returns the entries for `.metadata`,
+    in order, each with start and length (bytes) in the file.
+    """
     entries = []
     with path.open("wb") as file:
         for name, size, box, planned in boxes:

@@ -212,7 +212,8 @@ class _Reader(InertUnpickler):
     def of(cls, window: Window) -> _Reader:
         """Make a reader of the zip archive in `window`.
 
-        Raises ValueError for a file that is not of torch.save, is damaged or is big-endian.
+        Raises ValueError for an archive without PICKLE, a damaged one, and one whose record
+        `byteorder` is not "little".
         """
         path = window.file.path
         records = records_of(window.read, window.length)
@@ -241,7 +242,8 @@ class _Reader(InertUnpickler):
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> StoredTensor:
         """Return the StoredTensor that a function in `TENSORS` would make; attributes are dropped.
 
-        Raises Refused or ValueError for a tensor that does not fit its storage.
+        For a parameter, returns its tensor. Raises Refused for arguments that torch does not write,
+        ValueError for a tensor that lies outside its storage.
         """
         if function == TYPED:
             function, arguments = arguments[0].text, arguments[2]
@@ -279,7 +281,10 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle a PlannedTensor as torch does a tensor, and list it for writing."""
+        """Pickle a PlannedTensor as torch does a tensor with its own storage; add it to `planned`.
+
+        Returns NotImplemented for other objects, which are then pickled as usual.
+        """
         if not isinstance(obj, PlannedTensor):
             return NotImplemented
         storage = _PlannedStorage(str(len(self.planned)), obj.dtype, prod(obj.shape))
@@ -314,9 +319,9 @@ def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
 def _write_record(
     archive: zipfile.ZipFile, name: str, size: int, parts: Iterable[bytes | memoryview]
 ) -> None:
-    """Write `parts`, `size` bytes in all, as record `archive/NAME` of the zip archive.
+    """Write `parts`, `size` bytes in all, as uncompressed record `archive/NAME` of the archive.
 
-    Its data begins at a multiple of ALIGNMENT in the file.
+    An extra field pads the header, so that the data begins at a multiple of ALIGNMENT in the file.
     """
     info = zipfile.ZipInfo(f"archive/{name}")
     info.file_size = size

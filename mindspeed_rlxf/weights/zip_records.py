@@ -128,7 +128,11 @@ def _read_directory(data: bytes) -> Iterator[_Entry]:
 
 
 def _extra_fields(extra: bytes) -> dict[int, bytes]:
-    """Return a record's extra fields by id. Raises Refused for fields that torch does not write."""
+    """Return a record's extra fields by id.
+
+    Raises Refused for ids other than ZIP64_FIELD and PADDING_FIELD, a repeated id and a field that
+    ends after `extra`.
+    """
     fields: dict[int, bytes] = {}
     at = 0
     while at < len(extra):
@@ -157,8 +161,9 @@ def _widen(extra: bytes, numbers: list[int]) -> list[int]:
 def _refuse_names(names: list[str]) -> None:
     """Refuse archives by the names of their records.
 
-    Raises Refused for names that readers may confuse, two folders, a TorchScript program and a
-    second pickle.
+    Raises Refused for names that differ only in case or not at all, names with a backslash or
+    unprintable characters, more than one top folder, a `constants.pkl` (TorchScript), and a .pkl
+    other than PICKLE.
     """
     if len({name.lower() for name in names}) != len(names):
         raise Refused("two records of one name")

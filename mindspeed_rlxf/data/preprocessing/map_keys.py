@@ -159,9 +159,9 @@ def _unknown_key_problem(name: str, key: str, known: Iterable[str]) -> Problem:
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
-    """Parse the JSON object of --map-keys. Raises UserError for anything else.
+    """Parse the JSON object of --map-keys. Raises UserError for invalid JSON or another type.
 
-    rule: how the error begins
+    rule: first words of the error's message, such as "must be a JSON object"
     """
     try:
         given = json.loads(text)

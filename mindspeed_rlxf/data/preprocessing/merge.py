@@ -84,9 +84,10 @@ def merge(
 
 
 def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Problem]]:
-    """Open the .bin/.idx pairs whose name contains `key`, except `output`.
+    """Open the .bin/.idx pairs whose name contains `key`, except `output`; sorted by name.
 
-    Returns them and the problems: no such pair, files that are missing or broken, several dtypes.
+    Returns (path without ending -> reader, problems). Problems: no such pair, files that are
+    missing or broken, several dtypes.
     """
     files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.is_file()]
     stems = sorted({f.with_suffix("") for f in files if key in f.stem} - {output})

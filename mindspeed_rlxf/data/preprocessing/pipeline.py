@@ -185,9 +185,10 @@ def _check_prefix(options: PreprocessOptions) -> Path:
 def _encode_chunks(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
-    """Yield the encoded chunks in order. One worker encodes in this process.
+    """Yield the encoded chunks in order. With `workers` 1, this process encodes.
 
     More workers are forked, so that they share the loaded tokenizer; they end with the generator.
+    Up to workers * CHUNKS_AHEAD chunks are read ahead.
     """
     if workers == 1:
         yield from map(encoder.encode, chunks)

@@ -111,7 +111,10 @@ class RowEncoder:
     unknown_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
-        """Encode rows; unusable ones are listed in `rejected`, in the order of the rows."""
+        """Encode rows; unusable ones are only listed in `rejected`, in the order of the rows.
+
+        Counts rows whose first sequence was shortened in `num_cut`.
+        """
         chunk = EncodedChunk()
         usable: list[tuple[NumberedRow, Example]] = []
         for row in rows:
@@ -198,7 +201,11 @@ class RowEncoder:
         return UnusableRow(TOO_LONG, rule, remedy)
 
     def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
-        """Set the chunk's `num_rows`, `sequences`, `num_tokens` and `num_unknown` from `kept`."""
+        """Set the chunk's `num_rows` and `sequences` from the rows `kept`; add to its token counts.
+
+        `num_tokens` and `num_unknown` (ids equal to `unknown_id`) count only sequences whose name
+        ends with TOKEN_IDS, not masks or labels.
+        """
         chunk.num_rows = len(kept)
         for i, name in enumerate(self.handler.sequences):
             parts = [np.asarray(ids[i], dtype=np.int32) for ids in kept]

@@ -157,7 +157,10 @@ class RowSource:
 
 
 def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
-    """Group rows into chunks of CHUNK_ROWS rows, or fewer if they reach CHUNK_CHARACTERS."""
+    """Yield the rows in lists; a list ends at CHUNK_ROWS rows or once it has CHUNK_CHARACTERS.
+
+    The row that reaches the limit of characters is still in the list.
+    """
     chunk: list[NumberedRow] = []
     size = 0
     for row in rows:
@@ -195,7 +198,7 @@ class Refusals:
     def list_problems(self, only: str | None = None) -> list[Problem]:
         """Return the problems, keyed by `file:row`; equal ones of a file are one with a count.
 
-        only: return those of rows dropped for this reason, None = all
+        only: return those of rows dropped for this reason, None = for all reasons
         """
         chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
         return [problem for found in chosen for problem in found.list_problems()]

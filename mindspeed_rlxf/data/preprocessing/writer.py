@@ -49,8 +49,8 @@ MAX_COLUMNS = 256  # each keeps a file open
 def existing_files(prefix: Path) -> list[Path]:
     """List the existing files of this prefix's data set: sidecar, columns, rejected rows.
 
-    They are in the order of removal, the prompts' index before other columns: after an interruption
-    no remaining files look like a data set.
+    They are in the order of removal: of each column the .idx file first, and columns of token ids
+    before others, so that after an interruption no remaining files look like a data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     paths = [data_path(prefix, name) for name in columns]
@@ -61,7 +61,8 @@ def existing_files(prefix: Path) -> list[Path]:
 def finish_interrupted(prefix: Path) -> None:
     """Move a complete data set whose writer was killed to its final names, and log a warning.
 
-    Does nothing where there is none. Raises UserError when another process writes to the prefix.
+    Removes the partial folder then. Does nothing where that has no list of moves. Raises UserError
+    when another process writes to the prefix.
     """
     folder = partial_folder(prefix)
     if (folder / MOVES).exists():
@@ -123,7 +124,7 @@ class PromptSetWriter:
         self.num_rows += chunk.num_rows
 
     def append(self, columns: Mapping[str, IndexedReader]) -> None:
-        """Append the rows of another data set.
+        """Append the sequences of another data set's columns, and start the columns that are new.
 
         columns: opened columns of that data set, all of them, by the names in their file names
         """
@@ -133,7 +134,7 @@ class PromptSetWriter:
             self._writers[file].add_all(reader)
 
     def append_rejected(self, file: Path) -> None:
-        """Append the file of rejected rows of another data set."""
+        r"""Append the file of rejected rows of another data set; invalid UTF-8 becomes \xNN."""
         with open_plain(file) as lines:
             text = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace")
             shutil.copyfileobj(text, self._rejected)
@@ -210,9 +211,9 @@ def _make_moves(folder: Path, prefix: Path) -> None:
 
 
 def _read_moves(folder: Path) -> list[list[str]]:
-    """Read the list of moves: (name in the folder, final name).
+    """Read the list of moves from the file MOVES in `folder`: [name in the folder, final name].
 
-    Raises OSError for names that contain a folder.
+    Raises OSError if a name is a path with folders, or if the file is missing.
     """
     with open_file(folder / MOVES, "r", encoding="ascii") as stream:
         moves: list[list[str]] = json.load(stream)
