@@ -39,10 +39,11 @@ class FixedResponses:
     texts: Mapping[int, str] = field(default_factory=dict)
 
     def look_up(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-        """Return the token ids of the responses to these samples.
+        """Return the token ids of the responses to these samples, in the order of `sample_ids`.
 
         prompts: token ids of each sample's prompt in this run
-        Raises UserError where the file's response answers another prompt (`differs`).
+        Raises UserError where the file's response answers another prompt (`differs`), KeyError for
+        a sample that the file lacks.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if self.differs(sample_id, prompt):

@@ -127,8 +127,9 @@ class _DataSet:
     def _open_labels(self) -> IndexedReader | None:
         """Open the column of labels of conversations or pairs; None where there are only prompts.
 
-        Without a sidecar, a column `labels` counts if its first row is as long as the token ids and
-        has an ignored label; otherwise it holds answers.
+        For conversations, the sidecar decides. Without one, a column `labels` counts if its first
+        row is as long as that of the token ids and contains IGNORED; otherwise it has answers
+        (None).
         """
         if self._is_pairs:
             return self._open(PAIR_LABELS)
@@ -145,8 +146,8 @@ class _DataSet:
     def _list_old_columns(self) -> dict[str, str]:
         """Map the columns of a data set without sidecar to their file names, which are the same.
 
-        Columns of token ids, masks and pairs are left out. Raises UserError where a column has
-        bytes: only this package writes these, so the data set lost its sidecar.
+        Columns of token ids, masks and pairs are left out. Raises UserError as `_open` does, and
+        where a column has bytes: only this package writes these, so the data set lost its sidecar.
         """
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
@@ -157,9 +158,10 @@ class _DataSet:
         return dict(zip(names, names, strict=True))
 
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
-        """Add the data set's prompts to `prompts`; log how many were dropped or cut by the limit.
+        """Add the data set's prompts, decoded too, to `prompts`; log how many the limit concerned.
 
-        Raises UserError with every problem of a row, keyed by `prefix:row`.
+        Raises UserError with every problem of a row, keyed by `prefix:row`, after adding the
+        others.
         """
         problems = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
@@ -252,7 +254,7 @@ class _DataSet:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
-        """Raise UserError unless the data set was made with this vocabulary."""
+        """Raise UserError unless the sidecar's hash of the vocabulary is that of the tokenizer."""
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer

@@ -65,9 +65,10 @@ class LengthLimit:
         self._num_over = 0
 
     def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:
-        """Whether to tokenize a prompt: False if it is surely too long and the policy does not cut.
+        """Whether to tokenize a prompt: True if it may be within the limit, or the policy cuts.
 
-        A prompt with False is counted as dropped, or added to `problems` with the policy ERROR.
+        One that is surely too long by its number of characters is counted as dropped, or added to
+        `problems` with the policy ERROR.
         """
         if num_characters <= self._most_characters or self._policy in CUTTING:
             return True
@@ -99,10 +100,10 @@ class LengthLimit:
         )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
-        """Return a prompt's ids, cut if they are too many; None for a prompt that is not kept.
+        """Return a prompt's ids, cut if they are over the limit and the policy cuts; else None.
 
-        A prompt without ids is added to `problems`. One over the limit is counted, or added to
-        `problems` with the policy ERROR.
+        None and a problem: no ids, or over the limit with the policy ERROR. With the other
+        policies, one over the limit is counted, and dropped (None) or cut.
         """
         length = len(token_ids)
         if length == 0:

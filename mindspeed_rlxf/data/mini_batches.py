@@ -49,11 +49,12 @@ def rank_steps(
 ) -> list[RankSteps]:
     """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
-    orders: [epochs][samples]. mini_batch_size must divide the number of samples, and be a multiple
-    of num_ranks * group_size, or an AssertionError is raised.
-
+    Returns for each rank its samples of all epochs, ascending and each once, and for each
+    mini-batch the positions of the rank's part in them.
+    orders:     [epochs][samples]. mini_batch_size must divide the number of samples, and be a
+                multiple of num_ranks * group_size, or an AssertionError is raised.
     costs:      cost of each sample, for parts of nearly equal cost; None = consecutive parts
-    group_size: number of consecutive samples of an order that stay on one rank
+    group_size: number of consecutive samples of an order that stay on one rank, with costs
     """
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
     assert whole and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"

@@ -117,8 +117,8 @@ class PromptEncoder:
     ) -> dict[Piece, list[int]]:
         """Return piece -> token ids; each different piece is tokenized once.
 
-        opens_prompt: the pieces start a prompt; the tokenizer's own special tokens are added if the
-            template has none
+        Special tokens get their id. opens_prompt: the pieces start a prompt; the tokenizer's own
+        special tokens are added to text if the template has none
         """
         # Tokenize each text once: the text of the template between turns is in every prompt.
         different = dict.fromkeys(pieces)
@@ -128,7 +128,7 @@ class PromptEncoder:
         return ids_of | {p: self._ids[p.text] for p in different if p.is_token}
 
     def _tokenize_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
-        """Tokenize responses; return response -> token ids of each of its pieces.
+        """Tokenize responses; return response -> list of token ids for each of its pieces.
 
         Some tokenizers prepend a blank to every text, and would put one before the response. So the
         prompt's last character is tokenized with the response, and its ids are cut off. If that

@@ -89,7 +89,7 @@ class PromptStore(Sequence[Prompt]):
     def end_part(self) -> None:
         """Flush the prompts and mark the end of a file or data set, which `sizes` counts.
 
-        Raises UserError when the disk is full.
+        Raises UserError when they cannot be written, such as on a full disk.
         """
         self._write_ends()
         try:

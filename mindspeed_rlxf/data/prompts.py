@@ -181,9 +181,10 @@ def _template_problem(reason: str) -> Problem:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Return the token ids of each text.
+    """Return the token ids of each text, in order; [] for no texts.
 
-    split: True = special tokens in the texts are tokenized as plain text
+    add_special_tokens: add those that the tokenizer puts around a text
+    split: True = special tokens spelled in the texts are tokenized as plain text
     """
     if not texts:
         return []

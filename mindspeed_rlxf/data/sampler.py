@@ -138,7 +138,7 @@ class MixtureSampler:
         return {"weights": self._weights, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`.
+        """Continue at the position of `state`: load the state of each source.
 
         Raises UserError for a state of other weights, seed, shuffle or numbers of prompts.
         """

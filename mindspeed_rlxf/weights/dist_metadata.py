@@ -55,7 +55,7 @@ class Metadata:
             raise TypeError("an entry without a name")
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the tensors."""
+        """Yield the names of the tensors in the order of the file; other entries are left out."""
         for name, entry in self._entries.items():
             if type(entry) is Inert and entry.named.endswith(".TensorStorageMetadata"):
                 yield name

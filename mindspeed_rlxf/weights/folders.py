@@ -71,7 +71,10 @@ def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> BoxedW
 
 
 def is_scorer(config: dict[str, Any]) -> bool:
-    """Whether a config.json describes a model with a score head."""
+    """Whether a config.json describes a model with a score head.
+
+    By the name of its first architecture, which must end with ForSequenceClassification.
+    """
     names = config.get("architectures") or [""]
     return str(names[0]).endswith("ForSequenceClassification")
 

@@ -106,7 +106,10 @@ class HfFolder(BoxedWeights):
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: return tensor name -> file name. Raises ValueError where it is damaged."""
+    """Read the index: return tensor name -> file name, in its order.
+
+    Raises ValueError where it is damaged or cannot be read. File names are not checked.
+    """
     index = folder / INDEX
     try:
         text = read_inside(folder, INDEX, MAX_JSON)

@@ -146,7 +146,10 @@ class InertUnpickler:
     # Of bytes ------------------------------------------------------------------------------------
 
     def _read_line(self) -> str:
-        """Read text up to the end of its line. Raises ValueError beyond MAX_NAME characters."""
+        """Return the text up to the end of its line, without newline, and move after it.
+
+        Raises ValueError without one in MAX_NAME + 1 bytes, and for invalid UTF-8.
+        """
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
         if end < 0:
             raise ValueError("a name without an end")
@@ -207,7 +210,10 @@ class InertUnpickler:
         self.stack = []
 
     def _pop(self, count: int) -> list[Any]:
-        """Pop and return the last `count` values of the stack. Raises IndexError for fewer."""
+        """Pop the last `count` values of the stack; return them, the top one last.
+
+        Raises IndexError for fewer.
+        """
         items = self.stack[-count:]
         if len(items) < count:
             raise IndexError

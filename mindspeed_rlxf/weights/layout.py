@@ -54,7 +54,7 @@ class MegatronLayout:
         return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield every (tp rank, pp rank, ep rank); the tp rank changes fastest."""
+        """Yield every (tp rank, pp rank, ep rank), by pp rank, then ep rank, then tp rank."""
         for pp_rank in range(self.pp):
             for ep_rank in range(self.ep):
                 for tp_rank in range(self.tp):
@@ -107,6 +107,7 @@ def make_layout(
 
     layers_per_chunk: layers of each virtual stage, None = one stage per pipeline rank
     layer_list:       layers of each pipeline rank, None = equal numbers
+    vocab_multiple:   multiple that the vocabulary is padded to
     Raises UserError with a problem for each size that does not fit the model.
     """
     problems = [

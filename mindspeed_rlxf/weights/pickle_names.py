@@ -123,7 +123,8 @@ def are_integers(value: Any) -> bool:
 def _is_tensor(arguments: tuple[Any, ...]) -> bool:
     """Whether these are the arguments of a tensor whose hooks and metadata are absent or empty.
 
-    They are storage, offset, shape, stride[, requires_grad, hooks[, metadata]].
+    They are storage, offset, shape, stride[, requires_grad, hooks[, metadata]]. Of those after
+    stride, each must be None, a bool or an empty dict.
     """
     if not 4 <= len(arguments) <= 7 or not isinstance(arguments[0], Storage):
         return False
@@ -145,9 +146,9 @@ def _is_parameter(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_typed(arguments: tuple[Any, ...]) -> bool:
-    """Whether these are the arguments of a tensor with attributes.
+    """Whether these are the arguments of a tensor or parameter with attributes.
 
-    They are function, class, arguments of the function, attributes.
+    They are function, class, arguments of the function, attributes; all four are checked.
     """
     if len(arguments) != 4 or not _is(arguments[1], "torch.Tensor", *PARAMETER_CLASSES):
         return False

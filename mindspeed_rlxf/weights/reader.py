@@ -101,8 +101,9 @@ class MegatronWeights(BoxedWeights):
         """Check a rank's shard of a parameter; add it unless it is a copy of another rank's.
 
         found: its (name in the checkpoint, tensor), None = the rank has none
-        Returns lines on what is wrong, and then adds nothing; [] if it is right. A missing output
-        layer or reward head is no problem.
+        Returns a list with the first problem, and then adds nothing, or []. Problems: missing
+        (unless output layer or reward head), no floating-point numbers, another shape (more rows of
+        the vocabulary are allowed).
         """
         if found is None:
             # A checkpoint has one of the heads or none; what needs a head reports its absence.

@@ -39,7 +39,10 @@ def _advise_saving_again(path: Path) -> str:
 
 
 def unreadable(path: Path, error: ValueError) -> ValueError:
-    """Make the error for a damaged file. error: the damage, or a whole sentence with the path"""
+    """Make the error for a damaged file: path, damage and "copy it again".
+
+    error: the damage, or a whole sentence that begins with the path, which becomes the message
+    """
     text = str(error)
     if text.startswith(str(path)):  # a whole sentence
         return ValueError(text)

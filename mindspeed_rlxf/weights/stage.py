@@ -108,8 +108,10 @@ class StageWeights:
         expert rank writes a file with its experts; the first one adds the stage's other tensors.
         A collective over the tensor-, pipeline- and expert-parallel groups.
 
-        source:    folder that the weights came from; each tensor is converted to its dtype there
-        writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas)
+        source:    folder that the weights came from; each tensor is converted to its dtype there,
+                   or keeps its own if the folder lacks it
+        writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas); the others
+                   only take part in the collective
         described: folder of config.json and the tokenizer; None = `source`
         """
         pp, ep = self.pp_group, self.ep_group

@@ -116,8 +116,9 @@ class StagedFolder:
     def _read_journal(self, plan: dict[str, Any]) -> bool:
         """Read the journal into `kept` (parts) and `_begun` (paths); return if its plan is `plan`.
 
-        Parts of another plan are not listed in `kept`. Also finds out where an older target was
-        moved. Truncates an incomplete last line, and removes scratch folders of earlier runs.
+        With another plan or none, `kept` becomes empty. Also sets `_before` to where an older
+        target was moved. Truncates an incomplete last line, and removes scratch folders of earlier
+        runs.
         """
         lines, length = _read_lines(self.folder / JOURNAL)
         self._journal.truncate(length)

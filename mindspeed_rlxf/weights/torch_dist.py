@@ -57,7 +57,8 @@ def read_torch_dist(
 ) -> MegatronWeights:
     """Return the weights in a checkpoint, or one optimizer state of each weight.
 
-    prefix: prefix of the names of the optimizer state; "" = the weights
+    prefix: prefix of the names of the optimizer state, which is removed; "" = the weights: names
+            without "optimizer"
     Raises ValueError when the checkpoint is damaged or has another model.
     """
     tensors = {
@@ -138,7 +139,9 @@ def dist_files(
 ) -> Iterator[PlannedFile]:
     """Yield the planned `.distcp` file of each rank that writes; nothing is written yet.
 
-    `PlannedFile.write` returns the file's entries for `write_metadata`.
+    Every rank does for a model with experts, else those of expert rank 0. Files are numbered by the
+    rank in `MegatronLayout.ranks`. `PlannedFile.write` returns the file's entries for
+    `write_metadata`.
     """
     for number, rank in enumerate(layout.ranks()):
         if rank[2] == 0 or architecture.num_experts is not None:

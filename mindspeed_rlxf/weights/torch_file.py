@@ -90,7 +90,10 @@ class MappedFile:
         return self.read(record.start, record.length)
 
     def check(self, record: Record) -> None:
-        """Compare the CRC-32 of a record with its data, once per record. Raises ChangedBytes."""
+        """Compare the CRC-32 of a record with its data, unless that was done already.
+
+        A record without a sum (NO_SUM) passes. Raises ChangedBytes where they differ.
+        """
         if record.start in self._checked:
             return
         with memoryview(self._map)[record.start : record.start + record.length] as data:

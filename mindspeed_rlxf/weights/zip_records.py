@@ -104,9 +104,11 @@ def _place_of_directory(read: Read, size: int) -> tuple[int, int, int]:
 
 
 def _read_directory(data: bytes) -> Iterator[_Entry]:
-    """Yield the entries of an archive's directory. data: its bytes
+    """Yield the entries of an archive's directory, in its order.
 
-    Raises Refused for entries that torch does not write, ValueError or struct.error when damaged.
+    data: bytes of the directory
+    Raises Refused for encrypted, commented or compressed records, ValueError or struct.error when
+    the directory is damaged.
     """
     at = 0
     while at < len(data):
@@ -181,8 +183,8 @@ def _refuse_names(names: list[str]) -> None:
 def _check_records(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
     """Check the records of an archive; yield (name without folder, record) for each, by offset.
 
-    Raises Refused unless the records fill the archive up to `end` without gap or overlap, and each
-    record's own header agrees with its entry in the directory.
+    Raises Refused, when it comes to it, unless the records fill the archive from 0 to `end` without
+    gap or overlap, and each record's own header agrees with its entry in the directory.
     """
     at = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):

@@ -132,8 +132,9 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
 def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
     """Return the response in a column as text.
 
-    The column has text, a number, a list of one text, or chat messages: the assistant's alone, or
-    the prompt's `turns` and then the assistant's. Raises UnusableRow for anything else.
+    The column has text, a number (not a bool), a list of one text, or chat messages, of which the
+    last must be the assistant's and those before it, if any, the prompt's `turns`.
+    Raises UnusableRow for anything else.
     """
     value = _require(row, column, "response")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
@@ -213,7 +214,8 @@ def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
 def _read_message(message: Any, tags: Tags, name: str) -> Turn:
     """Convert a message, whose keys and roles `tags` names, to a turn.
 
-    Raises UnusableRow, also for turns of tools. name: name of the message in the error
+    Raises UnusableRow for a role or content that is no text, turns of tools and other roles.
+    name: name of the message in the error
     """
     found = message if isinstance(message, dict) else {}
     role, text = found.get(tags.role_tag), found.get(tags.content_tag)

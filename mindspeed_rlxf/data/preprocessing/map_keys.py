@@ -176,7 +176,8 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
     """Yield the problems of one key of --map-keys and its value; none if they are valid.
 
-    A key of MapKeys or NOT_RENDERED that the handler does not read is valid with an empty value.
+    A known key needs text or null, "tags" valid tags. Other keys of MapKeys and those of
+    NOT_RENDERED are valid with an empty value only, and unknown keys never.
     """
     known = known_keys(handler)
     if key == "tags" and key in known:
@@ -208,7 +209,10 @@ def _tag_problems(tags: Any) -> Iterator[Problem]:
 
 
 def _same_columns(keys: Keys) -> Iterator[Problem]:
-    """Yield a problem when one column is used for two of prompt, query, history and system."""
+    """Yield one problem when a column is used for two of prompt, query, history and system.
+
+    Only keys of class MapKeys are checked.
+    """
     if isinstance(keys, MapKeys):
         used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
         if twice := [column for column in used if used.count(column) > 1]:

@@ -115,7 +115,7 @@ def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Pro
 
 
 def _check_lengths(groups: Mapping[str, Readers]) -> None:
-    """Raise UserError unless the pairs of every key have the same lengths, in order."""
+    """Raise UserError unless each key's list of numbers of sequences, by pair, is the same."""
     lengths = {key: [len(reader) for reader in readers.values()] for key, readers in groups.items()}
     if any(other != lengths[next(iter(lengths))] for other in lengths.values()):
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
@@ -237,14 +237,20 @@ def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
 
 
 def _describe_value(value: Any, other: Any) -> str:
-    """Format a value for an error. Of a set, only the elements that `other` lacks are shown."""
+    """Format a value for an error: "with X, Y" for the elements of a set that `other` lacks.
+
+    "without more" for a set with none; other values as `str`.
+    """
     if not isinstance(value, set):
         return str(value)
     return f"with {', '.join(sorted(value - other))}" if value - other else "without more"
 
 
 def _key_problems(groups: Mapping[str, Readers], sidecar: Sidecar) -> Iterator[Problem]:
-    """Yield a problem unless the keys of `groups` are the names of all columns and no others."""
+    """Yield a problem unless the keys are packed_X_document for all columns X of the sidecar.
+
+    groups: by the keys, in any order
+    """
     keys = [f"packed_{column.file}_document" for column in sidecar.columns]
     if set(groups) != set(keys):
         rule = f"must name all columns of sets with {SIDECAR_ENDING}, it is {' '.join(groups)}"
@@ -276,7 +282,7 @@ def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
 
 
 def _add_counts(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the counts of sidecars by name, also nested ones.
+    """Return the sums of the sidecars' counts by name, nested dicts too; an absent one is 0.
 
     An id that is in two sets does not count as repeated.
     """

@@ -242,8 +242,9 @@ def _check_result(
 ) -> None:
     """Raise UserError if the rows read so far do not make the data set that the options ask for.
 
-    That is: a row too long with `overlong` ERROR, no row left, a dropped row with `strict`, named
-    columns that no row has, or answers to write where the rows have another column `labels`.
+    That is, with only the first one raised: a row too long with `overlong` ERROR, no row left, a
+    dropped row with `strict`; then together: named columns that no row has, and answers to write
+    where the rows have another column `labels`.
     columns: the names of all columns that the rows have
     """
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:

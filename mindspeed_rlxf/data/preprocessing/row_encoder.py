@@ -145,7 +145,8 @@ class RowEncoder:
     def _read(self, row: Row) -> Example:
         """Make the example of a row.
 
-        Raises UnusableRow, also for a prompt with so many characters that it must be too long.
+        Raises UnusableRow as `make_example` does. Also for a prompt with so many characters that it
+        must be over `max_length` tokens, unless it is to be cut.
         """
         example = make_example(row, self.keys, self.handler)
         if self.max_length is not None and self.overlong not in CUTTING:
@@ -180,8 +181,8 @@ class RowEncoder:
     def _fit(self, ids: IdRows) -> IdRows:
         """Return a row's sequences; a prompt that is too long is cut if the policy cuts prompts.
 
-        Raises UnusableRow for an empty sequence or one that is too long and is not cut. Sequences
-        with labels are never cut.
+        Raises UnusableRow for an empty sequence, and for one that is too long and is not cut. Of a
+        row with several sequences (labels or pairs) none is cut.
         """
         if not all(ids):
             raise UnusableRow("no token", NO_TOKEN.rule, NO_TOKEN.remedy)

@@ -64,10 +64,11 @@ class Counts:
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
-    """List the data files of `inputs`, which are files and folders; a folder's files by name.
+    """List the data files of `inputs`, which are files and folders, in that order.
 
-    Other entries of a folder are appended to `skipped`. Raises UserError for a path that does not
-    exist, a file of an unknown ending or a folder without data files.
+    A folder's own files are sorted by name; subfolders are not searched. Other entries of a folder
+    are appended to `skipped`. Raises UserError with every path that does not exist, file of an
+    unknown ending and folder without data files.
     """
     files, problems = [], []
     endings = ", ".join(READERS)
@@ -174,7 +175,10 @@ def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
 
 
 def _num_characters(value: Any) -> int:
-    """Count the characters of all texts in a value, nested ones included; keys do not count."""
+    """Return the sum of the lengths of all texts in a value, nested in lists and dicts too.
+
+    Keys do not count, numbers and others are 0, and a BadRow counts its raw text.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, BadRow):

@@ -169,8 +169,9 @@ class PromptSetWriter:
         ]
 
     def _start_column(self, name: str) -> None:
-        """Open the file of a new column, with null for all rows written before.
+        """Open the file of a new column and write null for each row so far.
 
+        name: of the column in the rows; the file gets a name made from it
         Raises UserError if there are MAX_COLUMNS columns already.
         """
         if len(self._files) == MAX_COLUMNS:
@@ -197,7 +198,7 @@ def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
 def _make_moves(folder: Path, prefix: Path) -> None:
     """Make the moves that are listed in `folder` and were not made before; then remove the list.
 
-    Removes the files of an older data set at `prefix` first.
+    Removes the files of an older data set at `prefix` first, but not those moved already.
     """
     moves = [(folder / name, prefix.with_name(to)) for name, to in _read_moves(folder)]
     made = {target for source, target in moves if not source.exists()}
@@ -241,9 +242,9 @@ def report_write_errors(output_prefix: str) -> Iterator[None]:
 
 
 def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
-    """Lock the folder for this process, until the returned file is closed.
+    """Lock the file `lock` in the folder (made if absent) until the returned file is closed.
 
-    Raises UserError when another process has the lock, OSError when the folder is a link.
+    Raises UserError at once when another process has the lock, OSError when the folder is a link.
     """
     if folder.is_symlink():
         raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
