@@ -140,7 +140,8 @@ def read_rows(
 def look_up(row: Row, key: str) -> Any:
     """Return the row's value of `key`, None when it is absent or null.
 
-    "a.b" means field b of the object a, unless the row has a field named "a.b".
+    "a.b" means field b of the object a (None if that is no object), unless the row has a field
+    named "a.b".
     """
     if key in row:
         return row[key]

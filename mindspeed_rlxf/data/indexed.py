@@ -62,7 +62,10 @@ class IndexedWriter:
         self._lengths.extend(lengths)
 
     def add_all(self, reader: IndexedReader) -> None:
-        """Append every sequence of another data set, which must have the writer's dtype."""
+        """Append every sequence of another data set, in order.
+
+        The dtypes must be the same; this is not checked.
+        """
         for row in range(len(reader)):
             sequence = reader[row]
             self.add(sequence.tobytes(), [len(sequence)])

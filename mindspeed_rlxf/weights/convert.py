@@ -187,7 +187,10 @@ class DiskFull(Exception):
 
 
 def _plan_shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
-    """Plan a tensor-parallel rank's shard of a parameter, padding included."""
+    """Plan a tensor-parallel rank's shard of a parameter, whose padding is 0.
+
+    Its dtype is the conversion's, or else that of its sources.
+    """
     a, layout = c.architecture, c.layout
     assert layout is not None, "only Megatron parameters have shards"
     rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None

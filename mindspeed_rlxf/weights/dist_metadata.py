@@ -90,9 +90,10 @@ class Metadata:
         return tensor
 
     def _read_boxes(self, name: str, chunks: Any, size: Shape) -> Iterator[tuple[Box, Window]]:
-        """Yield (box, byte range of its file) for each chunk of a tensor.
+        """Yield (box, its byte range) for each chunk of a tensor.
 
-        Raises TypeError, KeyError or ValueError for a damaged or unknown chunk.
+        Raises TypeError, KeyError or ValueError for a damaged chunk, one without byte range and one
+        outside the tensor.
         """
         if type(chunks) is not list:
             raise TypeError("chunks of another kind")

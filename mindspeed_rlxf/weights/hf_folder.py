@@ -81,9 +81,10 @@ class HfFolder(BoxedWeights):
         return entries
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
-        """Map each tensor's name to its file, by the index or the single file's header.
+        """Map each tensor's name to its file, by the index, or else by the single file's header.
 
-        Raises ValueError when the folder, its index or a file is missing or damaged.
+        Raises ValueError when the folder, a file or both index and single file are missing, or the
+        index or the single file is damaged.
         """
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")

@@ -170,7 +170,12 @@ def _find_size_problems(
 def _find_layer_problems(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
 ) -> Iterator[Problem]:
-    """Yield a problem if the layers cannot be distributed over the pipeline as the flags say."""
+    """Yield at most one problem of the flags that distribute layers over the pipeline.
+
+    `layer_list` needs `pp` positive numbers with the sum `num_layers`; `layers_per_chunk` needs
+    `pp` >= 2 and a product with `pp` that divides `num_layers`; both together are a problem.
+    Without either, `pp` must divide `num_layers`.
+    """
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:

@@ -130,8 +130,8 @@ def _read_chunks(file: Path) -> list[Tensors]:
 def _find_layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
     """Return the layout of the ranks, with the number of layers in each pipeline stage.
 
-    Raises ValueError where ranks differ in their number of chunks, or the layers are not as many as
-    the model's.
+    A stage's number of layers is the largest index in the names of its tensors, plus 1. Raises
+    ValueError where ranks differ in their number of chunks, or the sum is not the model's.
     """
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
@@ -155,7 +155,11 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned file of each rank below `folder`; nothing is written yet."""
+    """Yield the planned file of each rank below `folder`; nothing is written yet.
+
+    A rank's file has arguments, version, iteration, and its chunks' models with their shards. A
+    reward head gets a bias of zeros.
+    """
     for rank in layout.ranks():
         tp_rank, pp_rank, ep_rank = rank
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}

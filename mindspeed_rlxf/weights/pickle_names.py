@@ -327,7 +327,10 @@ def shorten(text: object) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Describe a value for a message by its type; short texts and numbers by themselves."""
+    """Describe a value for a message: "a TYPE", shortened text or number, or "what NAME returns".
+
+    The last for an Inert.
+    """
     if type(value) is Inert:
         return f"what {value.named} returns"
     return shorten(value) if type(value) in (str, int) else f"a {type(value).__name__}"

@@ -112,9 +112,10 @@ class SafetensorsFile:
         return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
 
     def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
-        """Read and return the box `wanted`, which is inside the box `stored`.
+        """Read and return the box `wanted`, which must be inside the box `stored`.
 
-        first_byte: offset of the stored box in the file. Raises ValueError for a truncated file.
+        Whole rows are read at once, others row by row. first_byte: offset of the stored box in the
+        file. Raises ValueError for a truncated file, AssertionError for more than two axes.
         """
         assert 1 <= len(stored.shape) <= 2, f"a parameter has one axis or two, not {stored.shape}"
         result = torch.empty(wanted.shape, dtype=dtype)

@@ -81,9 +81,10 @@ class StageWeights:
         target[rows:].zero_()  # padding of the vocabulary
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
-        """Gather a parameter from all tp ranks; return its Hugging Face tensors on the CPU.
+        """Gather a parameter from all tp ranks; return its whole Hugging Face tensors on the CPU.
 
-        A collective over the tp group. keep: False = only take part, and return {}
+        By name, without padding, in the parameter's dtype. A collective over the tp group.
+        keep: False = only take part, and return {}
         """
         shard = self.tensors[parameter.name].detach()
         shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]

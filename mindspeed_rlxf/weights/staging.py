@@ -63,8 +63,8 @@ class StagedFolder:
     def _open_published(self, plan: dict[str, Any]) -> bool:
         """Whether a run with this plan was killed after it had renamed the folder to the target.
 
-        Then the target is locked and its journal read. After such a run with another plan, its
-        journal and the older target are removed.
+        Then the target is locked and its journal read. For such a run with another plan, returns
+        False after removing its journal and the older target.
         """
         self.folder = self.target
         if not _has_plan(self.target / JOURNAL):
@@ -202,9 +202,10 @@ class StagedFolder:
             raise UserError(Problem(f"{self.folder}", rule, remedy="give another folder")) from None
 
     def _lock_journal(self) -> IO[str]:
-        """Open the journal and lock it without waiting; return it.
+        """Open the journal, made if absent, and lock it without waiting; return it.
 
-        Raises UserError when another process has the lock or the journal cannot be written.
+        Raises UserError when another process has the lock or has renamed or removed the folder or
+        the journal meanwhile, or when the journal cannot be written.
         """
         path = self.folder / JOURNAL
         rule = "is being written by another process"
@@ -231,7 +232,10 @@ class StagedFolder:
         os.fsync(self._journal.fileno())
 
     def is_finished(self, part: str) -> bool:
-        """Whether a part is written and its file is unchanged, by size and CRC-32."""
+        """Whether a part is listed in `kept` and its file has the size and CRC-32 listed there.
+
+        False for a link.
+        """
         line, path = self.kept.get(part), self.folder / part
         if line is None or path.is_symlink() or not path.is_file():
             return False
@@ -244,8 +248,9 @@ class StagedFolder:
     def write(self, part: str, write: Callable[[Path], Any]) -> None:
         """Write one part: call `write` with a scratch folder in which it must make the file `part`.
 
-        The complete file is moved to the partial folder and listed in the journal with size,
-        CRC-32 and the value that `write` returned (JSON).
+        The complete file is moved to the partial folder and listed in the journal and in `kept`
+        with its size, CRC-32 and the value that `write` returned (JSON). The scratch folder is
+        removed.
         """
         scratch, place = self._make_scratch(), self.folder / part
         (scratch / part).parent.mkdir(parents=True, exist_ok=True)
@@ -290,10 +295,11 @@ class StagedFolder:
             self._append_line({BEGINS: name})
 
     def publish(self) -> None:
-        """Rename the partial folder to the target; an older target is moved away, then removed.
+        """Rename the partial folder to the target, remove the journal and close it.
 
-        If the process is killed here, both folders are whole, and the next run with this plan
-        finishes.
+        An older target is moved away first, then removed; the rename is left out if an earlier run
+        made it. If the process is killed here, both folders are whole, and the next run with this
+        plan finishes.
         """
         if self.folder != self.target:
             if _is_occupied(self.target):

@@ -83,9 +83,9 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: missing, a link, unreadable, another size or hash.
+    """Return how a file differs from its entry: a link, missing, unreadable, other size or hash.
 
-    None if it does not. Reads the whole file.
+    None if it does not. Reads the whole file, unless the size differs.
     """
     try:
         problem = size_problem(folder, entry)

@@ -206,7 +206,10 @@ def _boxes_of_shard(
 
 
 def _plan_part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
-    """Return a planned tensor that is a box of another one, reshaped. place: the box"""
+    """Return a planned tensor that is a box of another one, copied and reshaped to `shape`.
+
+    place: the box in the whole tensor, which is made in full to take it
+    """
 
     def make() -> Tensor:
         return planned.make()[place.slices].reshape(shape).clone()
@@ -302,9 +305,9 @@ def _add_extra_states(
     described: dict[str, Any],
     places: dict[Any, Any],
 ) -> None:
-    """Write a file with the empty `_extra_state` of Megatron's linear layers.
+    """Write the file EXTRA_STATES with the pickled [None] that all `_extra_state`s share.
 
-    Adds its entries to `described` and `places`.
+    Adds an entry for each linear layer of each layer (and expert) to `described` and `places`.
     """
     empty = io.BytesIO()
     torch.save([None], empty)

@@ -299,10 +299,10 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
-    """Write `tree` to a file as `torch.save` would, and fsync it.
+    """Write `tree` to a file in the format of `torch.save`, and fsync it.
 
     Its PlannedTensors become tensors, made one at a time; `wrote` is called after each with its
-    bytes.
+    number of bytes.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)

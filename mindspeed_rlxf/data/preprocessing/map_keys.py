@@ -129,7 +129,8 @@ def missing_columns(
     """Yield a problem for each column that the user named and that no row has.
 
     columns: names of all columns of the rows. extra: columns of --dataset-additional-keys.
-    Default columns may be absent, and so may the response of a handler that writes prompts only.
+    Columns equal to the default may be absent, and so may the response of a handler that writes
+    prompts only. Of "a.b", only "a" is looked for.
     """
     defaults = asdict(default_keys(handler))
     asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
@@ -221,9 +222,10 @@ def _same_columns(keys: Keys) -> Iterator[Problem]:
 
 
 def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
-    """Yield a problem for each response that the handler writes and that has no column.
+    """Yield a problem for each response column that the handler needs and that is None.
 
-    Also where the response is read from the column of the prompt.
+    These are chosen and rejected for PAIR, response for INSTRUCTION. Also one for ANSWERED and
+    INSTRUCTION where response and prompt are the same column.
     """
     needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
     for key in needed.get(handler.output, ()):

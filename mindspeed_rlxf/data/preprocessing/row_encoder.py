@@ -158,7 +158,8 @@ class RowEncoder:
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
         """Tokenize examples; return the sequences of each, in the order of `Handler.sequences`.
 
-        A conversation gets `end_id` at its end. Responses of a pair are labelled in the last turn
+        Prompts alone have token ids only. A conversation gets `end_id` at its end, labelled too, if
+        there is one and it does not end with it. Pairs do not; they are labelled in the last turn
         only.
         """
         if not self.handler.has_responses:
@@ -239,9 +240,9 @@ class RowEncoder:
 
 
 def label_last_response(labels: list[int]) -> list[int]:
-    """Return the labels with those of all responses but the last set to IGNORED.
+    """Return a copy of the labels with those of all responses but the last set to IGNORED.
 
-    The last response is at the end of the conversation.
+    The last response is the run of labels other than IGNORED at the end of the conversation.
     """
     start = len(labels)
     while start and labels[start - 1] != IGNORED:

@@ -121,9 +121,10 @@ class RowSource:
         return islice(self._read_all(), self._max_rows)
 
     def _read_all(self) -> Iterator[NumberedRow]:
-        """Yield the rows of all files; count rows, repeated ids and empty files in the counts.
+        """Yield the rows of all files, BadRows too; count rows, repeated ids and empty files.
 
-        Also collects the column names and calls `progress` after each row. Raises UserError.
+        Also collects the column names in `columns`, and calls `progress` after each row, when the
+        next is asked for. Raises UserError.
         """
         for file in self._files:
             name, before = readable(file), self._counts.rows_read
