@@ -59,7 +59,7 @@ class FixedResponses:
 def other_prompt_problem(sample_id: int, count: int = 1) -> Problem:
     """Make the problem of a sample whose response in the file answers another prompt.
 
-    count: number of samples with this problem, this one included
+    count: number of such samples, this one included; the message names the others' number
     """
     more = f" ({count - 1} more samples differ)" if count > 1 else ""
     return Problem(

@@ -152,7 +152,11 @@ class PromptEncoder:
         return found
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text, without the EOS that some tokenizers append."""
+        """Return the token ids of each text, in order; [] for no texts.
+
+        Special tokens spelled in a text are split unless `_allow_special_tokens`. With
+        add_special_tokens, those the tokenizer adds are kept except the EOS that some append.
+        """
         if not texts:
             return []
         encoded = self._tokenizer(

@@ -118,10 +118,11 @@ def _is_message(message: Any) -> bool:
 
 
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
-    """Return ground truth ("" if absent), data source and extra columns of row `number`.
+    """Return ground truth ("" if absent), data source and extra columns of a row.
 
-    An absent data source is `data.default_data_source`. Returns None where a field is invalid, and
-    adds a problem for each.
+    Truth and source are turned into text. An absent data source is `data.default_data_source`. If
+    any field is invalid, returns None and adds a problem for each such field.
+    number: of the row, for the problems
     """
     truth = look_up(row, data.ground_truth_key)
     truth = "" if truth is None else truth

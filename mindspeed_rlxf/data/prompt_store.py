@@ -72,7 +72,7 @@ class PromptStore(Sequence[Prompt]):
     ) -> None:
         """Append a prompt, readable after the next `end_part`.
 
-        Raises UserError when the disk is full.
+        Raises UserError when it cannot be written, such as on a full disk.
         """
         ids = np.asarray(token_ids, dtype="<i4").tobytes()
         rest = json.dumps(

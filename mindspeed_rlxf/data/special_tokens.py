@@ -39,7 +39,8 @@ class SpecialTokens:
     def hide(self, value: Any) -> Any:
         """Return `value` with each special token in its texts replaced by the token's random word.
 
-        value: text, or lists and dicts with texts; other values are returned unchanged
+        value: text, or lists and dicts (also their keys) with texts; other values are returned
+               unchanged
         """
         if isinstance(value, str):
             return self._pattern.sub(self._random_word, value)

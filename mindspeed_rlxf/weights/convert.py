@@ -119,7 +119,11 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
 
 
 def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> BoxedWeights:
-    """Open the weights to convert. Raises UserError unless they are exactly those of the model."""
+    """Open the weights to convert. Raises UserError unless they are exactly those of the model.
+
+    That is, for damage, names missing or unknown (an output layer may be there without use),
+    another shape, and a score head that `head` does not ask for, or the reverse.
+    """
     try:
         weights = open_weights(source, architecture)
         expected = hf_shapes(architecture, head)

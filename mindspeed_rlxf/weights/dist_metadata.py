@@ -111,8 +111,8 @@ class Metadata:
 def open_torch_dist(folder: Path) -> Metadata:
     """Read the metadata of a checkpoint folder; check it and all pickled objects of the checkpoint.
 
-    Raises ValueError where a file is missing, damaged, does not fit the metadata, or has pickled
-    objects other than data.
+    Tensors are not read. Raises ValueError where a file is missing, damaged, over the allowed size,
+    does not fit the metadata, or has pickled objects other than data.
     """
     with _named_errors(folder):
         with open_plain(locate_inside(folder, METADATA, METADATA)) as file:
@@ -227,9 +227,10 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _read_box(window: Window, box: Box, dtype: torch.dtype, wanted: Box) -> Tensor:
-    """Read the box `wanted` from the byte range in which `box` is stored.
+    """Read the box `wanted` from the byte range in which `box` is stored; returns a copy.
 
-    Raises ValueError when a tensor of another shape or dtype is stored there.
+    Both are boxes of the whole tensor. Raises ValueError when a tensor of another shape than that
+    of `box`, or another dtype, is stored there.
     """
     stored = read_window(window)
     if type(stored) is not StoredTensor or (stored.shape, stored.dtype) != (box.shape, dtype):

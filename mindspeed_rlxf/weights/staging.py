@@ -169,9 +169,9 @@ class StagedFolder:
                         (self.folder / parent).rmdir()
 
     def _refuse_others(self, ours: set[str]) -> None:
-        """Raise UserError if the folder has files that are not in `ours`; they would be published.
+        """Raise UserError if the folder has files that would be published but are not ours.
 
-        Closes the journal first.
+        Closes the journal first. ours: names of files and subfolders directly in the folder
         """
         strange = sorted({path.name for path in self.folder.iterdir()} - ours - {JOURNAL})
         if strange:
@@ -264,7 +264,8 @@ class StagedFolder:
     def write_beside(self, write: Callable[[Path], Any]) -> None:
         """Write small files: call `write` with a scratch folder, then move all files out of it.
 
-        They are not listed as finished parts, so every run writes them again.
+        They go to the same paths in the partial folder, and may be in subfolders. They are not
+        listed as finished parts, so every run writes them again.
         """
         scratch = self._make_scratch()
         write(scratch)
@@ -342,7 +343,7 @@ def checksum(path: Path) -> int:
 
 
 def _read_lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the journal's complete lines, parsed, and their length in bytes.
+    """Return the journal's JSON objects, one per line, and the length of these lines in bytes.
 
     Stops at the first line that is incomplete or no JSON object.
     """
@@ -363,7 +364,10 @@ def _read_lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _has_plan(journal: Path) -> bool:
-    """Whether a file exists and is a journal of this module (its first line has a plan)."""
+    """Whether the path is a file whose first line is that of a journal of this module.
+
+    That is a JSON object with the key PLAN. False for a link.
+    """
     is_file = journal.is_file() and not journal.is_symlink()
     return is_file and any(PLAN in line for line in _read_lines(journal)[0][:1])
 
@@ -376,7 +380,10 @@ def _is_occupied(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file or a link, but not what a link leads to."""
+    """Remove a folder, a file or a link, but not what a link leads to.
+
+    Does nothing for a path that does not exist.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

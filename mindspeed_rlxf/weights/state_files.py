@@ -45,7 +45,7 @@ READ_BYTES = 1 << 22
 
 
 def entry_of(folder: Path, file: Path) -> Entry:
-    """Fsync and hash a file; return its manifest entry, with the path relative to `folder`."""
+    """Fsync and hash a file; return its manifest entry: path relative to `folder`, size, sha256."""
     digest = hashlib.sha256()
     with open_file(file, "rb") as stream:
         os.fsync(stream.fileno())

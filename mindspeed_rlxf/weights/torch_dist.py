@@ -104,7 +104,10 @@ def _find(
 
 
 def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> Iterator[str]:
-    """Yield a line for each tensor that stacks all layers and has fewer or more than the model."""
+    """Yield a line for each tensor that stacks all layers, if its first axis is not `num_layers`.
+
+    By name: "decoder.layers." without a number after it; IGNORED names are left out.
+    """
     stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
     for name in unknown_names(stacked, set()):
         layers = tensors[name].size[:1]
@@ -158,7 +161,10 @@ def _boxes_of_rank(
     rank: tuple[int, int, int],
     shard: MakeShard,
 ) -> Iterator[PlannedBox]:
-    """Yield the boxes that this rank writes: those that no earlier rank has too."""
+    """Yield the boxes that this rank writes: those that no earlier rank has too.
+
+    rank: (tp rank, pp rank, ep rank). A reward head on tp rank 0 adds a bias of zeros.
+    """
     tp_rank, pp_rank, ep_rank = rank
     for chunk in range(layout.chunks):
         layers = layout.stages[pp_rank][chunk]

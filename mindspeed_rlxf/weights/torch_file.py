@@ -78,7 +78,10 @@ class MappedFile:
         return self._map[offset : offset + length]
 
     def tensor(self, offset: int, length: int) -> Tensor:
-        """Return bytes of the file as a tensor [length] uint8, without a copy."""
+        """Return bytes of the file as a tensor [length] uint8, without a copy.
+
+        For no bytes it is an empty tensor. Raises as `window` where the range is not in the file.
+        """
         self.window(offset, length)
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)

@@ -234,10 +234,10 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
-    """Return the turns with the system turn first: one of `turns`, or one with text `system`.
+    """Return the turns with the system turns first, in their order, or one with text `system`.
 
-    No turn is added for `system` "". Raises UnusableRow if there is a system turn and `system` too.
-    column: where `system` comes from, for the error
+    No turn is added for `system` "". Raises UnusableRow if there is a system turn and `system`
+    too. column: where `system` comes from, for the error
     """
     own = [turn for turn in turns if turn.role == "system"]
     others = [turn for turn in turns if turn.role != "system"]

@@ -126,7 +126,8 @@ def _check_lengths(groups: Mapping[str, Readers]) -> None:
 def _write_pair(output: Path, readers: Sequence[IndexedReader]) -> None:
     """Write the sequences of all readers, one after the other, to `{output}.bin/.idx`.
 
-    Writes to partial files first and replaces an older output once they are complete.
+    Writes to partial files, and once they are complete removes an older .idx and moves them in its
+    place, the .idx last. The partial files are removed after an error.
     """
     partial = output.with_name(f".{output.name}.partial")
     writer = IndexedWriter(partial, readers[0].dtype.type)

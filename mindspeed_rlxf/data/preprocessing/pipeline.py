@@ -136,8 +136,8 @@ def _make_encoder(
 ) -> RowEncoder:
     """Make the encoder for the options.
 
-    Raises UserError when `append_eod` needs an EOS that the tokenizer lacks, or the template does
-    not fit the tokenizer.
+    With `additional_columns`, only these and LABELS are kept as columns. Raises UserError when
+    `append_eod` needs an EOS that the tokenizer lacks, or the template does not fit the tokenizer.
     """
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     if options.append_eod and eos is None:
@@ -164,10 +164,10 @@ def _make_encoder(
 
 
 def _check_prefix(options: PreprocessOptions) -> Path:
-    """Return the absolute output prefix.
+    """Return the absolute output prefix, "~" expanded.
 
     First moves a complete data set of an interrupted run into place. Raises UserError for a prefix
-    without a name, or when a data set exists and `overwrite` is not set.
+    that ends with "/" or is empty, and when a data set exists and `overwrite` is not set.
     """
     shown = readable(options.output_prefix)
     if not os.path.basename(options.output_prefix):

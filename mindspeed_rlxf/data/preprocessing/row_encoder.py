@@ -196,7 +196,11 @@ class RowEncoder:
         return (kept,)
 
     def _too_long(self, length: str, is_conversation: bool) -> UnusableRow:
-        """Make the error for a row over --seq-length. length: with its unit"""
+        """Make the error for a row over --seq-length, with the reason TOO_LONG.
+
+        length: with its unit
+        is_conversation: False = the row is a prompt, for which the remedy is another one
+        """
         name = "conversation" if is_conversation else "prompt"
         remedy = "raise it" if is_conversation else "raise it or use --overlong keep-tail"
         rule = f"a {name} must fit --seq-length={self.max_length}, this one has {length}"
