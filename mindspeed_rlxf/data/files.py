@@ -55,8 +55,9 @@ class FileProblems:
     def list_problems(self) -> list[Problem]:
         """Return the collected problems, each keyed by `file:row` of its first row, in row order.
 
-        At most MAX_PROBLEMS_PER_FILE different ones; the rest become one problem with a count.
-        Empty where there are none.
+        Equal ones of several rows are one, with a count. Those of further kinds than
+        MAX_PROBLEMS_PER_FILE become one problem with the number of their rows. Empty where there
+        are none.
         """
         items = sorted(self._rows.items(), key=lambda item: item[1][0])
         found = [self._locate(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
@@ -206,8 +207,9 @@ def _parse_line(line: bytes) -> Row | BadRow:
 
 
 def _make_bad_row(line: bytes, error: Exception) -> BadRow:
-    """Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep.
+    r"""Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep.
 
+    Its reason is "invalid unicode" or "not JSON"; its text has invalid bytes as \xNN.
     error: what decoding or parsing the line raised
     """
     raw = line.decode("utf-8", "backslashreplace").strip()

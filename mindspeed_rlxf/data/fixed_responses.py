@@ -51,7 +51,10 @@ class FixedResponses:
         return [self.by_sample_id[sample_id] for sample_id in sample_ids]
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
-        """Whether the file's prompt of this sample differs; False if the file has none."""
+        """Whether the token ids of the file's prompt of this sample are not exactly `prompt`.
+
+        False if the file has none for it.
+        """
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 

@@ -200,7 +200,8 @@ class _DataSet:
     def _read_prompt_ids(self, row_index: int) -> Int64Array:
         """Return the token ids of a row's prompt: [prompt] int64.
 
-        In a data set with labels these are the ids up to the last ignored label, perhaps none.
+        In a data set with labels these are the ids up to the last ignored label; none if there is
+        no such label.
         """
         ids = self._token_ids[row_index].astype(np.int64)
         if self._labels is None:

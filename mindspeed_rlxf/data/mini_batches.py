@@ -28,7 +28,7 @@ def mini_batch_order(
     """Return the order of the sample indices in each epoch: ascending, or shuffled.
 
     A shuffle derives from (seed, iteration, epoch) alone.
-    group_size: number of consecutive samples that stay together; must divide num_samples
+    group_size: number of consecutive samples that stay together, in order; must divide num_samples
     """
     orders = []
     for epoch in range(epochs):

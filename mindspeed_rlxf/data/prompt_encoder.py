@@ -180,7 +180,10 @@ def _is_text(pieces: Sequence[Piece]) -> bool:
 
 
 def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
-    """Yield each segment with the character before it; "" at the start and after a token."""
+    """Yield each segment with the character before it; "" at the start and after a token.
+
+    A segment without pieces is skipped for this: the next gets the character before it too.
+    """
     last = Piece("", True)
     for segment in segments:
         yield segment, "" if last.is_token else last.text[-1]

@@ -109,7 +109,7 @@ def file_name(column: str, taken: set[str]) -> str:
 def read_sidecar(prefix: Path) -> Sidecar | None:
     """Read the sidecar of a data set; None where there is none, as in sets of the older toolkit.
 
-    Raises UserError for a sidecar that is not valid or of another version.
+    Raises UserError for a sidecar that cannot be read, is not valid or of another version.
     """
     file = sidecar_path(prefix)
     try:

@@ -144,9 +144,11 @@ def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> B
 def convert(conversion: Conversion, progress: Progress) -> int:
     """Write the target folder; reuse files that an interrupted run of the same conversion finished.
 
-    Returns the number of bytes in reused files. The target appears under its name once complete.
-    Raises UserError when the target exists, the disk is too small or bytes of the source are
-    damaged, and DiskFull when the disk fills up.
+    Returns the number of bytes of tensors in reused files. The target appears under its name once
+    complete. progress: called with (bytes done, bytes in all) before the first file and after each
+    tensor
+    Raises UserError when the target exists (unless it may be replaced), the disk is too small or
+    bytes of the source are damaged, DiskFull when the disk fills up, and other OSErrors.
     """
     c = conversion
     files = _plan_files(c)
@@ -230,7 +232,7 @@ def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
 
 
 def _plan_files(c: Conversion) -> list[PlannedFile]:
-    """Plan the files of the target that hold tensors."""
+    """Plan the files of the target that hold tensors, by its format; nothing is read or written."""
     if c.to is Format.HF:
         return list(_hf_files(c))
     assert c.layout is not None, "a Megatron target has a layout"

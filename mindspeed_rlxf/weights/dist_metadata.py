@@ -70,7 +70,11 @@ class Metadata:
             return self._make_tensor(name, self._entries[name])
 
     def _make_tensor(self, name: str, entry: Inert) -> BoxedTensor:
-        """Make a tensor from its entry. Raises TypeError or ValueError for a damaged entry."""
+        """Make a tensor from its entry; none of its data is read.
+
+        Raises TypeError, KeyError or ValueError for a damaged entry, also if the boxes have
+        together more or fewer numbers than the tensor.
+        """
         properties, size = entry.field("properties").state, entry.field("size")
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if type(dtype) is not torch.dtype or not _are_sizes(size):
@@ -148,9 +152,10 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _check_objects(metadata: Metadata) -> None:
-    """Read all entries that are no tensors, and `common.pt`, only to check them.
+    """Read all entries that are no tensors, and `common.pt` if it exists, only to check them.
 
-    Raises ValueError where one is damaged or has pickled objects other than data.
+    Raises ValueError where one is damaged or has pickled objects other than data. Small ones of the
+    same bytes are read once.
     """
     seen: set[bytes] = set()
     for window in metadata.objects:

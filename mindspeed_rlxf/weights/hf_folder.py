@@ -126,7 +126,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
     """Return a line for each expected tensor that is missing or has another shape; [] for none.
 
-    Reads headers only. expected: name -> shape
+    Other tensors of the folder are no problem. Reads headers only. expected: name -> shape
     """
     problems = []
     for name, shape in expected.items():

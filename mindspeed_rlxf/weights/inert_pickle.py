@@ -200,9 +200,9 @@ class InertUnpickler:
         return items
 
     def _mark(self) -> None:
-        """Begin a new stack on top of the present one (MARK).
+        """Put the present stack on `marks` and begin a new, empty one (MARK).
 
-        Raises Refused for more than 2 MAX_DEPTH of them.
+        Raises Refused if there are 2 * MAX_DEPTH marks already.
         """
         if len(self.marks) >= 2 * MAX_DEPTH:
             raise Refused(f"more than {MAX_DEPTH} values inside each other")

@@ -122,7 +122,7 @@ def make_layout(
 
 
 def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
-    """Make a layout from the number of layers of each pipeline stage.
+    """Make a layout from the number of layers of each pipeline stage; nothing is checked.
 
     counts: in the order of the model; with several chunks per rank, chunk 0 of every rank first
     """

@@ -59,7 +59,10 @@ def _push_signed(machine: Machine) -> None:
 
 
 def _push_long(machine: Machine) -> None:
-    """Push an integer whose length is one byte before it (LONG1). Raises Refused for a huge one."""
+    """Push the signed integer whose length in bytes is one byte before it (LONG1).
+
+    Raises Refused for more than MAX_NUMBER_BYTES.
+    """
     size = number(machine, 1)
     if size > MAX_NUMBER_BYTES:
         raise Refused(f"an integer of {size} bytes")

@@ -185,9 +185,9 @@ class StagedFolder:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _make_folder(self) -> None:
-        """Make the partial folder, or reuse one with a journal or without files.
+        """Make the partial folder and those above it, or reuse one with a journal or no content.
 
-        Raises UserError where something else has its name, or it cannot be made.
+        Raises UserError where a link or something else has its name, or it cannot be made.
         """
         foreign = self.folder.exists() and not (self.folder / JOURNAL).exists()
         if self.folder.is_symlink() or (

@@ -147,9 +147,9 @@ def _extra_fields(extra: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, numbers: list[int]) -> list[int]:
-    """Replace numbers that are WIDE by the 64-bit numbers of the zip64 extra field, in place.
+    """Replace numbers equal to WIDE by the 64-bit ones of the zip64 extra field, in place.
 
-    Raises Refused unless the field has exactly these. Returns `numbers`.
+    Raises Refused unless that field in `extra` has exactly as many. Returns `numbers`.
     """
     wide = _extra_fields(extra).get(ZIP64_FIELD, b"")
     marked = [at for at, number in enumerate(numbers) if number == WIDE]

@@ -197,7 +197,8 @@ def _read_text(row: Row, column: str | None, part: str) -> str:
 def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
     """Convert a list of messages to turns; only the first one may be the system's.
 
-    Raises UnusableRow, also for an empty list. rule: how the error begins
+    rule: first words of the error for a value that is no list or empty
+    Raises UnusableRow for that, a later system turn, and messages as `_read_message` does.
     """
     if not isinstance(value, list) or not value:
         rule = f"{rule} a list of messages that is not empty, here it is {shorten_value(value)}"

@@ -86,7 +86,10 @@ def default_keys(handler: Handler) -> Keys:
 
 
 def known_keys(handler: Handler) -> list[str]:
-    """List the keys of --map-keys that a handler reads."""
+    """List the keys of --map-keys that a handler reads, in the order of the keys' class.
+
+    Handlers of pairs read chosen and rejected but no response, others the reverse.
+    """
     unused = ("response",) if handler.output is Output.PAIR else ("chosen", "rejected")
     return [key.name for key in fields(default_keys(handler)) if key.name not in unused]
 
@@ -194,9 +197,9 @@ def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
 
 
 def _tag_problems(tags: Any) -> Iterator[Problem]:
-    """Yield a problem for each tag that is unknown, empty or not text, or if `tags` is no object.
+    """Yield a problem for each tag that is unknown, or whose value is empty or not text.
 
-    None is valid.
+    Only one if `tags` is no object; none for None.
     """
     known = Tags.__dataclass_fields__
     if tags is not None and not isinstance(tags, dict):

@@ -227,8 +227,9 @@ class RowEncoder:
     ) -> dict[str, list[bytes | None]]:
         """Return name -> JSON bytes of each row for the columns to write beside the tokens.
 
-        None where a row lacks the column. Columns that became the prompt are left out; answers are
-        added as column `labels` where the handler writes them.
+        None where a row lacks the column. Only those of `kept_columns`, None = all. Columns that
+        became the prompt are left out; answers are added as column `labels` where the handler
+        writes them.
         """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns

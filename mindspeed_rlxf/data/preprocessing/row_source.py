@@ -142,9 +142,9 @@ class RowSource:
                 self._counts.empty_files.append(name)
 
     def _read(self, file: str) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row) of a file, nothing for an empty one.
+        """Yield (row number, row) of a file, BadRows too; nothing for an empty one.
 
-        Raises UserError where it cannot be read.
+        Raises UserError where it cannot be read, is absent or broken.
         """
         try:
             if not os.path.isfile(file) or os.path.getsize(file):  # an empty file fits every type

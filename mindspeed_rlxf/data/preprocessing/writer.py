@@ -102,10 +102,10 @@ class PromptSetWriter:
         self._lock.close()
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Write a chunk: token sequences, mask, columns and rejected rows.
+        """Write a chunk: token sequences, mask (all 1, if the handler has one), columns, rejects.
 
-        A column that earlier chunks lack gets null for their rows. Raises UserError for more than
-        MAX_COLUMNS columns.
+        A column that earlier chunks lack gets null for their rows, and so does one that this chunk
+        lacks. Rejected rows are lines of JSON. Raises UserError for more than MAX_COLUMNS columns.
         """
         for name in self._handler.sequences:
             self._writers[name].add(chunk.sequences[name].items, chunk.sequences[name].lengths)
@@ -225,7 +225,7 @@ def _read_moves(folder: Path) -> list[list[str]]:
 
 
 def exists_problem(output_prefix: str, name: str) -> Problem:
-    """Make the problem of an existing file that only `--overwrite` may replace."""
+    """Make the problem that `output_prefix` must be new, but its file `name` exists."""
     remedy = "take another prefix or give --overwrite"
     return Problem(PREFIX, f"must be new, {name} exists", output_prefix, remedy)
 
