@@ -61,9 +61,9 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
     """Swap items of the most expensive part with items of cheaper parts, one pair at a time.
 
-    Of the other parts, the cheapest with a useful swap takes part, with the pair of items that
-    lowers the larger of the two sums most. Stops when no swap of the most expensive part lowers it
-    by more than 0.1% of the mean sum of a part. items, costs: [parts, size], changed in place
+    Each time, takes the cheapest other part for which a swap lowers the larger of the two sums by
+    more than 0.1% of the mean sum of a part, and the pair that lowers it most. Stops when there is
+    no such part. items, costs: [parts, size], changed in place
     """
     totals = costs.sum(1)
     least = 1e-3 * totals.mean()

@@ -108,7 +108,7 @@ def read_rows(
     """Yield (row number from 1, row) of a data file; nothing is raised for the file's content.
 
     Adds to `problems`: each unreadable row, and a file that is absent, unreadable, broken, without
-    rows or of an unknown ending. Rows before a break are yielded.
+    rows or of an unknown ending. Of a broken file, the rows before the fault are yielded.
     keys: config keys that name the file, for the error's remedy
     """
     suffix = Path(file).suffix.lower()
@@ -252,7 +252,8 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     """Yield (row number from 1, row) of a parquet file.
 
-    Raises BrokenFile where it is not one or is damaged, keyed by the last row that was read.
+    Raises BrokenFile where it is not one or is damaged, keyed by the last row that was read (0 if
+    there was none).
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -127,9 +127,9 @@ class _DataSet:
     def _open_labels(self) -> IndexedReader | None:
         """Open the column of labels of conversations or pairs; None where there are only prompts.
 
-        For conversations, the sidecar decides. Without one, a column `labels` counts if its first
-        row is as long as that of the token ids and contains IGNORED; otherwise it has answers
-        (None).
+        For pairs, it is PAIR_LABELS. For others, the sidecar says if there is one; without a
+        sidecar, a column `labels` counts if its first row is as long as that of the token ids and
+        contains IGNORED, as it has answers otherwise.
         """
         if self._is_pairs:
             return self._open(PAIR_LABELS)

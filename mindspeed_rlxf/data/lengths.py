@@ -35,11 +35,12 @@ def most_characters(max_length: int) -> int:
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
-    """Return `max_length` of the token ids, which must be more; None if the policy is not to cut.
+    """Return `max_length` of the token ids, or None if the policy is not one that cuts.
 
-    KEEP_HEAD keeps the first ids, so that a chat loses the header of the response; KEEP_TAIL the
-    last ones, so that a prompt may lose its beginning-of-text token. KEEP_ENDS keeps the first
-    max_length // 2 ids and the rest from the end.
+    `token_ids` must be longer than `max_length`. KEEP_HEAD keeps the first ids, so that a chat
+    loses the header of the response; KEEP_TAIL the last ones, so that a prompt may lose its
+    beginning-of-text token. KEEP_ENDS keeps the first max_length // 2 ids and the rest from the
+    end.
     """
     if policy is OverlongPrompts.KEEP_HEAD:
         return token_ids[:max_length]
@@ -100,10 +101,11 @@ class LengthLimit:
         )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
-        """Return a prompt's ids, cut if they are over the limit and the policy cuts; else None.
+        """Return a prompt's ids: unchanged up to the limit, cut over it; None if not kept.
 
-        None and a problem: no ids, or over the limit with the policy ERROR. With the other
-        policies, one over the limit is counted, and dropped (None) or cut.
+        Prompts without ids, and those over the limit with the policy ERROR, are added to `problems`
+        and not kept. With the other policies, those over the limit are counted, then dropped or
+        cut.
         """
         length = len(token_ids)
         if length == 0:

@@ -54,7 +54,7 @@ def rank_steps(
     orders:     [epochs][samples]. mini_batch_size must divide the number of samples, and be a
                 multiple of num_ranks * group_size, or an AssertionError is raised.
     costs:      cost of each sample, for parts of nearly equal cost; None = consecutive parts
-    group_size: number of consecutive samples of an order that stay on one rank, with costs
+    group_size: number of consecutive samples of an order that stay on one rank
     """
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
     assert whole and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"
@@ -77,9 +77,9 @@ def _divide_samples(
 ) -> list[list[int]]:
     """Divide the samples of one mini-batch among the ranks; return the samples of each rank.
 
-    Every rank gets as many. Without costs, these are consecutive; else ranks get whole groups of
-    `group_size` consecutive samples, so that the sums of their costs (indexed by sample) are nearly
-    equal.
+    All ranks get equally many. Without costs, rank r gets the r-th run of consecutive samples. With
+    costs (by sample), ranks get whole groups of `group_size` consecutive samples, chosen so that
+    the sums of cost are nearly equal.
     """
     if costs is None:
         return np.reshape(samples, (num_ranks, -1)).tolist()

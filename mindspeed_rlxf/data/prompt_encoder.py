@@ -180,9 +180,9 @@ def _is_text(pieces: Sequence[Piece]) -> bool:
 
 
 def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
-    """Yield each segment with the character before it; "" at the start and after a token.
+    """Yield each segment with the last character before it; "" at the start and after a token.
 
-    A segment without pieces is skipped for this: the next gets the character before it too.
+    Segments without pieces are passed over when looking for that character.
     """
     last = Piece("", True)
     for segment in segments:

@@ -89,9 +89,9 @@ class _Reader:
         """Yield (labels, text, token ids) of each prompt that is kept, cut if over the limit.
 
         The text of a cut prompt is decoded from the ids that remain. Invalid rows are added to
-        `problems`. Stops at a chat for which the template exceeds its time or memory. Logs at the
-        end how many prompts were over the limit, and how many spell special tokens that are read as
-        text.
+        `problems`; a chat for which the template exceeds its time or memory ends the reading. Logs
+        at the end how many prompts were over the limit, and how many spell special tokens that are
+        read as text.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
         rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0

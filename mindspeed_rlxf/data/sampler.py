@@ -48,7 +48,7 @@ class PromptSampler:
         return self.take(self._batch_size)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices of the stream and move on; may begin further epochs."""
+        """Return the next `count` indices of the stream, across epochs, and move on."""
         batch: list[int] = []
         while len(batch) < count:
             part = self._order[self._offset : self._offset + count - len(batch)]

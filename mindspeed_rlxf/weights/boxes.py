@@ -190,8 +190,8 @@ class BoxedTensor:
     def read(self, box: Box) -> Tensor:
         """Return a copy of a box, put together from the stored boxes that overlap it.
 
-        With an `index`, the box is one of the part of the stored tensor at that index. Raises
-        ValueError where the stored boxes do not cover it.
+        If `index` is not empty, `box` is one of the sub-tensor at that index of the stored tensor.
+        Raises ValueError where the stored boxes do not cover it.
         """
         wanted = Box(self.index + box.starts, (1,) * len(self.index) + box.shape)
         result = torch.zeros(wanted.shape, dtype=self.dtype)

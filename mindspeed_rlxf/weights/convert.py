@@ -314,8 +314,8 @@ def _check_space(c: Conversion, needed: int) -> None:
 def _fingerprint(c: Conversion) -> dict[str, Any]:
     """Return what determines the target's bytes: options; path, size and time of the weight files.
 
-    Paths are relative to the source folder, whose resolved path is listed too. Weight files end
-    with .safetensors, .pt or .distcp.
+    Weight files are those that end with .safetensors, .pt or .distcp in the folder that has the
+    weights; paths are relative to it, and its own resolved path is listed too.
     """
     _, place = find_weights(c.source)
     files = sorted(

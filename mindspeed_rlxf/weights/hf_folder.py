@@ -143,7 +143,7 @@ def hf_file_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index (weight map and sum of bytes) of several files; nothing for one, or none.
+    """Write the index of several files: weight map and sum of bytes; does nothing for one or none.
 
     files: file name -> {tensor name: bytes}
     """

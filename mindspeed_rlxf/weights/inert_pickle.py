@@ -102,8 +102,8 @@ class InertUnpickler:
     def _run(self) -> Any:
         """Interpret one operation after the other until STOP, and return the one value left.
 
-        Raises Refused beyond MAX_STEPS or MAX_CONTAINERS and for bytes after STOP, ValueError if
-        several values are left.
+        Raises Refused beyond MAX_STEPS or MAX_CONTAINERS, IndexError without STOP, and errors of
+        the operations and of `_final_value`.
         """
         data, table = self.data, self.TABLE
         for _ in range(MAX_STEPS // BETWEEN_CHECKS):

@@ -138,8 +138,8 @@ def _find_size_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`.
 
-    If one is below 1, only the first such. Else `tp` must divide heads, rows and hidden size and
-    fit the query groups, and `ep` must divide the experts.
+    If one of them is below 1, yields the first such alone. Else `tp` must divide heads, rows and
+    hidden size and fit the query groups, and `ep` must divide the number of experts.
     """
     sizes = {
         "attention heads": a.num_attention_heads,

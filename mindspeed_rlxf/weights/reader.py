@@ -54,9 +54,10 @@ class _StoredShard:
     stored: StoredTensor | BoxedTensor
 
     def boxes(self, source: str, architecture: ArchitectureConfig) -> Iterator[StoredBox]:
-        """Yield the boxes of a Hugging Face tensor that the shard contains, each with its reader.
+        """Yield the boxes of a Hugging Face tensor that the shard contains, in that tensor.
 
-        Nothing is read before that is called; none where the shard has nothing of `source`.
+        Each has a function that reads it; nothing is read here. None where the shard has nothing of
+        the tensor `source`.
         """
         places = shard_boxes(self.parameter, architecture, self.tp_rank, self.tp, self.vocab_rows)
         for place in places:

@@ -183,8 +183,9 @@ def _refuse_names(names: list[str]) -> None:
 def _check_records(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
     """Check the records of an archive; yield (name without folder, record) for each, by offset.
 
-    Raises Refused, when it comes to it, unless the records fill the archive from 0 to `end` without
-    gap or overlap, and each record's own header agrees with its entry in the directory.
+    end: offset of the directory
+    Raises Refused, after the records before the fault, unless the records fill the archive up to
+    `end` without gap or overlap, and each record's own header agrees with its entry.
     """
     at = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):

@@ -251,7 +251,7 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 def _check_order(turns: Sequence[Turn]) -> None:
     """Raise UnusableRow unless the turns are user, assistant, user, ...; system turns are skipped.
 
-    The last turn may be of either.
+    The last turn may be the user's or the assistant's; no turns at all are valid.
     """
     roles = [turn.role for turn in turns if turn.role != "system"]
     for number, role in enumerate(roles, 1):

@@ -115,7 +115,10 @@ def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Pro
 
 
 def _check_lengths(groups: Mapping[str, Readers]) -> None:
-    """Raise UserError unless each key's list of numbers of sequences, by pair, is the same."""
+    """Raise UserError unless the columns have equally many sequences, pair by pair.
+
+    groups: key of a column -> its pairs in order; only numbers of sequences are compared
+    """
     lengths = {key: [len(reader) for reader in readers.values()] for key, readers in groups.items()}
     if any(other != lengths[next(iter(lengths))] for other in lengths.values()):
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
@@ -283,9 +286,9 @@ def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
 
 
 def _add_counts(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums of the sidecars' counts by name, nested dicts too; an absent one is 0.
+    """Return the sums of the sidecars' counts by name, also of nested ones.
 
-    An id that is in two sets does not count as repeated.
+    A count that a sidecar lacks is 0 there. An id that is in two sets does not count as repeated.
     """
     total: dict[str, Any] = {}
     for counts in all_counts:

@@ -158,9 +158,8 @@ class RowEncoder:
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
         """Tokenize examples; return the sequences of each, in the order of `Handler.sequences`.
 
-        Prompts alone have token ids only. A conversation gets `end_id` at its end, labelled too, if
-        there is one and it does not end with it. Pairs do not; they are labelled in the last turn
-        only.
+        Prompts alone have token ids only. A conversation without `end_id` at its end gets it, as a
+        label too, unless that is None. Pairs do not; they are labelled in the last response only.
         """
         if not self.handler.has_responses:
             return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]

@@ -242,7 +242,7 @@ def report_write_errors(output_prefix: str) -> Iterator[None]:
 
 
 def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
-    """Lock the file `lock` in the folder (made if absent) until the returned file is closed.
+    """Lock the folder by its file `lock`, made if absent, until the returned file is closed.
 
     Raises UserError at once when another process has the lock, OSError when the folder is a link.
     """
