@@ -26,8 +26,9 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
     tokens:  n, length of the prompt and the response together
     outputs: m, positions for which logits are computed; 0 for a value model
 
-    Counts two operations per token and weight (a: weights of the layers, c: of the output layer).
-    Attention costs four per channel of each head and attended token, on average n / 2 tokens (b).
+    Counts two operations per token and weight (a: weights of all layers that a token uses, c: of
+    the output layer). Attention costs four per channel of each head and attended token, on average
+    n / 2 tokens (b).
     Source: appendix of arXiv:2104.04473, which attends to all n tokens and has an MLP without gate.
     """
     layer = 2 * tokens * sum(layer_matrices(a)) + 2 * a.num_attention_heads * a.head_dim * tokens**2
@@ -60,8 +61,9 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
     """Swap items of the most expensive part with items of cheaper parts, one pair at a time.
 
-    Stops when no swap lowers the larger sum of the two parts by more than 0.1% of the mean sum.
-    items, costs: [parts, size], changed in place
+    Each time, takes the cheapest other part for which a swap lowers the larger of the two sums by
+    more than 0.1% of the mean sum of a part, and the pair that lowers it most. Stops when there is
+    no such part. items, costs: [parts, size], changed in place
     """
     totals = costs.sum(1)
     least = 1e-3 * totals.mean()

@@ -55,7 +55,10 @@ def _take_rows(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: list[Any]) -> Any:
-    """Concatenate the values of one field; 2-D tensors are first padded to the widest."""
+    """Concatenate the values of one field: tensors along axis 0, others into one list.
+
+    2-D tensors are first padded to the widest, with zeros on the right.
+    """
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     if columns[0].dim() == 2:
@@ -117,7 +120,8 @@ class TokenRows:
     def as_lists(self) -> dict[int, dict[str, list[float]]]:
         """Return sample id -> {"advantage" | "kl" | "value": one number per response token}.
 
-        Only samples of `log.sample_ids`; names that the run has no numbers for are left out.
+        Only samples of this rank that are in `log.sample_ids`; names that the run has no numbers
+        for are left out.
         """
         named = {"advantage": self.advantages, "kl": self.kl, "value": self.values}
         columns = {name: column for name, column in named.items() if column is not None}

@@ -55,8 +55,9 @@ class FileProblems:
     def list_problems(self) -> list[Problem]:
         """Return the collected problems, each keyed by `file:row` of its first row, in row order.
 
-        At most MAX_PROBLEMS_PER_FILE different ones; the rest become one problem with a count.
-        Empty where there are none.
+        Equal ones of several rows are one, with a count. Those of further kinds than
+        MAX_PROBLEMS_PER_FILE become one problem with the number of their rows. Empty where there
+        are none.
         """
         items = sorted(self._rows.items(), key=lambda item: item[1][0])
         found = [self._locate(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
@@ -107,7 +108,8 @@ def read_rows(
     """Yield (row number from 1, row) of a data file; nothing is raised for the file's content.
 
     Adds to `problems`: each unreadable row, and a file that is absent, unreadable, broken, without
-    rows or of an unknown ending. keys: config keys that name the file, for the error's remedy
+    rows or of an unknown ending. Of a broken file, the rows before the fault are yielded.
+    keys: config keys that name the file, for the error's remedy
     """
     suffix = Path(file).suffix.lower()
     if suffix not in READERS:
@@ -139,7 +141,8 @@ def read_rows(
 def look_up(row: Row, key: str) -> Any:
     """Return the row's value of `key`, None when it is absent or null.
 
-    "a.b" means field b of the object a, unless the row has a field named "a.b".
+    "a.b" means field b of the object a (None if that is no object), unless the row has a field
+    named "a.b".
     """
     if key in row:
         return row[key]
@@ -164,16 +167,20 @@ def unicode_problem(text: str) -> Problem | None:
 
 
 def describe_keys(names: Iterable[str]) -> str:
-    """Join keys with commas for an error message: at most MAX_KEYS_SHOWN; "none" for no keys."""
+    """Join keys with commas for an error message; "..." stands for those after MAX_KEYS_SHOWN.
+
+    "none" for no keys.
+    """
     keys = list(names)
     more = ["..."] if len(keys) > MAX_KEYS_SHOWN else []
     return ", ".join([*keys[:MAX_KEYS_SHOWN], *more]) or "none"
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (line number, row) of a file with a JSON object per line; blank lines are skipped.
+    """Yield (line number from 1, row) of a file with a JSON object per line.
 
-    Other lines are yielded as BadRow. Raises BrokenFile for a line longer than MAX_LINE.
+    Blank lines are skipped but counted; lines with anything else are yielded as BadRow. Raises
+    BrokenFile for a line longer than MAX_LINE bytes.
     """
     with open_plain(file) as stream:  # as bytes, to name a line that is not UTF-8
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
@@ -200,8 +207,9 @@ def _parse_line(line: bytes) -> Row | BadRow:
 
 
 def _make_bad_row(line: bytes, error: Exception) -> BadRow:
-    """Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep.
+    r"""Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep.
 
+    Its reason is "invalid unicode" or "not JSON"; its text has invalid bytes as \xNN.
     error: what decoding or parsing the line raised
     """
     raw = line.decode("utf-8", "backslashreplace").strip()
@@ -219,8 +227,8 @@ def _make_bad_row(line: bytes, error: Exception) -> BadRow:
 def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     """Yield (row number from 1, row) of a file with one array of objects, or one object per line.
 
-    Elements that are no object are yielded as BadRow. Raises BrokenFile for an array that is too
-    long or not valid JSON.
+    An array is read if the text begins with `[`. Elements that are no object are yielded as BadRow.
+    Raises BrokenFile for an array that is over MAX_ARRAY bytes or not valid JSON.
     """
     with open_plain(file) as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -242,7 +250,11 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (row number from 1, row) of a parquet file. Raises BrokenFile where it is not one."""
+    """Yield (row number from 1, row) of a parquet file.
+
+    Raises BrokenFile where it is not one or is damaged, keyed by the last row that was read (0 if
+    there was none).
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

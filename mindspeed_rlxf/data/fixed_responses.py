@@ -39,10 +39,11 @@ class FixedResponses:
     texts: Mapping[int, str] = field(default_factory=dict)
 
     def look_up(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-        """Return the token ids of the responses to these samples.
+        """Return the token ids of the responses to these samples, in the order of `sample_ids`.
 
         prompts: token ids of each sample's prompt in this run
-        Raises UserError where the file's response answers another prompt (`differs`).
+        Raises UserError where the file's response answers another prompt (`differs`), KeyError for
+        a sample that the file lacks.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if self.differs(sample_id, prompt):
@@ -50,7 +51,10 @@ class FixedResponses:
         return [self.by_sample_id[sample_id] for sample_id in sample_ids]
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
-        """Whether the file's prompt of this sample differs; False if the file has none."""
+        """Whether the token ids of the file's prompt of this sample are not exactly `prompt`.
+
+        False if the file has none for it.
+        """
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 
@@ -58,7 +62,7 @@ class FixedResponses:
 def other_prompt_problem(sample_id: int, count: int = 1) -> Problem:
     """Make the problem of a sample whose response in the file answers another prompt.
 
-    count: number of samples with this problem, this one included
+    count: number of such samples, this one included; the message names the others' number
     """
     more = f" ({count - 1} more samples differ)" if count > 1 else ""
     return Problem(
@@ -77,12 +81,13 @@ def load_fixed_responses(
     max_new_tokens: int,
     num_samples: int,
 ) -> FixedResponses:
-    """Load all responses of a .jsonl file and check their token ids.
+    """Load all responses of a .jsonl file, and the rows' prompts where they have them.
 
     max_new_tokens: longest response allowed
     num_samples:    samples of the whole run, each of which needs a response
-    Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one.
-    Raises UserError with every problem, each keyed by `file:row`.
+    Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one. Raises UserError
+    with every problem: an invalid response, a sample_id that is no integer or is repeated, only
+    some rows with one, and, if nothing else is wrong, samples without a response.
     """
     problems = FileProblems(f"{KEY}: {file}")
     reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
@@ -153,7 +158,11 @@ class _Reader:
         return ([], problem) if problem else (ids, "")
 
     def _find_problem(self, ids: Any) -> str:
-        """Return what is wrong with a response's token ids, "" where nothing is."""
+        """Return the first problem of a response's token ids, "" where there is none.
+
+        Problems: no list of integers, no id at all, more than max_new_tokens, an id outside the
+        vocabulary, and EOS before the last token.
+        """
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             return f"response_ids must be a list of token ids, not {ids!r:.40}"
         if not 1 <= len(ids) <= self._longest:

@@ -62,7 +62,10 @@ class IndexedWriter:
         self._lengths.extend(lengths)
 
     def add_all(self, reader: IndexedReader) -> None:
-        """Append every sequence of another data set, which must have the writer's dtype."""
+        """Append every sequence of another data set, in order.
+
+        The dtypes must be the same; this is not checked.
+        """
         for row in range(len(reader)):
             sequence = reader[row]
             self.add(sequence.tobytes(), [len(sequence)])
@@ -108,8 +111,9 @@ class IndexedReader:
         self._bytes = np.memmap(content, np.uint8, "r") if num_bytes else np.zeros(0, np.uint8)
 
     def _check_offsets(self, content: Path, num_bytes: int) -> None:
-        """Raise BrokenIndex unless all sequences are inside the .bin file and together fit it.
+        """Raise BrokenIndex for negative lengths or offsets, or an end after that of the .bin file.
 
+        Also if the sequences together are larger than the file, as they then overlap.
         content: path of the .bin file, num_bytes: its size
         """
         if not len(self):
@@ -128,7 +132,10 @@ class IndexedReader:
         return len(self._lengths)
 
     def __getitem__(self, row: int) -> AnyArray:
-        """Return one sequence as a read-only copy: [items] of the data set's dtype."""
+        """Return one sequence as a read-only copy: [items] of the data set's dtype.
+
+        row: from 0; negative ones count from the end
+        """
         start = self._offsets[row]
         stop = start + int(self._lengths[row]) * self.dtype.itemsize
         return np.frombuffer(self._bytes[start:stop].tobytes(), self.dtype)

@@ -68,9 +68,9 @@ def load_indexed_prompts(
 ) -> IndexedPrompts:
     """Load all prompts of the data sets, in order, and the stop token ids that sidecars name.
 
-    The keys of `data` name the columns, as for files. Columns of a data set without sidecar hold
+    The keys of `data` name the columns, as for files. Columns of a data set without sidecar contain
     token ids, which are decoded to text; a warning says so. Prompts over `max_prompt_length` tokens
-    are dropped, cut or reported as `data.overlong_prompts` says.
+    are dropped, cut or reported as `data.overlong_prompts` says. Nothing is loaded for no prefixes.
     Raises UserError with every problem: a data set that is absent or incomplete, or was made with
     another tokenizer or `allow_special_tokens`, and rows that cannot be used.
     """
@@ -127,8 +127,9 @@ class _DataSet:
     def _open_labels(self) -> IndexedReader | None:
         """Open the column of labels of conversations or pairs; None where there are only prompts.
 
-        Without a sidecar, a column `labels` counts if its first row is as long as the token ids and
-        has an ignored label; otherwise it holds answers.
+        For pairs, it is PAIR_LABELS. For others, the sidecar says if there is one; without a
+        sidecar, a column `labels` counts if its first row is as long as that of the token ids and
+        contains IGNORED, as it has answers otherwise.
         """
         if self._is_pairs:
             return self._open(PAIR_LABELS)
@@ -145,8 +146,8 @@ class _DataSet:
     def _list_old_columns(self) -> dict[str, str]:
         """Map the columns of a data set without sidecar to their file names, which are the same.
 
-        Columns of token ids, masks and pairs are left out. Raises UserError where a column has
-        bytes: only this package writes these, so the data set lost its sidecar.
+        Columns of token ids, masks and pairs are left out. Raises UserError as `_open` does, and
+        where a column has bytes: only this package writes these, so the data set lost its sidecar.
         """
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
@@ -157,9 +158,10 @@ class _DataSet:
         return dict(zip(names, names, strict=True))
 
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
-        """Add the data set's prompts to `prompts`; log how many were dropped or cut by the limit.
+        """Add the data set's prompts, decoded too, to `prompts`; log how many the limit concerned.
 
-        Raises UserError with every problem of a row, keyed by `prefix:row`.
+        Raises UserError with every problem of a row, keyed by `prefix:row`, after adding the
+        others.
         """
         problems = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
@@ -198,7 +200,8 @@ class _DataSet:
     def _read_prompt_ids(self, row_index: int) -> Int64Array:
         """Return the token ids of a row's prompt: [prompt] int64.
 
-        In a data set with labels these are the ids up to the last ignored label, perhaps none.
+        In a data set with labels these are the ids up to the last ignored label; none if there is
+        no such label.
         """
         ids = self._token_ids[row_index].astype(np.int64)
         if self._labels is None:
@@ -208,8 +211,9 @@ class _DataSet:
         return ids[: min(end, len(ids))]
 
     def _read_value(self, name: str, row_index: int) -> Any:
-        """Return a row's value in a column: parsed JSON; without a sidecar, decoded token ids.
+        """Return a row's value in a column: parsed JSON, or, without a sidecar, decoded token ids.
 
+        Decoding leaves out ids that the tokenizer lacks, such as -100, and special tokens.
         Raises UserError for invalid JSON.
         """
         stored = self._columns[name][row_index]
@@ -251,7 +255,7 @@ class _DataSet:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
-        """Raise UserError unless the data set was made with this vocabulary."""
+        """Raise UserError unless the sidecar's hash of the vocabulary is that of the tokenizer."""
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer

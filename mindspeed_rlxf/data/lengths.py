@@ -35,11 +35,12 @@ def most_characters(max_length: int) -> int:
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
-    """Return at most `max_length` of the token ids; None, always, with a policy that does not cut.
+    """Return `max_length` of the token ids, or None if the policy is not one that cuts.
 
-    KEEP_HEAD keeps the first ids, so that a chat loses the header of the response; KEEP_TAIL the
-    last ones, so that a prompt may lose its beginning-of-text token. KEEP_ENDS keeps the first
-    max_length // 2 ids and the rest from the end; `token_ids` must be longer than `max_length`.
+    `token_ids` must be longer than `max_length`. KEEP_HEAD keeps the first ids, so that a chat
+    loses the header of the response; KEEP_TAIL the last ones, so that a prompt may lose its
+    beginning-of-text token. KEEP_ENDS keeps the first max_length // 2 ids and the rest from the
+    end.
     """
     if policy is OverlongPrompts.KEEP_HEAD:
         return token_ids[:max_length]
@@ -65,9 +66,10 @@ class LengthLimit:
         self._num_over = 0
 
     def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:
-        """Whether to tokenize a prompt: False if it is surely too long and the policy does not cut.
+        """Whether to tokenize a prompt: True if it may be within the limit, or the policy cuts.
 
-        A prompt with False is counted as dropped, or added to `problems` with the policy ERROR.
+        One that is surely too long by its number of characters is counted as dropped, or added to
+        `problems` with the policy ERROR.
         """
         if num_characters <= self._most_characters or self._policy in CUTTING:
             return True
@@ -80,7 +82,8 @@ class LengthLimit:
     def cut_text(self, text: str) -> str:
         """Shorten a text that is cut anyway, without a change of the tokens that are kept.
 
-        Keeps `most_characters` characters at the ends that the policy keeps.
+        Keeps the first `_most_characters` characters for KEEP_HEAD, the last for other policies,
+        and both for KEEP_ENDS. A shorter text is returned as it is.
         """
         most = self._most_characters
         if self._policy is OverlongPrompts.KEEP_HEAD:
@@ -98,10 +101,11 @@ class LengthLimit:
         )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
-        """Return a prompt's ids, cut if they are too many; None for a prompt that is not kept.
+        """Return a prompt's ids: unchanged up to the limit, cut over it; None if not kept.
 
-        A prompt without ids is added to `problems`. One over the limit is counted, or added to
-        `problems` with the policy ERROR.
+        Prompts without ids, and those over the limit with the policy ERROR, are added to `problems`
+        and not kept. With the other policies, those over the limit are counted, then dropped or
+        cut.
         """
         length = len(token_ids)
         if length == 0:
@@ -116,9 +120,10 @@ class LengthLimit:
         return cut(token_ids, self._max_length, self._policy)
 
     def report(self, num_rows: int, problems: FileProblems) -> None:
-        """Log a warning with the number of prompts over the limit, if there are any.
+        """Log a warning: how many of `num_rows` prompts were over the limit, and if dropped or cut.
 
-        If all `num_rows` prompts were dropped, adds a problem of the whole file instead.
+        Nothing if there are none. If all `num_rows` were dropped, adds a problem of the whole file
+        instead.
         """
         if not self._num_over:
             return

@@ -28,7 +28,7 @@ def mini_batch_order(
     """Return the order of the sample indices in each epoch: ascending, or shuffled.
 
     A shuffle derives from (seed, iteration, epoch) alone.
-    group_size: number of consecutive samples that stay together; must divide num_samples
+    group_size: number of consecutive samples that stay together, in order; must divide num_samples
     """
     orders = []
     for epoch in range(epochs):
@@ -49,9 +49,10 @@ def rank_steps(
 ) -> list[RankSteps]:
     """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
-    orders: [epochs][samples]. mini_batch_size must divide the number of samples, and be a multiple
-    of num_ranks * group_size, or an AssertionError is raised.
-
+    Returns for each rank its samples of all epochs, ascending and each once, and for each
+    mini-batch the positions of the rank's part in them.
+    orders:     [epochs][samples]. mini_batch_size must divide the number of samples, and be a
+                multiple of num_ranks * group_size, or an AssertionError is raised.
     costs:      cost of each sample, for parts of nearly equal cost; None = consecutive parts
     group_size: number of consecutive samples of an order that stay on one rank
     """
@@ -76,7 +77,9 @@ def _divide_samples(
 ) -> list[list[int]]:
     """Divide the samples of one mini-batch among the ranks; return the samples of each rank.
 
-    costs and group_size as in `rank_steps`; without costs, each rank gets consecutive samples.
+    All ranks get equally many. Without costs, rank r gets the r-th run of consecutive samples. With
+    costs (by sample), ranks get whole groups of `group_size` consecutive samples, chosen so that
+    the sums of cost are nearly equal.
     """
     if costs is None:
         return np.reshape(samples, (num_ranks, -1)).tolist()

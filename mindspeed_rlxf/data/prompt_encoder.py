@@ -117,8 +117,8 @@ class PromptEncoder:
     ) -> dict[Piece, list[int]]:
         """Return piece -> token ids; each different piece is tokenized once.
 
-        opens_prompt: the pieces start a prompt; the tokenizer's own special tokens are added if the
-            template has none
+        Special tokens get their id. opens_prompt: the pieces start a prompt; the tokenizer's own
+        special tokens are added to text if the template has none
         """
         # Tokenize each text once: the text of the template between turns is in every prompt.
         different = dict.fromkeys(pieces)
@@ -128,7 +128,7 @@ class PromptEncoder:
         return ids_of | {p: self._ids[p.text] for p in different if p.is_token}
 
     def _tokenize_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
-        """Tokenize responses; return response -> token ids of each of its pieces.
+        """Tokenize responses; return response -> list of token ids for each of its pieces.
 
         Some tokenizers prepend a blank to every text, and would put one before the response. So the
         prompt's last character is tokenized with the response, and its ids are cut off. If that
@@ -152,7 +152,11 @@ class PromptEncoder:
         return found
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text, without the EOS that some tokenizers append."""
+        """Return the token ids of each text, in order; [] for no texts.
+
+        Special tokens spelled in a text are split unless `_allow_special_tokens`. With
+        add_special_tokens, those the tokenizer adds are kept except the EOS that some append.
+        """
         if not texts:
             return []
         encoded = self._tokenizer(
@@ -176,7 +180,10 @@ def _is_text(pieces: Sequence[Piece]) -> bool:
 
 
 def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
-    """Yield each segment with the character before it; "" at the start and after a token."""
+    """Yield each segment with the last character before it; "" at the start and after a token.
+
+    Segments without pieces are passed over when looking for that character.
+    """
     last = Piece("", True)
     for segment in segments:
         yield segment, "" if last.is_token else last.text[-1]

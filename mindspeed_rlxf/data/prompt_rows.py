@@ -118,10 +118,11 @@ def _is_message(message: Any) -> bool:
 
 
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
-    """Return ground truth ("" if absent), data source and extra columns of row `number`.
+    """Return ground truth ("" if absent), data source and extra columns of a row.
 
-    An absent data source is `data.default_data_source`. Returns None where a field is invalid, and
-    adds a problem for each.
+    Truth and source are turned into text. An absent data source is `data.default_data_source`. If
+    any field is invalid, returns None and adds a problem for each such field.
+    number: of the row, for the problems
     """
     truth = look_up(row, data.ground_truth_key)
     truth = "" if truth is None else truth
@@ -154,9 +155,10 @@ def _source_problem(source: Any, data: DataConfig) -> Problem | None:
 def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
     """Return (columns for reward functions, None), or ({}, problem).
 
-    These are `data.extra_columns`, or all but the columns of prompt, ground truth and data source.
-    Null values are left out. An object `extra_info` is replaced by its fields, which take
-    precedence. Values that are no JSON are left out, or the problem where extra_columns names them.
+    These are `data.extra_columns`, or, if that is None, all but the columns of prompt, ground truth
+    and data source. Null values are left out. An object `extra_info` is replaced by its fields,
+    which take precedence. Values of types that JSON lacks are left out, but are the problem if
+    extra_columns is set.
     """
     extra: dict[str, Any] = {}
     for key in _extra_names(row, data):
@@ -181,7 +183,10 @@ def _extra_names(row: Row, data: DataConfig) -> Iterable[str]:
 
 
 def _foreign_type(value: Any) -> str | None:
-    """Return the type name of the first nested value that JSON does not have; None for none."""
+    """Return the type name of the first value that JSON does not have, nested ones included.
+
+    None where there is none. Keys of dicts are not checked; nan and inf are allowed.
+    """
     if isinstance(value, (dict, list)):
         inner = value.values() if isinstance(value, dict) else value
         return next((kind for v in inner if (kind := _foreign_type(v)) is not None), None)

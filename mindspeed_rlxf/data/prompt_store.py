@@ -72,7 +72,7 @@ class PromptStore(Sequence[Prompt]):
     ) -> None:
         """Append a prompt, readable after the next `end_part`.
 
-        Raises UserError when the disk is full.
+        Raises UserError when it cannot be written, such as on a full disk.
         """
         ids = np.asarray(token_ids, dtype="<i4").tobytes()
         rest = json.dumps(
@@ -89,7 +89,7 @@ class PromptStore(Sequence[Prompt]):
     def end_part(self) -> None:
         """Flush the prompts and mark the end of a file or data set, which `sizes` counts.
 
-        Raises UserError when the disk is full.
+        Raises UserError when they cannot be written, such as on a full disk.
         """
         self._write_ends()
         try:

@@ -88,9 +88,10 @@ class _Reader:
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
         """Yield (labels, text, token ids) of each prompt that is kept, cut if over the limit.
 
-        Invalid rows are added to `problems`. Stops at a chat for which the template exceeds its
-        time or memory. Logs at the end how many prompts were over the limit, and how many spell
-        special tokens that are read as text.
+        The text of a cut prompt is decoded from the ids that remain. Invalid rows are added to
+        `problems`; a chat for which the template exceeds its time or memory ends the reading. Logs
+        at the end how many prompts were over the limit, and how many spell special tokens that are
+        read as text.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
         rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
@@ -181,9 +182,10 @@ def _template_problem(reason: str) -> Problem:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Return the token ids of each text.
+    """Return the token ids of each text, in order; [] for no texts.
 
-    split: True = special tokens in the texts are tokenized as plain text
+    add_special_tokens: add those that the tokenizer puts around a text
+    split: True = special tokens spelled in the texts are tokenized as plain text
     """
     if not texts:
         return []

@@ -48,7 +48,7 @@ class PromptSampler:
         return self.take(self._batch_size)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices of the stream."""
+        """Return the next `count` indices of the stream, across epochs, and move on."""
         batch: list[int] = []
         while len(batch) < count:
             part = self._order[self._offset : self._offset + count - len(batch)]
@@ -138,7 +138,7 @@ class MixtureSampler:
         return {"weights": self._weights, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`.
+        """Continue at the position of `state`: load the state of each source.
 
         Raises UserError for a state of other weights, seed, shuffle or numbers of prompts.
         """
@@ -151,10 +151,10 @@ class MixtureSampler:
 def make_sampler(
     sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
 ) -> PromptSampler | MixtureSampler:
-    """Make the sampler of a run.
+    """Make the sampler of a run: a MixtureSampler with weights, else a PromptSampler.
 
     sizes:   number of prompts of each source
-    weights: shares of the sources; empty = one stream over all prompts
+    weights: shares of the sources; empty = one stream over the prompts of all sources
     """
     if weights:
         return MixtureSampler(sizes, weights, batch_size, seed, shuffle)

@@ -80,7 +80,7 @@ def rejected_path(prefix: Path) -> Path:
 
 
 def column_files(prefix: Path) -> list[str]:
-    """Return the names of the data set's columns as its .idx files have them, sorted.
+    """Return a data set's columns, sorted: each X with a file `{prefix}_packed_X_document.idx`.
 
     Empty where the folder does not exist.
     """
@@ -92,10 +92,11 @@ def column_files(prefix: Path) -> list[str]:
 
 
 def file_name(column: str, taken: set[str]) -> str:
-    """Return a file name for a column: ASCII letters, digits, `_` and `-`, at most MAX_NAME.
+    """Return a file name for a column; other characters than ASCII letters, digits, `-` become `_`.
 
-    "packed" becomes "pack". If the name is in `taken`, a number is appended; compared without case
-    because some file systems ignore it.
+    Cut to MAX_NAME characters, then "packed" becomes "pack". If the name is in `taken` (compared
+    without case, as on some file systems), the first of `_2`, `_3`, ... that makes it new is
+    appended. Does not change `taken`.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", column)[:MAX_NAME].replace("packed", "pack") or "_"
     name, count = safe, 1
@@ -108,7 +109,7 @@ def file_name(column: str, taken: set[str]) -> str:
 def read_sidecar(prefix: Path) -> Sidecar | None:
     """Read the sidecar of a data set; None where there is none, as in sets of the older toolkit.
 
-    Raises UserError for a sidecar that is not valid or of another version.
+    Raises UserError for a sidecar that cannot be read, is not valid or of another version.
     """
     file = sidecar_path(prefix)
     try:

@@ -26,7 +26,10 @@ class SpecialTokens:
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
     def are_in(self, value: Any) -> bool:
-        """Whether a text, or a text inside lists and dicts, contains a special token."""
+        """Whether a text, or a text inside lists and dicts (keys too), contains a special token.
+
+        False for values of other types.
+        """
         if isinstance(value, str):
             return bool(self._pattern.search(value))
         if isinstance(value, dict):
@@ -36,7 +39,8 @@ class SpecialTokens:
     def hide(self, value: Any) -> Any:
         """Return `value` with each special token in its texts replaced by the token's random word.
 
-        value: text, or lists and dicts with texts; other values are returned unchanged
+        value: text, or lists and dicts (also their keys) with texts; other values are returned
+               unchanged
         """
         if isinstance(value, str):
             return self._pattern.sub(self._random_word, value)

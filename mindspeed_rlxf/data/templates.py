@@ -164,16 +164,20 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
 
 
 def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
-    """Render a conversation that ends with the assistant's turn as segments.
+    """Render a conversation that ends with the assistant's turn as segments, in order.
 
-    Each response is a segment, and so is what stands before or between responses.
+    Each response is a segment, and so is the text before, between and after responses. Those for
+    which the template has nothing are left out; one whose texts are empty has no pieces.
     """
     layout = _segment_layout(template, tuple(turn.role for turn in turns))
     return [Segment(tuple(_insert_texts(parts, turns)), response) for response, parts in layout]
 
 
 def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
-    """Insert the turns' texts into a layout; text pieces that remain empty are left out."""
+    """Insert the turns' texts into a layout: a run becomes one piece, its numbers turns' texts.
+
+    Runs whose text is empty are left out.
+    """
     pieces = []
     for part in layout:
         if isinstance(part, Piece):
@@ -231,7 +235,7 @@ def _split_parts(template: Template, roles: tuple[str, ...]) -> list[tuple[bool,
 
 
 def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
-    """Join consecutive parts that are no special tokens into one run."""
+    """Join consecutive parts that are no special tokens into one run, a tuple; keep the others."""
     layout: list[Piece | Run] = []
     for is_token, group in groupby(parts, key=lambda part: isinstance(part, Piece)):
         if is_token:
@@ -242,9 +246,10 @@ def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
 
 
 def _fill(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
-    """Split a pattern at its fields and special tokens, and return the parts.
+    """Split a pattern at its fields and special tokens, and return the parts without empty text.
 
-    `{text}` and `{system}` are replaced by `values["text"]` and `values["system"]`.
+    `{text}` and `{system}` are replaced by `values["text"]` and `values["system"]`; `{eos}` and the
+    template's special tokens become special pieces.
     """
     fields = [re.escape(field) for field in ("{text}", "{system}", EOS)]
     splitter = "|".join([*fields, *map(re.escape, template.special_tokens)])

@@ -32,6 +32,8 @@ class TokenPieces:
         """Return the text of each token id; bytes that are not UTF-8 become U+FFFD.
 
         A character that spans several tokens is the text of the last of them; the others get "".
+        Bytes that are not UTF-8 after MAX_TOKENS tokens, or at the end of `ids`, are decoded as
+        they are.
         """
         pieces, left, waiting = [], b"", 0
         for count, token_id in enumerate(ids, 1):
@@ -52,7 +54,11 @@ class TokenPieces:
         return self._known[token_id]
 
     def _find_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token's text; "<id>" for an id outside the vocabulary."""
+        """Return the UTF-8 bytes of a token's text; "<id>" for an id outside the vocabulary.
+
+        A byte token such as <0x0A> is that byte, letters of a byte-level vocabulary are the bytes
+        they stand for, and U+2581 is a space; other tokens are decoded by the tokenizer.
+        """
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):  # not in the vocabulary
             return f"<{token_id}>".encode()

@@ -141,8 +141,8 @@ def _check_files(folder: Path) -> None:
 def _check_model_config(file: Path) -> None:
     """Check those fields of a config.json that make transformers allocate long lists.
 
-    Raises ValueError for a field out of range or of a wrong type or a file that is not valid JSON,
-    and OSError.
+    Raises ValueError for the first field out of range or of a wrong type, and for a file that is
+    not valid JSON; OSError. JSON that is no object passes.
     """
     try:
         config = parse_json(read_text(file))
@@ -181,9 +181,11 @@ def describe_stop_tokens(
     data_set_ids: Sequence[int],
     configured_ids: Sequence[int],
 ) -> str:
-    """Return a line for the log with every id that ends a response, its token and its sources.
+    """Return a line for the log: every id that ends a response, ascending, its token and sources.
 
-    Raises UserError when generation_config.json is not valid.
+    Without any, the line says that only max_new_tokens ends a response. Sources are the tokenizer,
+    generation_config.json, the template of the data set and configured ids. Raises UserError when
+    generation_config.json is not valid.
     """
     sources: dict[str, Sequence[int]] = {
         **_own_stop_ids(tokenizer, model_folder),
@@ -204,9 +206,10 @@ def describe_stop_tokens(
 def _own_stop_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None
 ) -> dict[str, list[int]]:
-    """Return source -> ids that end a response: tokenizer, and generation_config.json if given.
+    """Return source -> ids that end a response: "tokenizer", and "generation_config.json" if given.
 
-    Raises UserError when that file is not valid.
+    The latter only with a `model_folder`; a list is [] where the source has none. Raises UserError
+    when that file is not valid.
     """
     eos = tokenizer.eos_token_id
     ids = {"tokenizer": [] if eos is None else [int(eos)]}

@@ -67,7 +67,7 @@ def whole(shape: Shape) -> Box:
 
 
 def box_of(dim: int, start: int, size: int, shape: Shape) -> Box:
-    """Return the box with indices start .. start + size of axis `dim`, and all of other axes.
+    """Return the box with `size` indices from `start` on in axis `dim`, and all of the other axes.
 
     shape: shape of the whole tensor
     """
@@ -133,7 +133,9 @@ def shard_boxes(
 ) -> Iterator[ShardBox]:
     """Yield the boxes of Hugging Face tensors that make up a tensor-parallel rank's shard.
 
-    Rows that pad the vocabulary are in no box. Arguments as of `shard_slices`.
+    Each has its box in the source and its place in the shard, in the order of `shard_slices`. Rows
+    that pad the vocabulary are in no box, and empty boxes are left out.
+    vocab_rows: rows of the embedding on each rank; None = the padded vocabulary / tp
     """
     offset, shapes = 0, {name: hf_shape(name, architecture) for name in parameter.sources}
     for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
@@ -186,7 +188,11 @@ class BoxedTensor:
         return self.size[len(self.index) :]
 
     def read(self, box: Box) -> Tensor:
-        """Return a copy of a box. Raises ValueError where the stored boxes do not cover it."""
+        """Return a copy of a box, put together from the stored boxes that overlap it.
+
+        If `index` is not empty, `box` is one of the sub-tensor at that index of the stored tensor.
+        Raises ValueError where the stored boxes do not cover it.
+        """
         wanted = Box(self.index + box.starts, (1,) * len(self.index) + box.shape)
         result = torch.zeros(wanted.shape, dtype=self.dtype)
         filled = 0

@@ -119,7 +119,11 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
 
 
 def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> BoxedWeights:
-    """Open the weights to convert. Raises UserError unless they are exactly those of the model."""
+    """Open the weights to convert. Raises UserError unless they are exactly those of the model.
+
+    That is, for damage, names missing or unknown (an output layer may be there without use),
+    another shape, and a score head that `head` does not ask for, or the reverse.
+    """
     try:
         weights = open_weights(source, architecture)
         expected = hf_shapes(architecture, head)
@@ -140,9 +144,11 @@ def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> B
 def convert(conversion: Conversion, progress: Progress) -> int:
     """Write the target folder; reuse files that an interrupted run of the same conversion finished.
 
-    Returns the number of bytes in reused files. The target appears under its name once complete.
-    Raises UserError when the target exists, the disk is too small or bytes of the source are
-    damaged, and DiskFull when the disk fills up.
+    Returns the number of bytes of tensors in reused files. The target appears under its name once
+    complete. progress: called with (bytes done, bytes in all) before the first file and after each
+    tensor
+    Raises UserError when the target exists (unless it may be replaced), the disk is too small or
+    bytes of the source are damaged, DiskFull when the disk fills up, and other OSErrors.
     """
     c = conversion
     files = _plan_files(c)
@@ -187,7 +193,10 @@ class DiskFull(Exception):
 
 
 def _plan_shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
-    """Plan a tensor-parallel rank's shard of a parameter, padding included."""
+    """Plan a tensor-parallel rank's shard of a parameter, whose padding is 0.
+
+    Its dtype is the conversion's, or else that of its sources.
+    """
     a, layout = c.architecture, c.layout
     assert layout is not None, "only Megatron parameters have shards"
     rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
@@ -223,7 +232,7 @@ def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
 
 
 def _plan_files(c: Conversion) -> list[PlannedFile]:
-    """Plan the files of the target that hold tensors."""
+    """Plan the files of the target that hold tensors, by its format; nothing is read or written."""
     if c.to is Format.HF:
         return list(_hf_files(c))
     assert c.layout is not None, "a Megatron target has a layout"
@@ -238,9 +247,10 @@ def _model_dtype(c: Conversion) -> torch.dtype:
 
 
 def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
-    """Distribute the tensors over files of at most `shard_size` bytes: file name -> tensors.
+    """Plan the tensors of a Hugging Face checkpoint: file name -> tensor name -> planned tensor.
 
-    A larger tensor gets a file of its own.
+    In the order of `hf_shapes`, a new file starts before a tensor that would make the file larger
+    than `shard_size` bytes; a larger tensor gets a file of its own.
     """
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
@@ -270,7 +280,8 @@ def _write_beside(
 ) -> None:
     """Write the small files of the target to `folder`: config, tokenizer and those of its format.
 
-    These are the index (Hugging Face), or the tracker file and, for torch_dist, the metadata.
+    These are, for Hugging Face, the index (of several files); else the tracker file and, for
+    torch_dist, the metadata in the iteration's subfolder, which is made.
     """
     if c.to is Format.HF:
         groups = _hf_groups(c)
@@ -301,7 +312,11 @@ def _check_space(c: Conversion, needed: int) -> None:
 
 
 def _fingerprint(c: Conversion) -> dict[str, Any]:
-    """Return what determines the target's bytes: every option; name, size, time of source files."""
+    """Return what determines the target's bytes: options; path, size and time of the weight files.
+
+    Weight files are those that end with .safetensors, .pt or .distcp in the folder that has the
+    weights; paths are relative to it, and its own resolved path is listed too.
+    """
     _, place = find_weights(c.source)
     files = sorted(
         path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp)$", path.name)

@@ -43,7 +43,7 @@ class Metadata:
     """
 
     def __init__(self, folder: Path, content: Any) -> None:
-        """Find the byte ranges of all boxes and objects.
+        """Find the byte ranges of all boxes and objects; maps the data files but reads no tensor.
 
         content: of the metadata file, as `read_pickle` returns it
         Raises ValueError, TypeError, KeyError or AttributeError where it is damaged.
@@ -55,7 +55,7 @@ class Metadata:
             raise TypeError("an entry without a name")
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the tensors."""
+        """Yield the names of the tensors in the order of the file; other entries are left out."""
         for name, entry in self._entries.items():
             if type(entry) is Inert and entry.named.endswith(".TensorStorageMetadata"):
                 yield name
@@ -63,13 +63,18 @@ class Metadata:
     def tensor(self, name: str) -> BoxedTensor:
         """Return a tensor by name; none of its data is read.
 
-        Raises ValueError where the name is unknown or the boxes do not cover the tensor.
+        Raises ValueError where the name is unknown, its entry is damaged or the boxes do not cover
+        the tensor.
         """
         with _named_errors(self.folder):
             return self._make_tensor(name, self._entries[name])
 
     def _make_tensor(self, name: str, entry: Inert) -> BoxedTensor:
-        """Make a tensor from its entry. Raises TypeError or ValueError for a damaged entry."""
+        """Make a tensor from its entry; none of its data is read.
+
+        Raises TypeError, KeyError or ValueError for a damaged entry, also if the boxes have
+        together more or fewer numbers than the tensor.
+        """
         properties, size = entry.field("properties").state, entry.field("size")
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if type(dtype) is not torch.dtype or not _are_sizes(size):
@@ -89,9 +94,10 @@ class Metadata:
         return tensor
 
     def _read_boxes(self, name: str, chunks: Any, size: Shape) -> Iterator[tuple[Box, Window]]:
-        """Yield (box, byte range of its file) for each chunk of a tensor.
+        """Yield (box, its byte range) for each chunk of a tensor.
 
-        Raises TypeError, KeyError or ValueError for a damaged or unknown chunk.
+        Raises TypeError, KeyError or ValueError for a damaged chunk, one without byte range and one
+        outside the tensor.
         """
         if type(chunks) is not list:
             raise TypeError("chunks of another kind")
@@ -109,8 +115,8 @@ class Metadata:
 def open_torch_dist(folder: Path) -> Metadata:
     """Read the metadata of a checkpoint folder; check it and all pickled objects of the checkpoint.
 
-    Raises ValueError where a file is missing, damaged, does not fit the metadata, or has pickled
-    objects other than data.
+    Tensors are not read. Raises ValueError where a file is missing, damaged, over the allowed size,
+    does not fit the metadata, or has pickled objects other than data.
     """
     with _named_errors(folder):
         with open_plain(locate_inside(folder, METADATA, METADATA)) as file:
@@ -124,9 +130,10 @@ def open_torch_dist(folder: Path) -> Metadata:
 
 @contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of reading the metadata into a ValueError that names its file.
+    """Turn errors inside the block into a ValueError that names the metadata's file.
 
-    A ValueError whose message begins with another path of the folder is raised as it is.
+    Concerns ValueError (Refused too), OSError, AttributeError, TypeError, KeyError, IndexError. A
+    ValueError whose message begins with the folder's path is raised as it is.
     """
     path = folder / METADATA
     try:
@@ -145,9 +152,10 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _check_objects(metadata: Metadata) -> None:
-    """Read all entries that are no tensors, and `common.pt`, only to check them.
+    """Read all entries that are no tensors, and `common.pt` if it exists, only to check them.
 
-    Raises ValueError where one is damaged or has pickled objects other than data.
+    Raises ValueError where one is damaged or has pickled objects other than data. Small ones of the
+    same bytes are read once.
     """
     seen: set[bytes] = set()
     for window in metadata.objects:
@@ -163,7 +171,9 @@ def _check_objects(metadata: Metadata) -> None:
 def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Window], list[Window]]:
     """Return (tensor name and offsets -> byte range of the box, byte ranges of other objects).
 
-    Raises ValueError or TypeError for ranges that are invalid or overlap.
+    An object that several entries name occurs once. Raises ValueError for a box named twice and for
+    ranges of a file that are together longer than the file, ValueError, TypeError or KeyError for
+    invalid ones.
     """
     files: dict[str, MappedFile] = {}
     used: dict[str, int] = {}
@@ -222,9 +232,10 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _read_box(window: Window, box: Box, dtype: torch.dtype, wanted: Box) -> Tensor:
-    """Read the box `wanted` from the byte range in which `box` is stored.
+    """Read the box `wanted` from the byte range in which `box` is stored; returns a copy.
 
-    Raises ValueError when a tensor of another shape or dtype is stored there.
+    Both are boxes of the whole tensor. Raises ValueError when a tensor of another shape than that
+    of `box`, or another dtype, is stored there.
     """
     stored = read_window(window)
     if type(stored) is not StoredTensor or (stored.shape, stored.dtype) != (box.shape, dtype):

@@ -39,8 +39,8 @@ SIDE_FILES = (
 def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     """Return the folder whose config.json and generation_config.json describe the weights.
 
-    It is the folder of the weights, or that of the tokenizer if Megatron weights come without a
-    config.json. Raises ValueError when neither folder has one.
+    It is the folder of the weights if that has a config.json or the Hugging Face format, else the
+    one of the tokenizer. Raises ValueError when that lacks a config.json too.
     """
     weights, tokenizer = Path(weights), Path(tokenizer)
     if (weights / CONFIG).exists() or find_weights(weights)[0] is Format.HF:
@@ -71,15 +71,18 @@ def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> BoxedW
 
 
 def is_scorer(config: dict[str, Any]) -> bool:
-    """Whether a config.json describes a model with a score head."""
+    """Whether a config.json describes a model with a score head.
+
+    By the name of its first architecture, which must end with ForSequenceClassification.
+    """
     names = config.get("architectures") or [""]
     return str(names[0]).endswith("ForSequenceClassification")
 
 
 def check_side_files(folder: Path) -> None:
-    """Check config.json and SIDE_FILES; a file that is not there is no error.
+    """Check that config.json and those of SIDE_FILES that exist can be opened; reads nothing.
 
-    Raises ValueError for one that cannot be opened, is no regular file or links out of the folder.
+    Raises ValueError for one that cannot be, is no regular file or links out of the folder.
     """
     for name in (CONFIG, *SIDE_FILES):
         if os.path.lexists(folder / name):

@@ -48,7 +48,10 @@ class HfFolder(BoxedWeights):
         return self._entry(name)[2]
 
     def _entry(self, name: str) -> _Entry:
-        """Return a tensor's entry in the header of its file. Raises ValueError without one."""
+        """Return a tensor's entry in the header of its file; opens the file if it is not open.
+
+        Raises ValueError if the file lacks it, KeyError for a name that the index lacks.
+        """
         path = self._files[name]
         found = self._open(path).get(name)
         if found is None:
@@ -56,7 +59,7 @@ class HfFolder(BoxedWeights):
         return found
 
     def _open(self, path: Path) -> dict[str, _Entry]:
-        """Open a file, once, and return the entries of its tensors by name.
+        """Return tensor name -> (file, dtype, shape, start) of a file; opens it at the first call.
 
         Raises ValueError when it cannot be read or is damaged.
         """
@@ -78,9 +81,10 @@ class HfFolder(BoxedWeights):
         return entries
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
-        """Map each tensor's name to its file, by the index or the single file's header.
+        """Map each tensor's name to its file, by the index, or else by the single file's header.
 
-        Raises ValueError when the folder, its index or a file is missing or damaged.
+        Raises ValueError when the folder, a file or both index and single file are missing, or the
+        index or the single file is damaged.
         """
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
@@ -103,7 +107,10 @@ class HfFolder(BoxedWeights):
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: return tensor name -> file name. Raises ValueError where it is damaged."""
+    """Read the index: return tensor name -> file name, in its order.
+
+    Raises ValueError where it is damaged or cannot be read. File names are not checked.
+    """
     index = folder / INDEX
     try:
         text = read_inside(folder, INDEX, MAX_JSON)
@@ -119,7 +126,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
     """Return a line for each expected tensor that is missing or has another shape; [] for none.
 
-    Reads headers only. expected: name -> shape
+    Other tensors of the folder are no problem. Reads headers only. expected: name -> shape
     """
     problems = []
     for name, shape in expected.items():
@@ -136,7 +143,7 @@ def hf_file_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of the files; nothing for a single file, which needs none.
+    """Write the index of several files: weight map and sum of bytes; does nothing for one or none.
 
     files: file name -> {tensor name: bytes}
     """

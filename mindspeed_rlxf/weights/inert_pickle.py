@@ -100,9 +100,10 @@ class InertUnpickler:
             raise ValueError(f"damaged pickle: {shorten(error)}") from None
 
     def _run(self) -> Any:
-        """Interpret one operation after the other until STOP, and return the value.
+        """Interpret one operation after the other until STOP, and return the one value left.
 
-        Raises Refused beyond MAX_STEPS or MAX_CONTAINERS.
+        Raises Refused beyond MAX_STEPS or MAX_CONTAINERS, IndexError without STOP, and errors of
+        the operations and of `_final_value`.
         """
         data, table = self.data, self.TABLE
         for _ in range(MAX_STEPS // BETWEEN_CHECKS):
@@ -118,9 +119,9 @@ class InertUnpickler:
         raise Refused(f"more than {MAX_STEPS} steps")
 
     def _final_value(self) -> Any:
-        """Return the value left on the stack.
+        """Return the only value left on the stack.
 
-        Raises ValueError when several are left, Refused when data follows the end.
+        Raises ValueError when none or several are left, Refused when data follows the end.
         """
         if self.marks or len(self.stack) != 1:
             raise ValueError("it ends with parts left over")
@@ -145,7 +146,10 @@ class InertUnpickler:
     # Of bytes ------------------------------------------------------------------------------------
 
     def _read_line(self) -> str:
-        """Read text up to the end of its line. Raises ValueError beyond MAX_NAME characters."""
+        """Return the text up to the end of its line, without newline, and move after it.
+
+        Raises ValueError without one in MAX_NAME + 1 bytes, and for invalid UTF-8.
+        """
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
         if end < 0:
             raise ValueError("a name without an end")
@@ -178,10 +182,10 @@ class InertUnpickler:
         return deepest + 1
 
     def _allow_change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """Check that `values` may be added to the container `target`, and update its depth.
+        """Check that `values` may be added to the container `target`; raise its depth if needed.
 
-        The caller adds them. Raises Refused when `target` is not of type `kind`, or is already an
-        element of another container.
+        The caller adds them. Raises Refused when `target` is not exactly of type `kind`, or is
+        already an element of another container.
         """
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")
@@ -196,9 +200,9 @@ class InertUnpickler:
         return items
 
     def _mark(self) -> None:
-        """Begin a new stack on top of the present one (MARK).
+        """Put the present stack on `marks` and begin a new, empty one (MARK).
 
-        Raises Refused for more than 2 MAX_DEPTH of them.
+        Raises Refused if there are 2 * MAX_DEPTH marks already.
         """
         if len(self.marks) >= 2 * MAX_DEPTH:
             raise Refused(f"more than {MAX_DEPTH} values inside each other")
@@ -206,7 +210,10 @@ class InertUnpickler:
         self.stack = []
 
     def _pop(self, count: int) -> list[Any]:
-        """Pop and return the last `count` values of the stack. Raises IndexError for fewer."""
+        """Pop the last `count` values of the stack; return them, the top one last.
+
+        Raises IndexError for fewer.
+        """
         items = self.stack[-count:]
         if len(items) < count:
             raise IndexError
@@ -254,9 +261,10 @@ class InertUnpickler:
         self.stack.append(named_value(module, name))
 
     def _replace_call(self) -> None:
-        """Replace a class or function and its arguments on the stack by a value (REDUCE, NEWOBJ).
+        """Pop arguments and a class or function, and push the value that stands for the call.
 
-        Nothing is called; see `_value_of_call`. Raises Refused.
+        For REDUCE and NEWOBJ. Nothing is called; see `_value_of_call`. Raises Refused for calls of
+        other objects, arguments that are no tuple, and what `_value_of_call` refuses.
         """
         arguments, named = self.stack.pop(), self.stack.pop()
         if type(named) is not Named:
@@ -274,9 +282,11 @@ class InertUnpickler:
             self.stack.append(made)
 
     def _value_of_call(self, text: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the value that stands for a call of the name `text`: data, a tensor or an Inert.
+        """Return the value that stands for a call of the name `text`.
 
-        Raises Refused unless the name is listed and accepts these arguments.
+        {} for OrderedDict, a tuple for torch.Size, a tensor for the names in TENSORS, bytes for
+        _codecs.encode, an Inert with the arguments for other names. Raises Refused for a name that
+        is not in ALLOWED or does not accept these arguments.
         """
         accepts = ALLOWED.get(text)
         if accepts is None:
@@ -296,7 +306,8 @@ class InertUnpickler:
     def _build(self) -> None:
         """Pop a state and store it in the object below it on the stack (BUILD).
 
-        The state of an OrderedDict is only checked. Raises Refused for states that no checkpoint
+        The state of an OrderedDict (a dict here) is only checked. Raises Refused for a class, an
+        object that has a state already, objects other than Inert, and states that no checkpoint
         has.
         """
         state = self.stack.pop()

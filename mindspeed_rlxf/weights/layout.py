@@ -54,7 +54,7 @@ class MegatronLayout:
         return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield every (tp rank, pp rank, ep rank); the tp rank changes fastest."""
+        """Yield every (tp rank, pp rank, ep rank), by pp rank, then ep rank, then tp rank."""
         for pp_rank in range(self.pp):
             for ep_rank in range(self.ep):
                 for tp_rank in range(self.tp):
@@ -85,7 +85,10 @@ class MegatronLayout:
     def parameters_of_any_head(
         self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
     ) -> list[StageParameter]:
-        """Return the parameters of one chunk of one rank with those of every kind of head."""
+        """Return the parameters of one chunk of one rank, those of all kinds of head included.
+
+        Each name occurs once.
+        """
         place = pp_rank, chunk, ep_rank
         found = [p for head in Head for p in self.parameters(architecture, head, *place)]
         return list({parameter.name: parameter for parameter in found}.values())
@@ -104,6 +107,7 @@ def make_layout(
 
     layers_per_chunk: layers of each virtual stage, None = one stage per pipeline rank
     layer_list:       layers of each pipeline rank, None = equal numbers
+    vocab_multiple:   multiple that the vocabulary is padded to
     Raises UserError with a problem for each size that does not fit the model.
     """
     problems = [
@@ -118,7 +122,7 @@ def make_layout(
 
 
 def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
-    """Make a layout from the number of layers of each pipeline stage.
+    """Make a layout from the number of layers of each pipeline stage; nothing is checked.
 
     counts: in the order of the model; with several chunks per rank, chunk 0 of every rank first
     """
@@ -132,7 +136,11 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
 def _find_size_problems(
     a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int
 ) -> Iterator[Problem]:
-    """Yield a problem for each parallel size that is below 1 or does not divide the model."""
+    """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`.
+
+    If one of them is below 1, yields the first such alone. Else `tp` must divide heads, rows and
+    hidden size and fit the query groups, and `ep` must divide the number of experts.
+    """
     sizes = {
         "attention heads": a.num_attention_heads,
         "rows of query, key and value": qkv_rows(a),
@@ -162,7 +170,12 @@ def _find_size_problems(
 def _find_layer_problems(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
 ) -> Iterator[Problem]:
-    """Yield a problem if the layers cannot be distributed over the pipeline as the flags say."""
+    """Yield at most one problem of the flags that distribute layers over the pipeline.
+
+    `layer_list` needs `pp` positive numbers with the sum `num_layers`; `layers_per_chunk` needs
+    `pp` >= 2 and a product with `pp` that divides `num_layers`; both together are a problem.
+    Without either, `pp` must divide `num_layers`.
+    """
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:

@@ -69,7 +69,8 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
 def _read_ranks(folder: Path, architecture: ArchitectureConfig) -> Grid:
     """Open the files of all ranks; return (tp, pp, ep) rank -> tensors of its chunks.
 
-    Raises ValueError when a rank is missing, or the folder has ranks of several layouts.
+    A rank that a folder name lacks is 0. Raises ValueError when a rank is missing, there are none,
+    or folder names have different numbers of parts.
     """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
@@ -105,9 +106,10 @@ def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> b
 
 
 def _read_chunks(file: Path) -> list[Tensors]:
-    """Read a rank's file; return the tensors of each chunk by name, without its other values.
+    """Read a rank's file; return for each chunk its tensors by name, without other values.
 
-    Raises ValueError where the file has no model.
+    Chunks are the keys "model", or "model0", "model1", ... in the order of the numbers. Raises
+    ValueError where the file has none, or one is no dict.
     """
     content = read_torch_file(file)
     names = content if type(content) is dict else {}
@@ -128,8 +130,8 @@ def _read_chunks(file: Path) -> list[Tensors]:
 def _find_layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
     """Return the layout of the ranks, with the number of layers in each pipeline stage.
 
-    Raises ValueError where ranks differ in their number of chunks, or the layers are not as many as
-    the model's.
+    A stage's number of layers is the largest index in the names of its tensors, plus 1. Raises
+    ValueError where ranks differ in their number of chunks, or the sum is not the model's.
     """
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
@@ -153,7 +155,11 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned file of each rank below `folder`; nothing is written yet."""
+    """Yield the planned file of each rank below `folder`; nothing is written yet.
+
+    A rank's file has arguments, version, iteration, and its chunks' models with their shards. A
+    reward head gets a bias of zeros.
+    """
     for rank in layout.ranks():
         tp_rank, pp_rank, ep_rank = rank
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}

@@ -93,9 +93,9 @@ def is_fields(state: Any) -> bool:
 
 
 def is_attributes(state: Any) -> bool:
-    """Whether a state is that of an object: attributes by name, or a pair with its slots.
+    """Whether a state is that of an object: None, attributes by name, or a pair of these.
 
-    Each may be None.
+    The pair is a tuple: attributes and slots.
     """
     if type(state) is dict:
         return is_fields(state)
@@ -123,7 +123,8 @@ def are_integers(value: Any) -> bool:
 def _is_tensor(arguments: tuple[Any, ...]) -> bool:
     """Whether these are the arguments of a tensor whose hooks and metadata are absent or empty.
 
-    They are storage, offset, shape, stride[, requires_grad, hooks[, metadata]].
+    They are storage, offset, shape, stride[, requires_grad, hooks[, metadata]]. Of those after
+    stride, each must be None, a bool or an empty dict.
     """
     if not 4 <= len(arguments) <= 7 or not isinstance(arguments[0], Storage):
         return False
@@ -135,16 +136,19 @@ def _is_tensor(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_parameter(arguments: tuple[Any, ...]) -> bool:
-    """Whether these are a parameter's arguments: tensor, requires_grad, hooks[, attributes]."""
+    """Whether these may be a parameter's arguments: tensor, requires_grad, hooks[, attributes].
+
+    The first two are not checked, hooks must be an empty dict, attributes must be fields.
+    """
     if len(arguments) not in (3, 4) or type(arguments[2]) is not dict or arguments[2]:
         return False
     return len(arguments) == 3 or is_fields(arguments[3])
 
 
 def _is_typed(arguments: tuple[Any, ...]) -> bool:
-    """Whether these are the arguments of a tensor with attributes.
+    """Whether these are the arguments of a tensor or parameter with attributes.
 
-    They are function, class, arguments of the function, attributes.
+    They are function, class, arguments of the function, attributes; all four are checked.
     """
     if len(arguments) != 4 or not _is(arguments[1], "torch.Tensor", *PARAMETER_CLASSES):
         return False
@@ -323,16 +327,19 @@ def shorten(text: object) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Describe a value for a message by its type; short texts and numbers by themselves."""
+    """Describe a value for a message: "a TYPE", shortened text or number, or "what NAME returns".
+
+    The last for an Inert.
+    """
     if type(value) is Inert:
         return f"what {value.named} returns"
     return shorten(value) if type(value) in (str, int) else f"a {type(value).__name__}"
 
 
 def named_value(module: str, name: str) -> Any:
-    """Return the Named of a listed name, or the torch dtype of that name.
+    """Return the Named of a listed name, or, for module "torch", the torch dtype of that name.
 
-    Raises Refused for names that are not listed.
+    The same name gives the same object. Raises Refused for names that are not listed.
     """
     text = f"{module}.{name}"
     known = _NAMES.get(text)
@@ -363,7 +370,11 @@ def attributes_of(state: Any) -> dict[str, Any]:
 
 
 def check_key(key: Any) -> None:
-    """Raise Refused for a key of a dict that could be slow to hash or compare."""
+    """Raise Refused for a key of a dict that could be slow to hash or compare.
+
+    Accepts text, types in _KEYS, integers of absolute value below MAX_KEY_NUMBER, and tuples of
+    these with at most MAX_KEY_PARTS items.
+    """
     for part in key if type(key) is tuple and len(key) <= MAX_KEY_PARTS else (key,):
         small = type(part) is int and abs(part) < MAX_KEY_NUMBER
         if not small and type(part) not in _KEYS and type(part) is not str:

@@ -59,7 +59,10 @@ def _push_signed(machine: Machine) -> None:
 
 
 def _push_long(machine: Machine) -> None:
-    """Push an integer whose length is one byte before it (LONG1). Raises Refused for a huge one."""
+    """Push the signed integer whose length in bytes is one byte before it (LONG1).
+
+    Raises Refused for more than MAX_NUMBER_BYTES.
+    """
     size = number(machine, 1)
     if size > MAX_NUMBER_BYTES:
         raise Refused(f"an integer of {size} bytes")
@@ -79,9 +82,10 @@ def _push_bytes(size: int) -> Operation:
 
 
 def _push_short_text(machine: Machine) -> None:
-    """Push text whose length is one byte before it.
+    """Push the UTF-8 text at the machine's position, whose first byte is the text's length.
 
-    Repeats the code of `_push_text` and `take`, as it is the most frequent operation.
+    Moves the position after it. Raises IndexError if the data end first. Repeats the code of
+    `_push_text` and `take`, as it is the most frequent operation.
     """
     start = machine.at + 1
     end = start + machine.data[start - 1]

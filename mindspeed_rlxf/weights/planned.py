@@ -36,7 +36,10 @@ class PlannedTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def parts(self) -> Iterator[memoryview]:
-        """Make the tensor and yield its bytes in parts of at most COPY_BYTES, without a copy."""
+        """Make the tensor and yield its bytes in parts of at most COPY_BYTES, without a copy.
+
+        Raises AssertionError if its shape or dtype is not the planned one.
+        """
         tensor = self.make()
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (
             f"planned {self.shape} {self.dtype}, got {tensor.shape} {tensor.dtype}"

@@ -54,7 +54,11 @@ class _StoredShard:
     stored: StoredTensor | BoxedTensor
 
     def boxes(self, source: str, architecture: ArchitectureConfig) -> Iterator[StoredBox]:
-        """Yield the boxes of a Hugging Face tensor that the shard contains."""
+        """Yield the boxes of a Hugging Face tensor that the shard contains, in that tensor.
+
+        Each has a function that reads it; nothing is read here. None where the shard has nothing of
+        the tensor `source`.
+        """
         places = shard_boxes(self.parameter, architecture, self.tp_rank, self.tp, self.vocab_rows)
         for place in places:
             if place.source == source:
@@ -98,8 +102,9 @@ class MegatronWeights(BoxedWeights):
         """Check a rank's shard of a parameter; add it unless it is a copy of another rank's.
 
         found: its (name in the checkpoint, tensor), None = the rank has none
-        Returns lines on what is wrong, and then adds nothing; [] if it is right. A missing output
-        layer or reward head is no problem.
+        Returns a list with the first problem, and then adds nothing, or []. Problems: missing
+        (unless output layer or reward head), no floating-point numbers, another shape (more rows of
+        the vocabulary are allowed).
         """
         if found is None:
             # A checkpoint has one of the heads or none; what needs a head reports its absence.
@@ -121,7 +126,10 @@ class MegatronWeights(BoxedWeights):
         return []
 
     def note_bias(self, stored: StoredTensor | BoxedTensor | None) -> None:
-        """Store the bias of a reward head in `dropped_bias`, if it is one number."""
+        """Read the bias of a reward head into `dropped_bias`, if it has the shape [1].
+
+        Does nothing for None.
+        """
         if stored is not None and stored.shape == (1,):
             self.dropped_bias = float(stored.read(whole((1,))))
 
@@ -159,7 +167,10 @@ def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
-    """Raise a ValueError that lists the problems of a folder of weights, unless there are none."""
+    """Raise a ValueError with the problems of a folder of weights, if there are any.
+
+    It says that the model is not that of config.json, and lists the first MAX_PROBLEMS.
+    """
     if not problems:
         return
     more = len(problems) - MAX_PROBLEMS

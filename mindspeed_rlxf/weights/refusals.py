@@ -25,7 +25,10 @@ def refusal(path: Path, error: Refused) -> ValueError:
 
 
 def _advise_saving_again(path: Path) -> str:
-    """Return a text that tells the maker of a file how to save it without these objects."""
+    """Return a text that tells the maker of a file how to save it without these objects.
+
+    A command for RANK_FILE, calls of torch for other .pt files, a sentence for others.
+    """
     there = "in the environment that wrote it"
     if path.name == RANK_FILE:
         command = f'python -c "{MODEL_ALONE}" {shlex.quote(str(path))}'
@@ -39,7 +42,10 @@ def _advise_saving_again(path: Path) -> str:
 
 
 def unreadable(path: Path, error: ValueError) -> ValueError:
-    """Make the error for a damaged file. error: the damage, or a whole sentence with the path"""
+    """Make the error for a damaged file: path, damage and "copy it again".
+
+    error: the damage, or a whole sentence that begins with the path, which becomes the message
+    """
     text = str(error)
     if text.startswith(str(path)):  # a whole sentence
         return ValueError(text)

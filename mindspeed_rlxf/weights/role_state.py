@@ -77,8 +77,9 @@ class RunState:
     def _add_boxes(self, file: SafetensorsFile) -> None:
         """Add the boxes of a rank's file to the tensors of their slots (weights, optimizer states).
 
-        Raises ValueError for names that are no boxes, and for boxes of one tensor that differ in
-        dtype or number of axes.
+        A tensor's size is the largest end of its boxes. Raises ValueError for names that are not
+        slot/name@starts with one or two axes, and for boxes of one tensor that differ in dtype or
+        number of axes.
         """
         for key, dtype, shape, first_byte in file.tensors():
             slot, _, place = key.partition("/")
@@ -117,7 +118,8 @@ class ShardedRunState:
     def slot(self, name: str) -> MegatronWeights:
         """Return the tensors of one slot: "weight", or one of the optimizer's states.
 
-        Raises ValueError when the folder has no such slot, or has another model.
+        A later call returns the same object. Raises ValueError when the folder has no such slot, or
+        has another model.
         """
         if name not in self._slots:
             prefix = "" if name == WEIGHT else f"optimizer.state.{name}."
@@ -133,9 +135,10 @@ StateReader = RunState | ShardedRunState
 
 
 def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
-    """Open a role's folder of a checkpoint, of this version of the package or an older one.
+    """Open a role's folder of a checkpoint: torch_dist if it has METADATA, else the older format.
 
-    Raises ValueError when a file is damaged, or the weights are not those of the model.
+    Raises ValueError when a file is damaged. Names and shapes of the weights are compared with
+    those of the model here for the older format (ValueError), else by `slot`.
     """
     if (folder / METADATA).exists():
         return ShardedRunState(folder, architecture)

@@ -48,7 +48,8 @@ HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote) -> None:
     """Write a safetensors file and fsync it; a file of that name is replaced.
 
-    Tensors are made and written one at a time; `wrote` is called after each with its bytes.
+    Tensors are in the order of `tensors`. They are made and written one at a time; `wrote` is
+    called after each with its number of bytes.
     """
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
@@ -111,9 +112,10 @@ class SafetensorsFile:
         return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
 
     def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
-        """Read and return the box `wanted`, which is inside the box `stored`.
+        """Read and return the box `wanted`, which must be inside the box `stored`.
 
-        first_byte: offset of the stored box in the file. Raises ValueError for a truncated file.
+        Whole rows are read at once, others row by row. first_byte: offset of the stored box in the
+        file. Raises ValueError for a truncated file, AssertionError for more than two axes.
         """
         assert 1 <= len(stored.shape) <= 2, f"a parameter has one axis or two, not {stored.shape}"
         result = torch.empty(wanted.shape, dtype=dtype)
@@ -135,7 +137,7 @@ class SafetensorsFile:
         return bytes(content)
 
     def _read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes at `offset`. Raises ValueError at the end of the file."""
+        """Fill `target` with the bytes at `offset`. Raises ValueError if the file ends first."""
         done = 0
         while done < len(target):
             count = os.preadv(self.stream.fileno(), [target[done:]], offset + done)

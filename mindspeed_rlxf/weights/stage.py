@@ -81,9 +81,10 @@ class StageWeights:
         target[rows:].zero_()  # padding of the vocabulary
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
-        """Gather a parameter from all tp ranks; return its Hugging Face tensors on the CPU.
+        """Gather a parameter from all tp ranks; return its whole Hugging Face tensors on the CPU.
 
-        A collective over the tp group. keep: False = only take part, and return {}
+        By name, without padding, in the parameter's dtype. A collective over the tp group.
+        keep: False = only take part, and return {}
         """
         shard = self.tensors[parameter.name].detach()
         shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
@@ -108,8 +109,10 @@ class StageWeights:
         expert rank writes a file with its experts; the first one adds the stage's other tensors.
         A collective over the tensor-, pipeline- and expert-parallel groups.
 
-        source:    folder that the weights came from; each tensor is converted to its dtype there
-        writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas)
+        source:    folder that the weights came from; each tensor is converted to its dtype there,
+                   or keeps its own if the folder lacks it
+        writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas); the others
+                   only take part in the collective
         described: folder of config.json and the tokenizer; None = `source`
         """
         pp, ep = self.pp_group, self.ep_group
@@ -136,7 +139,7 @@ class StageWeights:
 
 
 def _gather(files: Files, group: dist.ProcessGroup) -> Files:
-    """Gather the lists of all ranks of the group, and return their concatenation on every rank."""
+    """Gather the lists of all ranks of the group; return them joined, by rank, on every rank."""
     gathered: list[Files] = [[]] * group.size()
     dist.all_gather_object(gathered, files, group=group)
     return [file for part in gathered for file in part]

@@ -63,8 +63,8 @@ class StagedFolder:
     def _open_published(self, plan: dict[str, Any]) -> bool:
         """Whether a run with this plan was killed after it had renamed the folder to the target.
 
-        Then the target is locked and its journal read. After such a run with another plan, its
-        journal and the older target are removed.
+        Then the target is locked and its journal read. For such a run with another plan, returns
+        False after removing its journal and the older target.
         """
         self.folder = self.target
         if not _has_plan(self.target / JOURNAL):
@@ -76,10 +76,12 @@ class StagedFolder:
         return same
 
     def _open_partial(self, plan: dict[str, Any]) -> None:
-        """Make and lock the partial folder, and read its journal; remove parts of another plan.
+        """Make and lock the partial folder, and read its journal.
 
-        Moves an older target back if a run was killed between the two renames of `publish`. Raises
-        UserError as `__init__` does.
+        With the journal of this plan, finished files stay; else parts of the other plan are removed
+        and a new journal begins. Moves an older target back if a run was killed between the two
+        renames of `publish`. Raises UserError as `__init__` does, also for files that the journal
+        does not list.
         """
         self.folder = self.target.with_name(self.target.name + ".partial")
         self._check_target()
@@ -103,7 +105,7 @@ class StagedFolder:
             self._append_line({PLAN: plan})
 
     def _check_target(self) -> None:
-        """Raise UserError if the target exists and must not be replaced; an empty folder may be."""
+        """Raise UserError if the target exists, unless it may be replaced or is an empty folder."""
         if not self.replace and _is_occupied(self.target):
             raise UserError(
                 Problem(
@@ -114,8 +116,9 @@ class StagedFolder:
     def _read_journal(self, plan: dict[str, Any]) -> bool:
         """Read the journal into `kept` (parts) and `_begun` (paths); return if its plan is `plan`.
 
-        Parts of another plan are not listed in `kept`. Also finds out where an older target was
-        moved. Truncates an incomplete last line, and removes scratch folders of earlier runs.
+        With another plan or none, `kept` becomes empty. Also sets `_before` to where an older
+        target was moved. Truncates an incomplete last line, and removes scratch folders of earlier
+        runs.
         """
         lines, length = _read_lines(self.folder / JOURNAL)
         self._journal.truncate(length)
@@ -152,7 +155,10 @@ class StagedFolder:
         return _device_and_inode(path) == self._node_before
 
     def _discard(self) -> None:
-        """Remove the files that the journal names, and folders that become empty by that."""
+        """Remove the files that the journal names, and folders that become empty by that.
+
+        Leaves subfolders that it names, and files that a link puts outside the folder.
+        """
         for name in self._begun:
             path = self.folder / name
             is_file = path.is_symlink() or not path.is_dir()
@@ -163,9 +169,9 @@ class StagedFolder:
                         (self.folder / parent).rmdir()
 
     def _refuse_others(self, ours: set[str]) -> None:
-        """Raise UserError if the folder has files that are not in `ours`; they would be published.
+        """Raise UserError if the folder has files that would be published but are not ours.
 
-        Closes the journal first.
+        Closes the journal first. ours: names of files and subfolders directly in the folder
         """
         strange = sorted({path.name for path in self.folder.iterdir()} - ours - {JOURNAL})
         if strange:
@@ -179,9 +185,9 @@ class StagedFolder:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _make_folder(self) -> None:
-        """Make the partial folder, or reuse one with a journal or without files.
+        """Make the partial folder and those above it, or reuse one with a journal or no content.
 
-        Raises UserError where something else has its name, or it cannot be made.
+        Raises UserError where a link or something else has its name, or it cannot be made.
         """
         foreign = self.folder.exists() and not (self.folder / JOURNAL).exists()
         if self.folder.is_symlink() or (
@@ -196,9 +202,10 @@ class StagedFolder:
             raise UserError(Problem(f"{self.folder}", rule, remedy="give another folder")) from None
 
     def _lock_journal(self) -> IO[str]:
-        """Open the journal and lock it without waiting; return it.
+        """Open the journal, made if absent, and lock it without waiting; return it.
 
-        Raises UserError when another process has the lock or the journal cannot be written.
+        Raises UserError when another process has the lock or has renamed or removed the folder or
+        the journal meanwhile, or when the journal cannot be written.
         """
         path = self.folder / JOURNAL
         rule = "is being written by another process"
@@ -225,7 +232,10 @@ class StagedFolder:
         os.fsync(self._journal.fileno())
 
     def is_finished(self, part: str) -> bool:
-        """Whether a part is written and its file is unchanged, by size and CRC-32."""
+        """Whether a part is listed in `kept` and its file has the size and CRC-32 listed there.
+
+        False for a link.
+        """
         line, path = self.kept.get(part), self.folder / part
         if line is None or path.is_symlink() or not path.is_file():
             return False
@@ -238,8 +248,9 @@ class StagedFolder:
     def write(self, part: str, write: Callable[[Path], Any]) -> None:
         """Write one part: call `write` with a scratch folder in which it must make the file `part`.
 
-        The complete file is moved to the partial folder and listed in the journal with size,
-        CRC-32 and the value that `write` returned (JSON).
+        The complete file is moved to the partial folder and listed in the journal and in `kept`
+        with its size, CRC-32 and the value that `write` returned (JSON). The scratch folder is
+        removed.
         """
         scratch, place = self._make_scratch(), self.folder / part
         (scratch / part).parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +264,8 @@ class StagedFolder:
     def write_beside(self, write: Callable[[Path], Any]) -> None:
         """Write small files: call `write` with a scratch folder, then move all files out of it.
 
-        They are not listed as finished parts, so every run writes them again.
+        They go to the same paths in the partial folder, and may be in subfolders. They are not
+        listed as finished parts, so every run writes them again.
         """
         scratch = self._make_scratch()
         write(scratch)
@@ -262,14 +274,18 @@ class StagedFolder:
         shutil.rmtree(scratch)
 
     def _make_scratch(self) -> Path:
-        """Make a folder of random name to write in, after listing its name in the journal."""
+        """Make a subfolder of random name to write files in, after listing it in the journal."""
         scratch = self.folder / f".scratch-{secrets.token_hex(8)}"
         self._begin(scratch.name)
         scratch.mkdir()
         return scratch
 
     def _move(self, scratch: Path, name: str) -> None:
-        """Move a complete file from `scratch` to the folder, after listing it in the journal."""
+        """Move a complete file from `scratch` to the folder, where it replaces one of that name.
+
+        First lists the name in the journal, unless it is there already, and makes missing
+        subfolders.
+        """
         self._begin(name)
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(scratch / name, self.folder / name)
@@ -280,10 +296,11 @@ class StagedFolder:
             self._append_line({BEGINS: name})
 
     def publish(self) -> None:
-        """Rename the partial folder to the target; an older target is moved away, then removed.
+        """Rename the partial folder to the target, remove the journal and close it.
 
-        If the process is killed here, both folders are whole, and the next run with this plan
-        finishes.
+        An older target is moved away first, then removed; the rename is left out if an earlier run
+        made it. If the process is killed here, both folders are whole, and the next run with this
+        plan finishes.
         """
         if self.folder != self.target:
             if _is_occupied(self.target):
@@ -293,7 +310,10 @@ class StagedFolder:
         self._finish()
 
     def _move_away(self) -> None:
-        """Choose a new name for the older target, write it to the journal, rename the target."""
+        """Rename the older target to a new random name, after writing that name to the journal.
+
+        Stores the new path in `_before`, the target's device and inode in `_node_before`.
+        """
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
         self._before = self.target.with_name(name)
         self._node_before = _device_and_inode(self.target)
@@ -301,7 +321,7 @@ class StagedFolder:
         os.replace(self.target, self._before)
 
     def _finish(self) -> None:
-        """Remove the older target that was moved away, remove the journal and close it."""
+        """Remove the older target if moved away and replaced, then remove and close the journal."""
         if self._before and self._is_replaced():
             _remove(self._before)
         (self.target / JOURNAL).unlink()
@@ -323,7 +343,7 @@ def checksum(path: Path) -> int:
 
 
 def _read_lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the journal's complete lines, parsed, and their length in bytes.
+    """Return the journal's JSON objects, one per line, and the length of these lines in bytes.
 
     Stops at the first line that is incomplete or no JSON object.
     """
@@ -344,7 +364,10 @@ def _read_lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _has_plan(journal: Path) -> bool:
-    """Whether a file exists and is a journal of this module (its first line has a plan)."""
+    """Whether the path is a file whose first line is that of a journal of this module.
+
+    That is a JSON object with the key PLAN. False for a link.
+    """
     is_file = journal.is_file() and not journal.is_symlink()
     return is_file and any(PLAN in line for line in _read_lines(journal)[0][:1])
 
@@ -357,7 +380,10 @@ def _is_occupied(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file or a link, but not what a link leads to."""
+    """Remove a folder, a file or a link, but not what a link leads to.
+
+    Does nothing for a path that does not exist.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

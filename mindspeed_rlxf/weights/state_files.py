@@ -45,7 +45,7 @@ READ_BYTES = 1 << 22
 
 
 def entry_of(folder: Path, file: Path) -> Entry:
-    """Fsync and hash a file; return its manifest entry, with the path relative to `folder`."""
+    """Fsync and hash a file; return its manifest entry: path relative to `folder`, size, sha256."""
     digest = hashlib.sha256()
     with open_file(file, "rb") as stream:
         os.fsync(stream.fileno())
@@ -67,7 +67,7 @@ def without_host(entry: Entry) -> Entry:
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: missing, a link or of another size.
+    """Return how a file differs from its entry: a link, missing (or no file), or of another size.
 
     None if it does not. Reads no content.
     """
@@ -83,9 +83,9 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: missing, a link, unreadable, another size or hash.
+    """Return how a file differs from its entry: a link, missing, unreadable, other size or hash.
 
-    None if it does not. Reads the whole file.
+    None if it does not. Reads the whole file, unless the size differs.
     """
     try:
         problem = size_problem(folder, entry)

@@ -57,7 +57,8 @@ def read_torch_dist(
 ) -> MegatronWeights:
     """Return the weights in a checkpoint, or one optimizer state of each weight.
 
-    prefix: prefix of the names of the optimizer state; "" = the weights
+    prefix: prefix of the names of the optimizer state, which is removed; "" = the weights: names
+            without "optimizer"
     Raises ValueError when the checkpoint is damaged or has another model.
     """
     tensors = {
@@ -87,7 +88,8 @@ def _find(
 ) -> tuple[str, BoxedTensor] | None:
     """Return (stored name, tensor) of a parameter; None where it is not stored.
 
-    The parameter may be a slice of a tensor that stacks all layers.
+    If it is not stored under a name of its own, looks for a tensor that stacks all layers (or
+    experts), and returns that with the parameter's index in it as `index`.
     """
     alone = find(parameter, tensors)
     if alone is not None:
@@ -102,7 +104,10 @@ def _find(
 
 
 def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> Iterator[str]:
-    """Yield a line for each tensor that stacks all layers and has fewer or more than the model."""
+    """Yield a line for each tensor that stacks all layers, if its first axis is not `num_layers`.
+
+    By name: "decoder.layers." without a number after it; IGNORED names are left out.
+    """
     stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
     for name in unknown_names(stacked, set()):
         layers = tensors[name].size[:1]
@@ -111,10 +116,11 @@ def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> I
 
 
 def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
-    """Return the name of the tensor of all layers (and experts), and the parameter's index in it.
+    """Return (name of the tensor of all layers, and experts, parameter's index in it).
 
-    name: name of the parameter, with the global number of its layer; a parameter outside layers has
-          its own name and the index ()
+    name: name of the parameter, with the global number of its layer; a parameter outside layers
+          has its own name and the index ()
+    The index is (layer,), with an expert (layer, expert).
     """
     layer = LAYER.match(name)
     if layer is None:
@@ -136,7 +142,9 @@ def dist_files(
 ) -> Iterator[PlannedFile]:
     """Yield the planned `.distcp` file of each rank that writes; nothing is written yet.
 
-    `PlannedFile.write` returns the file's entries for `write_metadata`.
+    Every rank does for a model with experts, else those of expert rank 0. Files are numbered by the
+    rank in `MegatronLayout.ranks`. `PlannedFile.write` returns the file's entries for
+    `write_metadata`.
     """
     for number, rank in enumerate(layout.ranks()):
         if rank[2] == 0 or architecture.num_experts is not None:
@@ -153,7 +161,10 @@ def _boxes_of_rank(
     rank: tuple[int, int, int],
     shard: MakeShard,
 ) -> Iterator[PlannedBox]:
-    """Yield the boxes that this rank writes: those that no earlier rank has too."""
+    """Yield the boxes that this rank writes: those that no earlier rank has too.
+
+    rank: (tp rank, pp rank, ep rank). A reward head on tp rank 0 adds a bias of zeros.
+    """
     tp_rank, pp_rank, ep_rank = rank
     for chunk in range(layout.chunks):
         layers = layout.stages[pp_rank][chunk]
@@ -173,9 +184,11 @@ def _boxes_of_shard(
     tp_rank: int,
     tp: int,
 ) -> Iterator[PlannedBox]:
-    """Yield the boxes of a rank's shard of a parameter: two for gate and up of an MLP, else one.
+    """Yield the boxes in global tensors that a rank's shard of a parameter fills, with their data.
 
-    layers: those of the rank's chunk; planned: the shard
+    Two for gate and up of an MLP, else one.
+    layers: global indices of the layers of the rank's chunk
+    planned: the shard
     """
     name = LAYER.sub(lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", parameter.name)
     key, index = global_name(name, parameter.expert)
@@ -199,7 +212,10 @@ def _boxes_of_shard(
 
 
 def _plan_part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
-    """Return a planned tensor that is a box of another one, reshaped. place: the box"""
+    """Return a planned tensor that is a box of another one, copied and reshaped to `shape`.
+
+    place: the box in the whole tensor, which is made in full to take it
+    """
 
     def make() -> Tensor:
         return planned.make()[place.slices].reshape(shape).clone()
@@ -208,7 +224,11 @@ def _plan_part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTenso
 
 
 def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict[str, Any]]:
-    """Write boxes to a file, one after the other, and fsync it; return entries for `.metadata`."""
+    """Write boxes to a new file with torch.save, one after the other, and fsync it.
+
+    Calls `wrote` after each box with the bytes of its tensor. Returns the entries for `.metadata`,
+    in order, each with start and length (bytes) in the file.
+    """
     entries = []
     with path.open("wb") as file:
         for name, size, box, planned in boxes:
@@ -291,9 +311,9 @@ def _add_extra_states(
     described: dict[str, Any],
     places: dict[Any, Any],
 ) -> None:
-    """Write a file with the empty `_extra_state` of Megatron's linear layers.
+    """Write the file EXTRA_STATES with the pickled [None] that all `_extra_state`s share.
 
-    Adds its entries to `described` and `places`.
+    Adds an entry for each linear layer of each layer (and expert) to `described` and `places`.
     """
     empty = io.BytesIO()
     torch.save([None], empty)

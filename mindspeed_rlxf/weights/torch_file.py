@@ -78,7 +78,10 @@ class MappedFile:
         return self._map[offset : offset + length]
 
     def tensor(self, offset: int, length: int) -> Tensor:
-        """Return bytes of the file as a tensor [length] uint8, without a copy."""
+        """Return bytes of the file as a tensor [length] uint8, without a copy.
+
+        For no bytes it is an empty tensor. Raises as `window` where the range is not in the file.
+        """
         self.window(offset, length)
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -90,7 +93,10 @@ class MappedFile:
         return self.read(record.start, record.length)
 
     def check(self, record: Record) -> None:
-        """Compare the CRC-32 of a record with its data, once per record. Raises ChangedBytes."""
+        """Compare the CRC-32 of a record with its data, unless that was done already.
+
+        A record without a sum (NO_SUM) passes. Raises ChangedBytes where they differ.
+        """
         if record.start in self._checked:
             return
         with memoryview(self._map)[record.start : record.start + record.length] as data:
@@ -212,7 +218,8 @@ class _Reader(InertUnpickler):
     def of(cls, window: Window) -> _Reader:
         """Make a reader of the zip archive in `window`.
 
-        Raises ValueError for a file that is not of torch.save, is damaged or is big-endian.
+        Raises ValueError for an archive without PICKLE, a damaged one, and one whose record
+        `byteorder` is not "little".
         """
         path = window.file.path
         records = records_of(window.read, window.length)
@@ -241,7 +248,8 @@ class _Reader(InertUnpickler):
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> StoredTensor:
         """Return the StoredTensor that a function in `TENSORS` would make; attributes are dropped.
 
-        Raises Refused or ValueError for a tensor that does not fit its storage.
+        For a parameter, returns its tensor. Raises Refused for arguments that torch does not write,
+        ValueError for a tensor that lies outside its storage.
         """
         if function == TYPED:
             function, arguments = arguments[0].text, arguments[2]
@@ -279,7 +287,10 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle a PlannedTensor as torch does a tensor, and list it for writing."""
+        """Pickle a PlannedTensor as torch does a tensor with its own storage; add it to `planned`.
+
+        Returns NotImplemented for other objects, which are then pickled as usual.
+        """
         if not isinstance(obj, PlannedTensor):
             return NotImplemented
         storage = _PlannedStorage(str(len(self.planned)), obj.dtype, prod(obj.shape))
@@ -291,10 +302,10 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
-    """Write `tree` to a file as `torch.save` would, and fsync it.
+    """Write `tree` to a file in the format of `torch.save`, and fsync it.
 
     Its PlannedTensors become tensors, made one at a time; `wrote` is called after each with its
-    bytes.
+    number of bytes.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
@@ -314,9 +325,9 @@ def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
 def _write_record(
     archive: zipfile.ZipFile, name: str, size: int, parts: Iterable[bytes | memoryview]
 ) -> None:
-    """Write `parts`, `size` bytes in all, as record `archive/NAME` of the zip archive.
+    """Write `parts`, `size` bytes in all, as uncompressed record `archive/NAME` of the archive.
 
-    Its data begins at a multiple of ALIGNMENT in the file.
+    An extra field pads the header, so that the data begins at a multiple of ALIGNMENT in the file.
     """
     info = zipfile.ZipInfo(f"archive/{name}")
     info.file_size = size

@@ -104,9 +104,11 @@ def _place_of_directory(read: Read, size: int) -> tuple[int, int, int]:
 
 
 def _read_directory(data: bytes) -> Iterator[_Entry]:
-    """Yield the entries of an archive's directory. data: its bytes
+    """Yield the entries of an archive's directory, in its order.
 
-    Raises Refused for entries that torch does not write, ValueError or struct.error when damaged.
+    data: bytes of the directory
+    Raises Refused for encrypted, commented or compressed records, ValueError or struct.error when
+    the directory is damaged.
     """
     at = 0
     while at < len(data):
@@ -128,7 +130,11 @@ def _read_directory(data: bytes) -> Iterator[_Entry]:
 
 
 def _extra_fields(extra: bytes) -> dict[int, bytes]:
-    """Return a record's extra fields by id. Raises Refused for fields that torch does not write."""
+    """Return a record's extra fields by id.
+
+    Raises Refused for ids other than ZIP64_FIELD and PADDING_FIELD, a repeated id and a field that
+    ends after `extra`.
+    """
     fields: dict[int, bytes] = {}
     at = 0
     while at < len(extra):
@@ -141,9 +147,9 @@ def _extra_fields(extra: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, numbers: list[int]) -> list[int]:
-    """Replace numbers that are WIDE by the 64-bit numbers of the zip64 extra field, in place.
+    """Replace numbers equal to WIDE by the 64-bit ones of the zip64 extra field, in place.
 
-    Raises Refused unless the field has exactly these. Returns `numbers`.
+    Raises Refused unless that field in `extra` has exactly as many. Returns `numbers`.
     """
     wide = _extra_fields(extra).get(ZIP64_FIELD, b"")
     marked = [at for at, number in enumerate(numbers) if number == WIDE]
@@ -157,8 +163,9 @@ def _widen(extra: bytes, numbers: list[int]) -> list[int]:
 def _refuse_names(names: list[str]) -> None:
     """Refuse archives by the names of their records.
 
-    Raises Refused for names that readers may confuse, two folders, a TorchScript program and a
-    second pickle.
+    Raises Refused for names that differ only in case or not at all, names with a backslash or
+    unprintable characters, more than one top folder, a `constants.pkl` (TorchScript), and a .pkl
+    other than PICKLE.
     """
     if len({name.lower() for name in names}) != len(names):
         raise Refused("two records of one name")
@@ -176,8 +183,9 @@ def _refuse_names(names: list[str]) -> None:
 def _check_records(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
     """Check the records of an archive; yield (name without folder, record) for each, by offset.
 
-    Raises Refused unless the records fill the archive up to `end` without gap or overlap, and each
-    record's own header agrees with its entry in the directory.
+    end: offset of the directory
+    Raises Refused, after the records before the fault, unless the records fill the archive up to
+    `end` without gap or overlap, and each record's own header agrees with its entry.
     """
     at = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):

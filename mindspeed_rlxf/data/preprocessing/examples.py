@@ -42,8 +42,8 @@ class Example(NamedTuple):
 def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     """Make the prompt of a row, and the responses that the handler writes.
 
-    Raises UnusableRow for a column that is missing, empty or of a wrong type, for turns in a wrong
-    order and for invalid Unicode.
+    Raises UnusableRow for a column that is missing or of a wrong type, an empty prompt, an empty
+    answer (output ANSWERED), turns in a wrong order and invalid Unicode.
     """
     if isinstance(keys, MapKeys):
         example = _make_alpaca_example(row, keys, handler.output)
@@ -58,9 +58,10 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
 
 
 def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
-    """Make the example of an alpaca row: system, history, prompt and query, and the responses.
+    """Make the example of an alpaca row: turns (system, history, prompt and query) and responses.
 
-    Raises UnusableRow.
+    Responses: none for output PROMPT, chosen and rejected for PAIR, one otherwise; a column that is
+    None is left out. Raises UnusableRow.
     """
     turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
@@ -73,8 +74,10 @@ def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
     """Make the example of a row with a list of messages.
 
-    The last message is the response, except for pairs, whose responses have their own columns.
-    Raises UnusableRow, also for an empty turn of the user; an empty response is kept.
+    For PAIR, all messages are the prompt and the responses are those in columns of their own; a
+    column that is None is left out. For every other output, PROMPT included, the last message is
+    the response. Raises UnusableRow for another role of the last turn, a wrong order and an empty
+    turn of the user; an empty response is kept.
     """
     messages = _require(row, keys.messages, "messages")
     turns = _read_messages(messages, keys.tags, "messages must be")
@@ -91,7 +94,11 @@ def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Exam
 
 
 def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
-    """Yield the turns of the history column, if the row has one. Raises UnusableRow."""
+    """Yield the turns of the history column, user and assistant of each pair.
+
+    Nothing where the column is null or unused. Raises UnusableRow unless it is a list of pairs of
+    text.
+    """
     pairs = look_up(row, keys.history) if keys.history else None
     rule = "a history must be a list of [user, assistant] pairs of text"
     if pairs is not None and not isinstance(pairs, list):
@@ -108,7 +115,8 @@ def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
 def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
     """Return the turns of the prompt's column, with the query on a new line of the last turn.
 
-    Raises UnusableRow, also where the last turn is empty or not the user's.
+    Text is one turn of the user, else it must be a list of messages. An empty query adds nothing.
+    Raises UnusableRow for other values and a last turn that is empty or not the user's.
     """
     prompt, query = _require(row, keys.prompt, "prompt"), _read_text(row, keys.query, "query")
     turns = [Turn("user", prompt)]
@@ -124,8 +132,9 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
 def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
     """Return the response in a column as text.
 
-    The column has text, a number, a list of one text, or chat messages: the assistant's alone, or
-    the prompt's `turns` and then the assistant's. Raises UnusableRow for anything else.
+    The column has text, a number (not a bool), a list of one text, or chat messages, of which the
+    last must be the assistant's and those before it, if any, the prompt's `turns`.
+    Raises UnusableRow for anything else.
     """
     value = _require(row, column, "response")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
@@ -160,7 +169,7 @@ def _read_judged(row: Row, column: str, tags: Tags) -> str:
 def _require(row: Row, column: str, part: str) -> Any:
     """Return a column's value. Raises UnusableRow where it is absent or null.
 
-    part: what the column should hold, for the error
+    part: name of what the column contains, such as "prompt", for the error
     """
     value = look_up(row, column)
     if value is None:
@@ -188,7 +197,8 @@ def _read_text(row: Row, column: str | None, part: str) -> str:
 def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
     """Convert a list of messages to turns; only the first one may be the system's.
 
-    Raises UnusableRow, also for an empty list. rule: how the error begins
+    rule: first words of the error for a value that is no list or empty
+    Raises UnusableRow for that, a later system turn, and messages as `_read_message` does.
     """
     if not isinstance(value, list) or not value:
         rule = f"{rule} a list of messages that is not empty, here it is {shorten_value(value)}"
@@ -205,7 +215,8 @@ def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
 def _read_message(message: Any, tags: Tags, name: str) -> Turn:
     """Convert a message, whose keys and roles `tags` names, to a turn.
 
-    Raises UnusableRow, also for turns of tools. name: name of the message in the error
+    Raises UnusableRow for a role or content that is no text, turns of tools and other roles.
+    name: name of the message in the error
     """
     found = message if isinstance(message, dict) else {}
     role, text = found.get(tags.role_tag), found.get(tags.content_tag)
@@ -224,10 +235,10 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
-    """Return the turns with the system turn first: one of `turns`, or one with text `system`.
+    """Return the turns with the system turns first, in their order, or one with text `system`.
 
-    No turn is added for `system` "". Raises UnusableRow if there is a system turn and `system` too.
-    column: where `system` comes from, for the error
+    No turn is added for `system` "". Raises UnusableRow if there is a system turn and `system`
+    too. column: where `system` comes from, for the error
     """
     own = [turn for turn in turns if turn.role == "system"]
     others = [turn for turn in turns if turn.role != "system"]
@@ -238,7 +249,10 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 
 
 def _check_order(turns: Sequence[Turn]) -> None:
-    """Raise UnusableRow unless the turns but the system's alternate: user, assistant, user, ..."""
+    """Raise UnusableRow unless the turns are user, assistant, user, ...; system turns are skipped.
+
+    The last turn may be the user's or the assistant's; no turns at all are valid.
+    """
     roles = [turn.role for turn in turns if turn.role != "system"]
     for number, role in enumerate(roles, 1):
         expected = ("assistant", "user")[number % 2]

@@ -86,7 +86,10 @@ def default_keys(handler: Handler) -> Keys:
 
 
 def known_keys(handler: Handler) -> list[str]:
-    """List the keys of --map-keys that a handler reads."""
+    """List the keys of --map-keys that a handler reads, in the order of the keys' class.
+
+    Handlers of pairs read chosen and rejected but no response, others the reverse.
+    """
     unused = ("response",) if handler.output is Output.PAIR else ("chosen", "rejected")
     return [key.name for key in fields(default_keys(handler)) if key.name not in unused]
 
@@ -129,7 +132,8 @@ def missing_columns(
     """Yield a problem for each column that the user named and that no row has.
 
     columns: names of all columns of the rows. extra: columns of --dataset-additional-keys.
-    Default columns may be absent, and so may the response of a handler that writes prompts only.
+    Columns equal to the default may be absent, and so may the response of a handler that writes
+    prompts only. Of "a.b", only "a" is looked for.
     """
     defaults = asdict(default_keys(handler))
     asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
@@ -159,9 +163,9 @@ def _unknown_key_problem(name: str, key: str, known: Iterable[str]) -> Problem:
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
-    """Parse the JSON object of --map-keys. Raises UserError for anything else.
+    """Parse the JSON object of --map-keys. Raises UserError for invalid JSON or another type.
 
-    rule: how the error begins
+    rule: first words of the error's message, such as "must be a JSON object"
     """
     try:
         given = json.loads(text)
@@ -176,7 +180,8 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
     """Yield the problems of one key of --map-keys and its value; none if they are valid.
 
-    A key of MapKeys or NOT_RENDERED that the handler does not read is valid with an empty value.
+    A known key needs text or null, "tags" valid tags. Other keys of MapKeys and those of
+    NOT_RENDERED are valid with an empty value only, and unknown keys never.
     """
     known = known_keys(handler)
     if key == "tags" and key in known:
@@ -192,9 +197,9 @@ def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
 
 
 def _tag_problems(tags: Any) -> Iterator[Problem]:
-    """Yield a problem for each tag that is unknown, empty or not text, or if `tags` is no object.
+    """Yield a problem for each tag that is unknown, or whose value is empty or not text.
 
-    None is valid.
+    Only one if `tags` is no object; none for None.
     """
     known = Tags.__dataclass_fields__
     if tags is not None and not isinstance(tags, dict):
@@ -208,7 +213,10 @@ def _tag_problems(tags: Any) -> Iterator[Problem]:
 
 
 def _same_columns(keys: Keys) -> Iterator[Problem]:
-    """Yield a problem when one column is used for two of prompt, query, history and system."""
+    """Yield one problem when a column is used for two of prompt, query, history and system.
+
+    Only keys of class MapKeys are checked.
+    """
     if isinstance(keys, MapKeys):
         used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
         if twice := [column for column in used if used.count(column) > 1]:
@@ -217,9 +225,10 @@ def _same_columns(keys: Keys) -> Iterator[Problem]:
 
 
 def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
-    """Yield a problem for each response that the handler writes and that has no column.
+    """Yield a problem for each response column that the handler needs and that is None.
 
-    Also where the response is read from the column of the prompt.
+    These are chosen and rejected for PAIR, response for INSTRUCTION. Also one for ANSWERED and
+    INSTRUCTION where response and prompt are the same column.
     """
     needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
     for key in needed.get(handler.output, ()):

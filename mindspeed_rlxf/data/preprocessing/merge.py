@@ -84,9 +84,10 @@ def merge(
 
 
 def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Problem]]:
-    """Open the .bin/.idx pairs whose name contains `key`, except `output`.
+    """Open the .bin/.idx pairs whose name contains `key`, except `output`; sorted by name.
 
-    Returns them and the problems: no such pair, files that are missing or broken, several dtypes.
+    Returns (path without ending -> reader, problems). Problems: no such pair, files that are
+    missing or broken, several dtypes.
     """
     files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.is_file()]
     stems = sorted({f.with_suffix("") for f in files if key in f.stem} - {output})
@@ -114,7 +115,10 @@ def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Pro
 
 
 def _check_lengths(groups: Mapping[str, Readers]) -> None:
-    """Raise UserError unless the pairs of every key have the same lengths, in order."""
+    """Raise UserError unless the columns have equally many sequences, pair by pair.
+
+    groups: key of a column -> its pairs in order; only numbers of sequences are compared
+    """
     lengths = {key: [len(reader) for reader in readers.values()] for key, readers in groups.items()}
     if any(other != lengths[next(iter(lengths))] for other in lengths.values()):
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
@@ -125,7 +129,8 @@ def _check_lengths(groups: Mapping[str, Readers]) -> None:
 def _write_pair(output: Path, readers: Sequence[IndexedReader]) -> None:
     """Write the sequences of all readers, one after the other, to `{output}.bin/.idx`.
 
-    Writes to partial files first and replaces an older output once they are complete.
+    Writes to partial files, and once they are complete removes an older .idx and moves them in its
+    place, the .idx last. The partial files are removed after an error.
     """
     partial = output.with_name(f".{output.name}.partial")
     writer = IndexedWriter(partial, readers[0].dtype.type)
@@ -236,14 +241,20 @@ def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
 
 
 def _describe_value(value: Any, other: Any) -> str:
-    """Format a value for an error. Of a set, only the elements that `other` lacks are shown."""
+    """Format a value for an error: "with X, Y" for the elements of a set that `other` lacks.
+
+    "without more" for a set with none; other values as `str`.
+    """
     if not isinstance(value, set):
         return str(value)
     return f"with {', '.join(sorted(value - other))}" if value - other else "without more"
 
 
 def _key_problems(groups: Mapping[str, Readers], sidecar: Sidecar) -> Iterator[Problem]:
-    """Yield a problem unless the keys of `groups` are the names of all columns and no others."""
+    """Yield a problem unless the keys are packed_X_document for all columns X of the sidecar.
+
+    groups: by the keys, in any order
+    """
     keys = [f"packed_{column.file}_document" for column in sidecar.columns]
     if set(groups) != set(keys):
         rule = f"must name all columns of sets with {SIDECAR_ENDING}, it is {' '.join(groups)}"
@@ -275,9 +286,9 @@ def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
 
 
 def _add_counts(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the counts of sidecars by name, also nested ones.
+    """Return the sums of the sidecars' counts by name, also of nested ones.
 
-    An id that is in two sets does not count as repeated.
+    A count that a sidecar lacks is 0 there. An id that is in two sets does not count as repeated.
     """
     total: dict[str, Any] = {}
     for counts in all_counts:

@@ -136,8 +136,8 @@ def _make_encoder(
 ) -> RowEncoder:
     """Make the encoder for the options.
 
-    Raises UserError when `append_eod` needs an EOS that the tokenizer lacks, or the template does
-    not fit the tokenizer.
+    With `additional_columns`, only these and LABELS are kept as columns. Raises UserError when
+    `append_eod` needs an EOS that the tokenizer lacks, or the template does not fit the tokenizer.
     """
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     if options.append_eod and eos is None:
@@ -164,10 +164,10 @@ def _make_encoder(
 
 
 def _check_prefix(options: PreprocessOptions) -> Path:
-    """Return the absolute output prefix.
+    """Return the absolute output prefix, "~" expanded.
 
     First moves a complete data set of an interrupted run into place. Raises UserError for a prefix
-    without a name, or when a data set exists and `overwrite` is not set.
+    that ends with "/" or is empty, and when a data set exists and `overwrite` is not set.
     """
     shown = readable(options.output_prefix)
     if not os.path.basename(options.output_prefix):
@@ -185,9 +185,10 @@ def _check_prefix(options: PreprocessOptions) -> Path:
 def _encode_chunks(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
-    """Yield the encoded chunks in order. One worker encodes in this process.
+    """Yield the encoded chunks in order. With `workers` 1, this process encodes.
 
     More workers are forked, so that they share the loaded tokenizer; they end with the generator.
+    Up to workers * CHUNKS_AHEAD chunks are read ahead.
     """
     if workers == 1:
         yield from map(encoder.encode, chunks)
@@ -241,8 +242,9 @@ def _check_result(
 ) -> None:
     """Raise UserError if the rows read so far do not make the data set that the options ask for.
 
-    That is: a row too long with `overlong` ERROR, no row left, a dropped row with `strict`, named
-    columns that no row has, or answers to write where the rows have another column `labels`.
+    That is, with only the first one raised: a row too long with `overlong` ERROR, no row left, a
+    dropped row with `strict`; then together: named columns that no row has, and answers to write
+    where the rows have another column `labels`.
     columns: the names of all columns that the rows have
     """
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:

@@ -111,7 +111,10 @@ class RowEncoder:
     unknown_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
-        """Encode rows; unusable ones are listed in `rejected`, in the order of the rows."""
+        """Encode rows; unusable ones are only listed in `rejected`, in the order of the rows.
+
+        Counts rows whose first sequence was shortened in `num_cut`.
+        """
         chunk = EncodedChunk()
         usable: list[tuple[NumberedRow, Example]] = []
         for row in rows:
@@ -142,7 +145,8 @@ class RowEncoder:
     def _read(self, row: Row) -> Example:
         """Make the example of a row.
 
-        Raises UnusableRow, also for a prompt with so many characters that it must be too long.
+        Raises UnusableRow as `make_example` does. Also for a prompt with so many characters that it
+        must be over `max_length` tokens, unless it is to be cut.
         """
         example = make_example(row, self.keys, self.handler)
         if self.max_length is not None and self.overlong not in CUTTING:
@@ -154,8 +158,8 @@ class RowEncoder:
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
         """Tokenize examples; return the sequences of each, in the order of `Handler.sequences`.
 
-        A conversation gets `end_id` at its end. Responses of a pair are labelled in the last turn
-        only.
+        Prompts alone have token ids only. A conversation without `end_id` at its end gets it, as a
+        label too, unless that is None. Pairs do not; they are labelled in the last response only.
         """
         if not self.handler.has_responses:
             return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]
@@ -177,8 +181,8 @@ class RowEncoder:
     def _fit(self, ids: IdRows) -> IdRows:
         """Return a row's sequences; a prompt that is too long is cut if the policy cuts prompts.
 
-        Raises UnusableRow for an empty sequence or one that is too long and is not cut. Sequences
-        with labels are never cut.
+        Raises UnusableRow for an empty sequence, and for one that is too long and is not cut. Of a
+        row with several sequences (labels or pairs) none is cut.
         """
         if not all(ids):
             raise UnusableRow("no token", NO_TOKEN.rule, NO_TOKEN.remedy)
@@ -191,14 +195,22 @@ class RowEncoder:
         return (kept,)
 
     def _too_long(self, length: str, is_conversation: bool) -> UnusableRow:
-        """Make the error for a row over --seq-length. length: with its unit"""
+        """Make the error for a row over --seq-length, with the reason TOO_LONG.
+
+        length: with its unit
+        is_conversation: False = the row is a prompt, for which the remedy is another one
+        """
         name = "conversation" if is_conversation else "prompt"
         remedy = "raise it" if is_conversation else "raise it or use --overlong keep-tail"
         rule = f"a {name} must fit --seq-length={self.max_length}, this one has {length}"
         return UnusableRow(TOO_LONG, rule, remedy)
 
     def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
-        """Set the chunk's `num_rows`, `sequences`, `num_tokens` and `num_unknown` from `kept`."""
+        """Set the chunk's `num_rows` and `sequences` from the rows `kept`; add to its token counts.
+
+        `num_tokens` and `num_unknown` (ids equal to `unknown_id`) count only sequences whose name
+        ends with TOKEN_IDS, not masks or labels.
+        """
         chunk.num_rows = len(kept)
         for i, name in enumerate(self.handler.sequences):
             parts = [np.asarray(ids[i], dtype=np.int32) for ids in kept]
@@ -214,8 +226,9 @@ class RowEncoder:
     ) -> dict[str, list[bytes | None]]:
         """Return name -> JSON bytes of each row for the columns to write beside the tokens.
 
-        None where a row lacks the column. Columns that became the prompt are left out; answers are
-        added as column `labels` where the handler writes them.
+        None where a row lacks the column. Only those of `kept_columns`, None = all. Columns that
+        became the prompt are left out; answers are added as column `labels` where the handler
+        writes them.
         """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns
@@ -231,9 +244,9 @@ class RowEncoder:
 
 
 def label_last_response(labels: list[int]) -> list[int]:
-    """Return the labels with those of all responses but the last set to IGNORED.
+    """Return a copy of the labels with those of all responses but the last set to IGNORED.
 
-    The last response is at the end of the conversation.
+    The last response is the run of labels other than IGNORED at the end of the conversation.
     """
     start = len(labels)
     while start and labels[start - 1] != IGNORED:

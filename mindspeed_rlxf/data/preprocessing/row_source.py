@@ -64,10 +64,11 @@ class Counts:
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
-    """List the data files of `inputs`, which are files and folders; a folder's files by name.
+    """List the data files of `inputs`, which are files and folders, in that order.
 
-    Other entries of a folder are appended to `skipped`. Raises UserError for a path that does not
-    exist, a file of an unknown ending or a folder without data files.
+    A folder's own files are sorted by name; subfolders are not searched. Other entries of a folder
+    are appended to `skipped`. Raises UserError with every path that does not exist, file of an
+    unknown ending and folder without data files.
     """
     files, problems = [], []
     endings = ", ".join(READERS)
@@ -120,9 +121,10 @@ class RowSource:
         return islice(self._read_all(), self._max_rows)
 
     def _read_all(self) -> Iterator[NumberedRow]:
-        """Yield the rows of all files; count rows, repeated ids and empty files in the counts.
+        """Yield the rows of all files, BadRows too; count rows, repeated ids and empty files.
 
-        Also collects the column names and calls `progress` after each row. Raises UserError.
+        Also collects the column names in `columns`, and calls `progress` after each row, when the
+        next is asked for. Raises UserError.
         """
         for file in self._files:
             name, before = readable(file), self._counts.rows_read
@@ -140,9 +142,9 @@ class RowSource:
                 self._counts.empty_files.append(name)
 
     def _read(self, file: str) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row) of a file, nothing for an empty one.
+        """Yield (row number, row) of a file, BadRows too; nothing for an empty one.
 
-        Raises UserError where it cannot be read.
+        Raises UserError where it cannot be read, is absent or broken.
         """
         try:
             if not os.path.isfile(file) or os.path.getsize(file):  # an empty file fits every type
@@ -157,7 +159,10 @@ class RowSource:
 
 
 def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
-    """Group rows into chunks of CHUNK_ROWS rows, or fewer if they reach CHUNK_CHARACTERS."""
+    """Yield the rows in lists; a list ends at CHUNK_ROWS rows or once it has CHUNK_CHARACTERS.
+
+    The row that reaches the limit of characters is still in the list.
+    """
     chunk: list[NumberedRow] = []
     size = 0
     for row in rows:
@@ -171,7 +176,10 @@ def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
 
 
 def _num_characters(value: Any) -> int:
-    """Count the characters of all texts in a value, nested ones included; keys do not count."""
+    """Return the sum of the lengths of all texts in a value, nested in lists and dicts too.
+
+    Keys do not count, numbers and others are 0, and a BadRow counts its raw text.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, BadRow):
@@ -195,7 +203,7 @@ class Refusals:
     def list_problems(self, only: str | None = None) -> list[Problem]:
         """Return the problems, keyed by `file:row`; equal ones of a file are one with a count.
 
-        only: return those of rows dropped for this reason, None = all
+        only: return those of rows dropped for this reason, None = for all reasons
         """
         chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
         return [problem for found in chosen for problem in found.list_problems()]

@@ -49,8 +49,8 @@ MAX_COLUMNS = 256  # each keeps a file open
 def existing_files(prefix: Path) -> list[Path]:
     """List the existing files of this prefix's data set: sidecar, columns, rejected rows.
 
-    They are in the order of removal, the prompts' index before other columns: after an interruption
-    no remaining files look like a data set.
+    They are in the order of removal: of each column the .idx file first, and columns of token ids
+    before others, so that after an interruption no remaining files look like a data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     paths = [data_path(prefix, name) for name in columns]
@@ -61,7 +61,8 @@ def existing_files(prefix: Path) -> list[Path]:
 def finish_interrupted(prefix: Path) -> None:
     """Move a complete data set whose writer was killed to its final names, and log a warning.
 
-    Does nothing where there is none. Raises UserError when another process writes to the prefix.
+    Removes the partial folder then. Does nothing where that has no list of moves. Raises UserError
+    when another process writes to the prefix.
     """
     folder = partial_folder(prefix)
     if (folder / MOVES).exists():
@@ -101,10 +102,10 @@ class PromptSetWriter:
         self._lock.close()
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Write a chunk: token sequences, mask, columns and rejected rows.
+        """Write a chunk: token sequences, mask (all 1, if the handler has one), columns, rejects.
 
-        A column that earlier chunks lack gets null for their rows. Raises UserError for more than
-        MAX_COLUMNS columns.
+        A column that earlier chunks lack gets null for their rows, and so does one that this chunk
+        lacks. Rejected rows are lines of JSON. Raises UserError for more than MAX_COLUMNS columns.
         """
         for name in self._handler.sequences:
             self._writers[name].add(chunk.sequences[name].items, chunk.sequences[name].lengths)
@@ -123,7 +124,7 @@ class PromptSetWriter:
         self.num_rows += chunk.num_rows
 
     def append(self, columns: Mapping[str, IndexedReader]) -> None:
-        """Append the rows of another data set.
+        """Append the sequences of another data set's columns, and start the columns that are new.
 
         columns: opened columns of that data set, all of them, by the names in their file names
         """
@@ -133,7 +134,7 @@ class PromptSetWriter:
             self._writers[file].add_all(reader)
 
     def append_rejected(self, file: Path) -> None:
-        """Append the file of rejected rows of another data set."""
+        r"""Append the file of rejected rows of another data set; invalid UTF-8 becomes \xNN."""
         with open_plain(file) as lines:
             text = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace")
             shutil.copyfileobj(text, self._rejected)
@@ -168,8 +169,9 @@ class PromptSetWriter:
         ]
 
     def _start_column(self, name: str) -> None:
-        """Open the file of a new column, with null for all rows written before.
+        """Open the file of a new column and write null for each row so far.
 
+        name: of the column in the rows; the file gets a name made from it
         Raises UserError if there are MAX_COLUMNS columns already.
         """
         if len(self._files) == MAX_COLUMNS:
@@ -196,7 +198,7 @@ def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
 def _make_moves(folder: Path, prefix: Path) -> None:
     """Make the moves that are listed in `folder` and were not made before; then remove the list.
 
-    Removes the files of an older data set at `prefix` first.
+    Removes the files of an older data set at `prefix` first, but not those moved already.
     """
     moves = [(folder / name, prefix.with_name(to)) for name, to in _read_moves(folder)]
     made = {target for source, target in moves if not source.exists()}
@@ -210,9 +212,9 @@ def _make_moves(folder: Path, prefix: Path) -> None:
 
 
 def _read_moves(folder: Path) -> list[list[str]]:
-    """Read the list of moves: (name in the folder, final name).
+    """Read the list of moves from the file MOVES in `folder`: [name in the folder, final name].
 
-    Raises OSError for names that contain a folder.
+    Raises OSError if a name is a path with folders, or if the file is missing.
     """
     with open_file(folder / MOVES, "r", encoding="ascii") as stream:
         moves: list[list[str]] = json.load(stream)
@@ -223,7 +225,7 @@ def _read_moves(folder: Path) -> list[list[str]]:
 
 
 def exists_problem(output_prefix: str, name: str) -> Problem:
-    """Make the problem of an existing file that only `--overwrite` may replace."""
+    """Make the problem that `output_prefix` must be new, but its file `name` exists."""
     remedy = "take another prefix or give --overwrite"
     return Problem(PREFIX, f"must be new, {name} exists", output_prefix, remedy)
 
@@ -240,9 +242,9 @@ def report_write_errors(output_prefix: str) -> Iterator[None]:
 
 
 def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
-    """Lock the folder for this process, until the returned file is closed.
+    """Lock the folder by its file `lock`, made if absent, until the returned file is closed.
 
-    Raises UserError when another process has the lock, OSError when the folder is a link.
+    Raises UserError at once when another process has the lock, OSError when the folder is a link.
     """
     if folder.is_symlink():
         raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
