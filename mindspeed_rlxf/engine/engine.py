@@ -332,7 +332,10 @@ class MegatronEngine:
         return total
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, on every rank; a collective (see `hf_stream.hf_tensors`)."""
+        """Yield Hugging Face's name and the whole tensor of every weight, on every rank.
+
+        A collective (see `hf_stream.hf_tensors`). The weights are on the device until the end.
+        """
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 

@@ -40,9 +40,10 @@ def hf_tensors(
 def _gather_whole(
     weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return a parameter's whole tensors by name, gathered over tensor-parallel ranks.
+    """Return a parameter's whole tensors on the device, by Hugging Face's names.
 
-    held: this rank has a shard; False = return uninitialised tensors, to receive a broadcast
+    held: this rank has a shard: gather them over the tensor-parallel ranks. False = return
+          uninitialised tensors of type `dtype`, to receive a broadcast
     """
     where = device.current_device()
     if held:

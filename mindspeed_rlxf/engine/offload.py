@@ -74,7 +74,11 @@ class _HostMemory:
         self._free = 0  # bytes of the last chunk
 
     def assign(self, storages: list[_Storage]) -> None:
-        """Append host memory to the `pieces` of each storage; allocate chunks as needed."""
+        """Append host memory, as many bytes as each storage has, to its `pieces`.
+
+        Allocates chunks as needed. A storage gets several pieces where a chunk is used up before
+        its end.
+        """
         wanted = sum(_round_to_alignment(each.num_bytes) for each in storages) - self._free
         for each in storages:
             missing = each.num_bytes
@@ -152,7 +156,10 @@ class _MovedPart:
         self.is_away = False
 
     def await_copies(self) -> None:
-        """Make device work launched from now on wait for the copies of `onload`."""
+        """Make device work launched from now on wait for the copies of the last `onload`.
+
+        Does nothing if there were none, or in a second call for the same copies.
+        """
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             self._copies.join(arrived)
@@ -211,12 +218,12 @@ class Offload:
             self._parts[part].onload()
 
     def await_copies(self, *parts: Part) -> None:
-        """Make device work launched from now on wait for the copies of these parts."""
+        """Make device work launched from now on wait for these parts to arrive there."""
         for part in self._own_parts(parts):
             self._parts[part].await_copies()
 
     def mark_changed(self, *parts: Part) -> None:
-        """Mark the host copies of these parts as out of date."""
+        """Mark the host copies of these parts as out of date; skip parts that never move."""
         for part in self._own_parts(parts):
             self._parts[part].is_changed = True
 

@@ -86,7 +86,10 @@ def _steps(adam: torch.optim.Optimizer) -> Iterator[int]:
 
 
 def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """Set the number of steps taken, per parameter or per group (see `_steps`)."""
+    """Set the number of steps taken to `step`.
+
+    In the state of each parameter for torch's Adam and AdamW, else in each parameter group.
+    """
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)

@@ -101,7 +101,7 @@ class StateSaver:
     def begin(self, folder: Path) -> None:
         """Copy this rank's share to the host, and start to write it into `folder` in a thread.
 
-        A collective. The save before must have been ended.
+        A collective. Raises AssertionError if the save before was not ended.
         """
         assert self._writing is None, "the save before this one has not been ended"
         state, rank = self._state, dist.get_rank()

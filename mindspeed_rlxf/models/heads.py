@@ -239,7 +239,9 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Any:
-        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab].
+        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab shard].
+
+        A collective of `group`.
 
         labels: [tokens] int64, token ids of the whole vocabulary
         """
@@ -282,6 +284,6 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """All-reduce a tensor in place."""
+    """All-reduce a tensor in place; do nothing in a group of one rank."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

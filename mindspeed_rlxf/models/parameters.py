@@ -133,7 +133,7 @@ def _router(block: str) -> tuple[StageParameter, ...]:
 
 
 def _expert(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
-    """Return the rows of an expert's two parameters.
+    """Describe an expert's two parameters: gate and up projection in one, and the down projection.
 
     block:          Hugging Face's name of the MoE layer
     gate, up, down: Hugging Face's names of the expert's three projections

@@ -25,7 +25,7 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def boxed_number(text: str) -> Fraction | None:
-    """Return the last number in the last `\\boxed{...}`, None without one."""
+    """Return the last number in the last `\\boxed{...}`; None without a number or a box."""
     numbers = find_numbers(find_boxed(text) or "")
     return numbers[-1] if numbers else None
 

@@ -22,7 +22,8 @@ from mindspeed_rlxf.rewards.scorer import Part, Plan
 def make_plan(reward: RewardConfig) -> Plan:
     """Make the plan of a scoring process: functions, rules of data sources, plugins, sandbox.
 
-    Functions with a url are left out, because servers run them.
+    Functions with a url are left out, because servers run them. Loaded plugins are in it only if a
+    function or rule is used that is not built in.
     """
     rules = BUILTIN_SOURCES | dict(reward.rules)
     parts = tuple(_part(function) for function in reward.parts if function.url is None)

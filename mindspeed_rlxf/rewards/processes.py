@@ -73,7 +73,9 @@ class ScoringProcess:
     def receive(self) -> Any:
         """Return the next message, parsed from JSON; None if none is complete yet. Never waits.
 
-        Raises EOFError where the process closed the socket or sent no JSON, and TooMuchOutput.
+        Reads the socket once, at most READ bytes. Raises EOFError where the process closed the
+        socket or sent a line that is no JSON, and TooMuchOutput for an incomplete message of more
+        than MAX_OUTPUT bytes.
         """
         try:
             received = self.channel.recv(READ)

@@ -242,9 +242,9 @@ class _Loop:
             self._shown = line
 
     def _fail_lost(self, worker: _Worker, message: str) -> None:
-        """Remove a process that ended or sent no JSON, and fail its sample.
+        """Remove a process that ended or sent no JSON, and fail its sample with Cause.EXIT.
 
-        If the process was not ready yet, marks the pool as broken.
+        If the process was not ready yet, marks the pool as broken instead.
         message: what is wrong with the reply; "" = the process ended
         """
         end = self._drop(worker, ends_itself=not message)

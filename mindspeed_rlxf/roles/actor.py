@@ -73,7 +73,7 @@ class ActorRole:
         return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
-        """Report sample id, token ids and weights version of each row, for the sample log."""
+        """Report a SampleText per row for the sample log: ids, tokens, and weights versions."""
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         texts = [
             SampleText(sample_id, prompts[row], responses[row], version_span(rollouts, row))

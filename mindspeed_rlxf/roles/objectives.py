@@ -59,7 +59,10 @@ class ClippedObjective:
     """
 
     def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
-        """sum_over_replicas: returns a tensor's sum over the data-parallel ranks"""
+        """Read where the KL term goes and the clip range; a bound that is None is `clip_ratio`.
+
+        sum_over_replicas: returns a tensor's sum over the data-parallel ranks
+        """
         actor = config.actor_rollout
         self.actor, self.algorithm = actor, config.algorithm
         self.sum_over_replicas = sum_over_replicas
@@ -232,7 +235,7 @@ OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
 
 
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
-    """Return the objective of a run, by its stage and `actor_rollout.policy_loss`.
+    """Make the objective of a run: DPO for online DPO, else by `actor_rollout.policy_loss`.
 
     sum_over_replicas: returns a tensor's sum over the data-parallel ranks
     """

@@ -133,7 +133,8 @@ class Generation:
     def _admit(self) -> None:
         """Move waiting samples that fit into the batch, at least one, and prefill them.
 
-        The prefill also draws the next token of each.
+        The prefill also draws the next token of each. Afterwards drops the states of prompts that
+        no waiting sample has.
         """
         first, rows = len(self.active), max(self._count_admissible(), 1)
         entering = [self.waiting.popleft() for _ in range(rows)]
@@ -217,9 +218,10 @@ class Generation:
     # Rows that decode
 
     def _decode(self) -> None:
-        """Launch up to `limits.steps` decode steps of all rows, without reading the drawn tokens.
+        """Launch `limits.steps` decode steps of all rows, without reading the drawn tokens.
 
-        Moves rows back to the queue first if the cache cannot hold these steps.
+        Fewer if no row may have that many more tokens. Moves rows back to the queue first if the
+        cache cannot hold these steps.
         """
         left = [row.settings.max_new_tokens for row in self.active] - self._counts
         steps = min(self.limits.steps, int(left.max()))

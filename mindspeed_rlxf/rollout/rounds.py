@@ -65,7 +65,7 @@ class Rounds:
         return passes
 
     def _exchange_sizes(self, tokens: int) -> bool:
-        """Set the tokens of each rank for the next pass; return whether any rank has some.
+        """Set the token count of each rank for the next pass; return whether any is above 0.
 
         A collective: waits until all ranks have called it.
         """

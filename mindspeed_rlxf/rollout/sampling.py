@@ -230,7 +230,7 @@ def running_sum(numbers: Tensor) -> Tensor:
 
 
 def fixed_order_sum(numbers: Tensor) -> Tensor:
-    """Return the running sums of the last dimension, always added in the same order.
+    """Return the inclusive running sums along the last dimension, added in a fixed order.
 
     A scan by doubling: step k adds to each element the element 2^k positions before it.
     """

@@ -43,7 +43,7 @@ class _TransferSide:
         group: dist.ProcessGroup,
         num_senders: int,
     ) -> None:
-        """Put this rank's moves into buckets.
+        """Put this rank's moves into buckets of at most BUCKET_BYTES, by peer (`order_peers`).
 
         tensors: this rank's parameters, by name
         planned: the moves of all ranks
@@ -115,7 +115,7 @@ class WeightSender(_TransferSide):
                 self._exchange(dist.isend, self._pack(bucket), self.num_senders + receiver)
 
     def _pack(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """Copy the slices of a bucket into one flat tensor; return it and their checksums."""
+        """Copy the slices of a bucket into a flat tensor; return it and the `bit_sum` of each."""
         flat, sums = self._allocate(bucket)
         checksums = []
         for move, part in zip(bucket, _split_by_move(flat, bucket), strict=True):

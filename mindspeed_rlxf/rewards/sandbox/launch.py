@@ -269,7 +269,9 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 
 
 def _fork(enter: Callable[[], None], streams: Streams) -> int:
-    """Fork a child with its own session, which calls `enter` to execute the program.
+    """Fork a child that calls `enter` to execute the program.
+
+    It has its own session, default signal handlers, umask 022 and a raised OOM score.
 
     streams: become the child's standard streams
     Returns the pid of the child once it executes the program. Raises ChildProcessError (an OSError)

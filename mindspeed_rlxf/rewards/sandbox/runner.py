@@ -89,8 +89,9 @@ class Sandbox:
     def choose(cls, config: SandboxConfig) -> Sandbox:
         """Return a sandbox of the strongest level that works here, or of `config.level`.
 
-        A level works when `probe` finds no fault; its warden keeps running. Raises UserError if no
-        level works; the level `limits` is tried only with `reward.sandbox.weak`.
+        Tries each level with `config.python`, or else with each interpreter found. A level works
+        when `probe` finds no fault; its warden keeps running. Raises UserError, with the reason of
+        each, if none works; the level `limits` is tried only with `reward.sandbox.weak`.
         """
         limits = limits_of(config)
         reasons = []
@@ -148,9 +149,10 @@ class Sandbox:
         return describe(self.level)
 
     def close(self) -> None:
-        """End the warden and the program that it runs; wait for it, and kill it after 30 s.
+        """End the warden and the program that it runs; wait for the warden, kill it after 30 s.
 
-        In a fork of the process that started the warden, it is left running.
+        Does nothing if no warden was started, after the first call, and in a fork of the process
+        that started it.
         """
         warden, self._warden = self._warden, None
         if warden is None or self._owner != os.getpid():
