@@ -202,7 +202,7 @@ class MegatronEngine:
         return self.groups.is_leader
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Compute log-probs of the trained tokens; None on ranks other than the leader."""
+        """Compute log-probs of the trained tokens, 0 elsewhere; None on ranks but the leader."""
         flat = self._read_all(rollouts, log_prob_reader(temperature))
         return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
 

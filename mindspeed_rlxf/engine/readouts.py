@@ -77,7 +77,10 @@ def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> T
 
 
 def read_states(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host."""
+    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host.
+
+    With sequence parallelism a collective.
+    """
     places = batch.prediction_places(batch.trained_mask)
     return model.full_hidden(hidden, partial_gradient=False).index_select(0, places).cpu()
 

@@ -169,9 +169,9 @@ def _mlp(
     weights: ExpertWeights,
     experts: list[Any],
 ) -> Tensor:
-    """Return probability * MLP(row) for each row, with gradients for rows and experts' parameters.
+    """Return probability * MLP(row) for each row, with gradients for all tensors.
 
-    All arguments are in the experts' order in memory.
+    The gradients of the weights go to the parameters of `experts`. All arguments are in the experts' order in memory.
 
     hidden:        [rows, hidden], sorted by expert
     counts:        [experts] int, rows of each expert

@@ -155,7 +155,7 @@ MIXTRAL_MOE = (_router("block_sparse_moe"), _expert("block_sparse_moe", "w1", "w
 
 
 def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    """Return the rows of one decoder layer's parameters, without its experts."""
+    """Describe all parameters of one decoder layer, except those of its experts."""
     mlp = MLP if architecture.num_experts is None else _moe_parameters(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())

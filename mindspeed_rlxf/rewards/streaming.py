@@ -29,6 +29,8 @@ class Scoring:
     def outcome(self) -> Outcome:
         """Wait for all outcomes, and return their weighted sum, or the first failure.
 
+        The outcome of the scoring process comes first, then those of servers in their order.
+
         Raises ScoringBroken when no sample can be scored.
         """
         own = self.own.result() if self.own else Outcome(RewardResult(0.0))

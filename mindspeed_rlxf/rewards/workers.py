@@ -210,7 +210,10 @@ class _Loop:
             self._selector.unregister(worker.process.output)
 
     def _handle_message(self, worker: _Worker, message: Any) -> None:
-        """Handle a message of a process: an error, "ready", or the outcome of its sample."""
+        """Handle a message of a process: an error, "ready", or the outcome of its sample.
+
+        An error breaks the pool. After an outcome with Cause.MEMORY the process is removed.
+        """
         if isinstance(message, dict) and "error" in message:
             self._fail_pool(worker, str(message["error"]))
             return

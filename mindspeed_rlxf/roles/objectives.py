@@ -218,7 +218,9 @@ class PairObjective:
 
 
 def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return [pairs]: 1 where the first response is better, -1 the second, 0 if equal, or NaN.
+    """Return the advantage of each pair's first response, at its first trained token: [pairs].
+
+    It is 1 where the first response is better, -1 where the second is, 0 if equal, or NaN.
 
     advantages: [2 * pairs, response], equal for all trained tokens of a response
     mask:       [2 * pairs, response] bool, True = trained token

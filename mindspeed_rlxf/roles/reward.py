@@ -82,6 +82,8 @@ class RewardRole:
     def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
         """Score responses, as text, by the verifiers or the rule of each sample's data source.
 
+        Rows: Scores. Report: ScoreReport with the parts.
+
         find_answers: also report the answer extracted from each response
         """
         texts = self._decode(rollouts.response_tokens())

@@ -339,7 +339,7 @@ class Generation:
 
 
 def broadcast_from_first(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `values` by those of the group's first rank; a collective.
+    """Replace `values` in place by those of the group's first rank; a collective.
 
     Ranks that act on different values would wait for each other for ever.
     """

@@ -112,7 +112,8 @@ class RowStates:
     def set_up(self, first: int, rows: Sequence[GrowingSample]) -> None:
         """Set the states of the slots from `first` on for rows that will be prefilled.
 
-        Copies their responses so far, and draws the random numbers of whole responses.
+        Copies their responses so far. Rows that sample get the random numbers of a whole response,
+        the others zeros.
         """
         shape, slots = (len(rows), self.width + 1), slice(first, first + len(rows))
         uniforms, log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

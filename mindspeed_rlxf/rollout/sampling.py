@@ -123,7 +123,7 @@ def check_log_probs(log_probs: Tensor) -> None:
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
     """Return logits with -inf at EOS in rows whose response has under `min_new_tokens` tokens.
 
-    Returns `logits` itself if no row can have an early EOS.
+    Returns `logits` itself if there are no EOS tokens, or `min_new_tokens` is 0.
     """
     if not settings.eos_token_ids or settings.min_new_tokens == 0:
         return logits

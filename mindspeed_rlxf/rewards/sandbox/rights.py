@@ -75,7 +75,7 @@ def fresh_uid() -> int:
 def raise_oom_score() -> None:
     """Make the kernel kill this process first when the host runs out of memory.
 
-    Children inherit this. Without /proc, nothing is changed.
+    Children inherit this. Does nothing where the kernel refuses or /proc is missing.
     """
     with contextlib.suppress(OSError):  # no /proc; the limits still apply
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

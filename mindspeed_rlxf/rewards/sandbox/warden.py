@@ -200,7 +200,8 @@ class Run:
     def _cause_of(self, code: int) -> str:
         """Return the cause of the end of a program that was not stopped, from its exit code.
 
-        "ok", "error", "killed", or the limit that the kernel enforced.
+        0 is "ok". Above 128 it is the limit whose signal ended the program, or "killed". Else it is
+        the limit that the last line of standard error names, or "error".
         """
         if not code:
             return "ok"
