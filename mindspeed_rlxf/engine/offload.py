@@ -116,7 +116,10 @@ class _MovedPart:
         self.is_away, self.is_changed = False, True
 
     def offload(self) -> None:
-        """Copy the part to the host if it has changed, wait, and free it on the device."""
+        """Copy the part to the host if it has changed, wait, and free it on the device.
+
+        Does nothing if it is not on the device.
+        """
         if self.is_away:
             return
         self._add_new_storages()

@@ -171,7 +171,8 @@ def _mlp(
 ) -> Tensor:
     """Return probability * MLP(row) for each row, with gradients for all tensors.
 
-    The gradients of the weights go to the parameters of `experts`. All arguments are in the experts' order in memory.
+    The gradients of the weights go to the parameters of `experts`. All arguments are in the
+    experts' order in memory.
 
     hidden:        [rows, hidden], sorted by expert
     counts:        [experts] int, rows of each expert

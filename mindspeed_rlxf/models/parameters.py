@@ -100,7 +100,7 @@ def _layer(name: str, split: Split, *sources: str) -> StageParameter:
 
 
 def _qkv(kind: str) -> StageParameter:
-    """Return the row of the query, key and value projections.
+    """Describe the one parameter of a layer's query, key and value projections.
 
     kind: "weight" or "bias"
     """

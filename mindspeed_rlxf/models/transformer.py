@@ -203,9 +203,9 @@ class TransformerModel(LanguageModule):
         return hidden.flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
-        """Return the state for Megatron's distributed checkpoints; a score head is allowed too.
+        """Return the state for Megatron's distributed checkpoints, also of a model with score head.
 
-        Megatron's own method expects an output layer, which such a model has not.
+        Such a model has no output layer, which Megatron's own method expects.
         """
         with megatron_versions.current_chunk(self.vp_stage):
             if self.head is Head.SCORE:

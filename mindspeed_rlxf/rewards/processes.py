@@ -111,7 +111,10 @@ class ScoringProcess:
             self.output_ended = True
 
     def take_printed(self) -> str:
-        """Return the start of what was printed since the last call, "" for nothing; clear it."""
+        """Return the start of what was printed since the last call, "" for nothing; clear it.
+
+        Without white space at its end.
+        """
         text = self._shown.decode("utf-8", "backslashreplace").rstrip()
         self._shown.clear()
         return text

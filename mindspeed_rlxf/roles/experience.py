@@ -39,7 +39,9 @@ class ExperienceMaker:
     def __init__(
         self, config: RunConfig, objective: Objective, sum_over_replicas: AllReduce
     ) -> None:
-        """objective: estimates the advantages
+        """Read the settings of the rewards.
+
+        objective: estimates the advantages
         sum_over_replicas: returns a tensor's sum over the data-parallel ranks
         """
         self.algorithm, self.objective = config.algorithm, objective

@@ -200,7 +200,8 @@ class NativeRollout:
     ) -> list[list[float]]:
         """Return the log-probs of each response's tokens, computed in one packed forward pass.
 
-        pack: (prompt, response) of each sequence; its last token is no input, as it predicts none
+        pack: (prompt, response) of each sequence; the last token of a response is no input, as
+              nothing after it is predicted
         """
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]

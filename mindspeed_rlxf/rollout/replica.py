@@ -70,7 +70,10 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
 
 
 def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
-    """Build a replica with an engine of a plugin, which gets every weight as a whole tensor."""
+    """Build a replica with the plugin's engine that `config.rollout` names.
+
+    The engine gets every weight as a whole tensor.
+    """
     engine = ENGINES[config.rollout.engine](config, trained)
 
     def take_weights(version: int) -> None:

@@ -171,7 +171,10 @@ def _find_overlaps(
 def _find_slices(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return the slices of a rank's shard: (source, dim, start, stop, offset in the shard) each."""
+    """Return (source, dim, start, stop, offset in the shard) of each slice of a rank's shard.
+
+    start, stop and offset count rows (dim 0) or columns (dim 1).
+    """
     slices, offset = [], 0
     for part in shard_slices(parameter, a, tp_rank, tp):
         slices.append((part.source, part.dim, part.start, part.stop, offset))
@@ -180,7 +183,7 @@ def _find_slices(
 
 
 def _width(source: str, dim: int, a: ArchitectureConfig) -> int:
-    """Return the elements of one row (dim 0) or column (dim 1) of a Hugging Face tensor."""
+    """Return the number of elements of one row (dim 0) or column (dim 1) of tensor `source`."""
     shape = hf_shape(source, a)
     return prod(shape) // shape[dim]
 

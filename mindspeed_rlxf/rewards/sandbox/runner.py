@@ -243,7 +243,10 @@ def _list_levels(config: SandboxConfig) -> list[SandboxLevel]:
 
 
 def _list_interpreters() -> list[str]:
-    """Return the paths of interpreters to try: this environment's, and the system's if any."""
+    """Return the interpreters to try: this environment's base one, and the system's `python3`.
+
+    As paths without links; one path if both are the same, or the system has none.
+    """
     own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")
     return list(dict.fromkeys([own, os.path.realpath(system)] if system else [own]))

@@ -145,7 +145,7 @@ def copy_python(view: View, root: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    """Hard-link a file, and return `target`; copy it if it is on another disk.
+    """Hard-link a file, and return `target`; copy it if linking fails, as on another disk.
 
     Also copy it if group or others may write to it, because the program runs as another user.
     """
