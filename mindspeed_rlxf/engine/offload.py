@@ -208,7 +208,10 @@ class Offload:
         }
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Copy changed parts to the host, and free the memory of all given parts on the device."""
+        """Copy changed parts to the host, and free the memory of all given parts on the device.
+
+        Skips parts that never move, and those that are on the host already.
+        """
         for part in self._own_parts(parts):
             self._parts[part].offload()
 

@@ -237,7 +237,8 @@ class PackedSequences(Attend):
         """Return the indices that pad packed tokens, and those that pack padded tokens.
 
         First the token of each padded position [sequences * longest]; after a sequence's end its
-        last token. Then the padded position of each token [tokens]. Computed once and kept.
+        last token. Then the padded position of each token [tokens]. Computed in the first call;
+        later ones return the same tensors, whatever their `device`.
         """
         if self._index is None:
             lengths = torch.tensor(self.lengths)

@@ -204,7 +204,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, stack: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """Return [tokens, out].
+        """Return row @ weight.T of each row's expert, [tokens, out].
 
         rows:    [tokens, in], sorted by expert
         stack:   [experts, out, in], a view of `weights`

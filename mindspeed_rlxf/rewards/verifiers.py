@@ -31,7 +31,10 @@ _DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\
 
 
 def accuracy(response: str, ground_truth: str) -> Score:
-    """Score 1 if the last \\boxed{} is the ground truth, -0.5 if it is not, -1 without a box."""
+    """Score 1 if the last \\boxed{} equals the ground truth, -0.5 if it does not, -1 without a box.
+
+    Equal as `is_same_answer` says.
+    """
     answer = find_boxed(response)
     if answer is None:
         return -1.0

@@ -90,6 +90,9 @@ class ExperienceMaker:
     def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
         """Return the input of the advantage estimator: rewards per slot, masks, values, scores.
 
+        The rewards contain the KL penalty if the objective puts it there, and are whitened (without
+        a shift of the mean) with `whiten_rewards`. Values and greedy scores are None if not given.
+
         kl: [batch, response], 0 where not trained
         """
         rollouts, algorithm = inputs.rollouts, self.algorithm

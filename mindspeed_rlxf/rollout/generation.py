@@ -47,7 +47,7 @@ class Limits:
 
 
 def cache_shape(model: TransformerModel) -> CacheShape:
-    """Return the sizes of this rank's KV cache for a model."""
+    """Return layers, query groups per rank, width of a head and dtype of a model's KV cache."""
     config = model.config
     return CacheShape(
         num_layers=config.num_layers,

@@ -32,7 +32,7 @@ class SharedWeights:
     """Weights of all layers: shared with training, or while awake copied from other stages."""
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
-        """Build a module without weights; a collective over the world.
+        """Build a module without weights, which sleeps; a collective over the world.
 
         engine: trains the weights in this process
         seed:   of Megatron's tensor-parallel random streams

@@ -235,9 +235,9 @@ class NativeRollout:
 
 
 def _memory_of_one_process() -> int:
-    """Return the bytes of memory of this process's device; on a CPU its share of the host's.
+    """Return the bytes of memory of this process's device, free or not.
 
-    All processes of the world have equal shares.
+    On a CPU the host's memory divided by the processes of the world.
     """
     on_cpu = device.current_device().type == "cpu"
     return device.memory_total() // (dist.get_world_size() if on_cpu else 1)
