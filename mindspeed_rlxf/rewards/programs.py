@@ -106,8 +106,8 @@ def find_program(response: str) -> str | None:
 def read_cases(ground_truth: str) -> list[Case]:
     """Read test cases, at least one, from the JSON object of a ground truth.
 
-    The object has `assert_case`, else `inputs` and as many `outputs`. Raises ValueError for anything
-    else, also for cases that call a function by `fn_name`.
+    The object has `assert_case`, else `inputs` and as many `outputs`. Raises ValueError for
+    anything else, also for cases that call a function by `fn_name`.
     """
     try:
         cases = json.loads(ground_truth)

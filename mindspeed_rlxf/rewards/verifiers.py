@@ -116,9 +116,10 @@ def is_same_answer(answer: str, ground_truth: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Return LaTeX without spacing, dollar, percent and degree signs, final unit and full stop.
+    """Return LaTeX without spacing, \\left, \\right, dollar, percent and degree signs, lower case.
 
-    Writes \\dfrac and \\frac12 as \\frac{}{}, removes \\text{} around words, makes lower case.
+    Removes full stops at the end, then a final \\text{...} (a unit). Keeps the content of any other
+    \\text{...}. Writes \\dfrac as \\frac, and \\frac12 as \\frac{1}{2}.
     """
     text = _UNIT.sub("", text.strip().rstrip(".").strip())
     for word in _DROPPED:
