@@ -255,7 +255,7 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Score each response at its last token; None on ranks other than the leader."""
+        """Score each response at its last token, [rows]; None on ranks other than the leader."""
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 

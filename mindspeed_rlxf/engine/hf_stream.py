@@ -59,7 +59,8 @@ def _broadcast(
 ) -> None:
     """Broadcast a tensor, in place, from its pipeline stage to all stages.
 
-    An expert's tensor then goes from `ep_rank` to all expert-parallel ranks.
+    An expert's tensor goes to the stages' ranks `ep_rank` only, then from each of these to the
+    other expert-parallel ranks. Does nothing in groups of one rank.
     """
     if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
         dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)

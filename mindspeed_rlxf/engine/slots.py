@@ -73,7 +73,10 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps taken, for Adam's bias correction; 0 = none yet."""
+    """Return the number of optimizer steps taken, for Adam's bias correction; 0 = none yet.
+
+    Raises AssertionError if it differs between parameters.
+    """
     steps = {step for each in single_optimizers(optimizer) for step in _steps(each.optimizer)}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0

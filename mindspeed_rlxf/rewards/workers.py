@@ -115,7 +115,10 @@ class _Loop:
             self._close_pipe()
 
     def _close_pipe(self) -> None:
-        """Close the pipe that wakes the thread, unless it is closed or the thread still runs."""
+        """Close the pipe that wakes the thread, and the selector.
+
+        Does nothing if they are closed, or while the thread runs.
+        """
         if self._wake >= 0 and (self._thread is None or not self._thread.is_alive()):
             os.close(self._wakes)
             os.close(self._wake)

@@ -58,7 +58,7 @@ class ActorRole:
         """Compute log-probs under the training model, and report their gaps to those of generation.
 
         Rows: LogProbs. Report: LogProbReport. Both only on the leader of a replica.
-        Errors: ValueError for a gap over `max_log_prob_gap`.
+        Errors: ValueError for a gap over `max_log_prob_gap` or NaN, if that key is set.
         """
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:

@@ -136,8 +136,9 @@ def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSetti
 def _filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return logits with -inf at the tokens that top-k, then top-p drop.
 
-    Top-p keeps the smallest set of most likely tokens whose total probability reaches `top_p`.
-    Returns `logits` itself if both are off.
+    Top-k keeps all tokens that are as likely as the k-th; 0 or less, or the vocabulary or more,
+    turns it off. Top-p keeps the smallest set of most likely tokens whose total probability reaches
+    `top_p`; 1 turns it off. Returns `logits` itself if both are off.
     """
     if 0 < top_k < logits.size(-1):
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]

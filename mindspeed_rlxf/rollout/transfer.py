@@ -146,7 +146,8 @@ class WeightReceiver(_TransferSide):
     def _unpack(self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int) -> None:
         """Copy a received bucket into the parameters.
 
-        Raises WeightsDiffer, after all copies, where a parameter's checksum is not that in `sums`.
+        Raises WeightsDiffer, after all copies, naming the parameters of which a copied slice has
+        another checksum than in `sums`.
         """
         names = []
         for move, part, expected in zip(
