@@ -245,7 +245,7 @@ class MegatronEngine:
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """Compute the values of the readable slots; None on ranks other than the leader."""
+        """Compute the values of the readable slots, 0 elsewhere; None on ranks but the leader."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ class Offload:
             self._parts[part].offload()
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Allocate these parts on the device and start to copy them back.
+        """Allocate these parts on the device and start to copy them back; skip those not away.
 
         `await_copies` waits for the copies.
         """

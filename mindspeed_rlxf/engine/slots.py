@@ -115,9 +115,10 @@ def _pair_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _held_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
-    """Yield each parameter, the tensor that the optimizer updates for it here, and its offset.
+    """Yield each parameter, the tensor that this rank's optimizer updates for it, and an offset.
 
-    The offset is where the tensor starts in the flattened parameter; None = it is whole.
+    The offset is where the tensor starts in the flattened parameter; None = it is whole. Skips
+    parameters of which Megatron's distributed optimizer has no slice on this rank.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         yield from ((parameter, main, None) for parameter, main in _pair_mains(optimizer))

@@ -89,7 +89,10 @@ SHARED = CodeRules()
 
 
 def find_program(response: str) -> str | None:
-    """Return the content of the last closed Markdown block (```) of a response; None without."""
+    """Return the content of the last closed Markdown block (```) of a response; None without.
+
+    A line of ``` and a language begins a new block, also inside a block that is not closed.
+    """
     program: list[str] | None = None
     block: list[str] | None = None
     for line in response.split("\n"):
@@ -174,7 +177,7 @@ def _filled_list(value: Any) -> list[Any]:
 
 
 def _join_lines(value: Any) -> str:
-    """Return the text, or the texts of a list joined by newlines; else raise ValueError."""
+    """Return a text unchanged, a list of texts joined by newlines; else raise ValueError."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):

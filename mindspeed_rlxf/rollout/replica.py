@@ -84,7 +84,10 @@ def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
-    """Build a replica on ranks that also train, which uses the storage of the trained weights."""
+    """Build a replica on ranks that also train, which uses the storage of the trained weights.
+
+    Taking weights only sets their version.
+    """
     shared = SharedWeights(trained, config.training.seed)
     engine = _native(config, shared)
 

@@ -131,7 +131,10 @@ class RowStates:
         self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = columns
 
     def group_by_settings(self, rows: Sequence[GrowingSample]) -> list[RowGroup]:
-        """Group rows whose `sampling` is equal."""
+        """Group rows whose `sampling` is equal, in the order of each group's first row.
+
+        A single group has None in place of the rows' indices.
+        """
         indices: dict[SamplingSettings, list[int]] = {}
         for i, row in enumerate(rows):
             indices.setdefault(row.sampling, []).append(i)

@@ -73,7 +73,7 @@ class OwnWeights:
     def __init__(
         self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int, ep: int = 1
     ) -> None:
-        """Build the module with weights of 0; a collective over the world.
+        """Build the module on the device with weights of 0; a collective over the world.
 
         seed: of Megatron's tensor-parallel random streams
         """
