@@ -23,7 +23,8 @@ def group_rows(
     """Divide this rank's rows into micro-batches, equally many on every data-parallel rank.
 
     By `micro_batch_size`, or by tokens where `max_tokens_per_micro_batch` is set; then a collective
-    over `group`.
+    over `group`. Groups are split so that their number is a multiple of `micro_batch_multiple`, as
+    far as they have more than one row.
 
     lengths:  tokens of every row of the batch, indexed by row
     in_order: True = groups of consecutive rows only

@@ -136,7 +136,8 @@ class _MovedPart:
     def onload(self) -> None:
         """Allocate the storages on the device and start to copy them back.
 
-        Without `is_copied` they become zeros. `await_copies` waits for the copies.
+        Does nothing if they are there. Without `is_copied` they become zeros. `await_copies` waits
+        for the copies.
         Raises RuntimeError where the device lacks memory; the part is then still on the host.
         """
         if not self.is_away:

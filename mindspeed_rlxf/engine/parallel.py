@@ -66,6 +66,8 @@ class ParallelGroups:
     def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
         """Make or reuse the groups of a layout; a collective of all processes of the world.
 
+        Raises AssertionError if the world is no multiple of tp * pp * ep.
+
         seed:   seed of Megatron's tensor-parallel random streams
         chunks: chunks of the model on a pipeline rank
         """

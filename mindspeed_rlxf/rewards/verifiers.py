@@ -83,7 +83,10 @@ NEED_TRUTH = (Verifier.ACC, Verifier.BASE_ACC)
 def verify(
     verifiers: Sequence[tuple[Verifier, float]], response: str, ground_truth: str
 ) -> RewardResult:
-    """Score a response by the weighted sum of verifiers; the parts are their unweighted scores."""
+    """Score a response by the weighted sum of verifiers; the parts are their scores by name.
+
+    The scores of the parts are not weighted.
+    """
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
     return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
 

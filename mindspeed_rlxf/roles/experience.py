@@ -170,6 +170,8 @@ def _gather_token_rows(
 ) -> TokenRows | None:
     """Return advantages, KL and values of each token for the token log; None without a token log.
 
+    Values are None without a critic.
+
     kl: [batch, response] or None
     """
     if inputs.token_log is None:
@@ -188,7 +190,7 @@ def _gather_token_rows(
 def _summarize(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
     """Return summaries of a replica's experience for the metrics.
 
-    `returns`, `values` and `fit` are None without a critic.
+    `rewards` is of their sum per response. `returns`, `values` and `fit` are None without a critic.
     kl: [batch, response], reported as a mean per response; None = not computed, reported as []
     """
     tokens, slots = experience.trained_mask, experience.value_mask

@@ -36,7 +36,8 @@ class Limits:
 def limit_this_process(limits: Limits) -> None:
     """Lower this process's limits of CPU time, address space, file size and open files.
 
-    Its children inherit them. Core dumps, locked memory and message queues get 0. The number of
+    The address space is INTERPRETER_MIB larger than `memory_mb`, and a hard limit that is lower
+    stays. Children inherit the limits. Core dumps, locked memory and message queues get 0. The number of
     processes is not limited here.
     """
     seconds = max(1, round(limits.cpu_s + 0.5))

@@ -72,7 +72,10 @@ class View:
     stdlib: str
 
     def command(self, program: str) -> list[str]:
-        """Return the command line that runs the file `program` as `__main__`."""
+        """Return the command line that runs the file `program` as `__main__`.
+
+        Without the user's packages, and without any others unless `packages`.
+        """
         without = [] if self.packages else ["-S"]
         return [self.python, "-s", *without, "-c", _RUN, program]
 
