@@ -37,8 +37,8 @@ def limit_this_process(limits: Limits) -> None:
     """Lower this process's limits of CPU time, address space, file size and open files.
 
     The address space is INTERPRETER_MIB larger than `memory_mb`, and a hard limit that is lower
-    stays. Children inherit the limits. Core dumps, locked memory and message queues get 0. The number of
-    processes is not limited here.
+    stays. Children inherit the limits. Core dumps, locked memory and message queues get 0. The
+    number of processes is not limited here.
     """
     seconds = max(1, round(limits.cpu_s + 0.5))
     space = (limits.memory_mb + INTERPRETER_MIB) * MIB
