@@ -32,7 +32,10 @@ def log_prob_reader(temperature: float) -> Read:
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Return a function that computes the loss of a step from a micro-batch's hidden states."""
+    """Return a function that computes the loss of a step from a micro-batch's hidden states.
+
+    A PolicyStep gets log-probs of the trained tokens, a ValueStep the values of its slots.
+    """
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
         if isinstance(step, PolicyStep):

@@ -216,7 +216,7 @@ class TransformerModel(LanguageModule):
 def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
     """Return the class of norms: in bf16 and fp16 the device's fused one if it works, else RMSNorm.
 
-    Not for a device whose norms MindSpeed replaces.
+    Not used for a device whose norms MindSpeed replaces.
     """
     half = config.params_dtype in (torch.bfloat16, torch.float16)
     fused = kernels.find(kernels.Operator.NORM) if half else None

@@ -101,7 +101,8 @@ def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
     """Send samples to the server until it answers or timeout_s passes; return their outcomes.
 
     Network errors and statuses 5xx and 429 are tried again after waits. Other failures, and no
-    answer in time, are the outcome of every sample; they are not raised.
+    answer in time (Cause.TIMEOUT, or Cause.REMOTE if the last try failed with another error), are
+    the outcome of every sample; they are not raised.
     """
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()

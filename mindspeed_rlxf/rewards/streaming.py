@@ -62,6 +62,9 @@ class StreamingRewards:
     def submit(self, sample: Sample) -> Scoring:
         """Start to score a sample, and return at once; wait with `Scoring.outcome`.
 
+        Uses the functions and servers that apply to its data source, else the rule if the plan has
+        `defaults`; the score is 0 if nothing is left.
+
         Raises ScoringBroken when the pool of scoring processes is closed or broken.
         """
         source = sample.data_source

@@ -94,7 +94,7 @@ def verify(
 def find_answer(text: str) -> str:
     """Return the last boxed answer, else that after the last "the answer is", else the last number.
 
-    "" without any.
+    Each as in the text; "" without any.
     """
     answer = find_boxed(text)
     if answer is not None:

@@ -186,7 +186,7 @@ class PairObjective:
         return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-        """Return the sum of the DPO losses of a micro-batch's pairs, their number, and metrics.
+        """Return the sum of DPO losses of a micro-batch's pairs, the number of all pairs, metrics.
 
         A pair with equal scores has loss 0; the metrics leave it out, and `dpo_decided` is the
         share of other pairs. A NaN score gives a NaN loss.

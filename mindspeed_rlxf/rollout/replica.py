@@ -129,7 +129,7 @@ def _megatron(engine: TrainEngine) -> MegatronEngine:
 
 
 def _native(config: RunConfig, source: WeightSource) -> NativeRollout:
-    """Build the package's own engine, with the limits of the config."""
+    """Build the package's own engine, limited by `num_samples_per_step` and `memory_gib`."""
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
     return NativeRollout(source, config.actor_rollout.num_samples_per_step, memory)

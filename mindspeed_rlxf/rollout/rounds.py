@@ -41,7 +41,7 @@ class Rounds:
     def announce(self, tokens: int) -> None:
         """Announce this rank's next pass, and wait until all ranks have announced theirs.
 
-        tokens: of this rank's pass, at least 1
+        tokens: of this rank's pass, at least 1, else AssertionError
         """
         assert tokens > 0, "a pass has tokens; 0 is announced by a rank that has finished"
         if self.layers:

@@ -36,7 +36,10 @@ class GrowingSample:
 
     @classmethod
     def from_request(cls, request: GenerationRequest) -> GrowingSample:
-        """Make the sample of a request, without a response yet."""
+        """Make the sample of a request, without a response yet.
+
+        Its `sampling` is the request's settings without limit of tokens and stop strings.
+        """
         sampling = replace(request.settings, max_new_tokens=0, stop=None)
         return cls(request, sampling, request.prompt.tobytes())
 

@@ -226,7 +226,7 @@ def _cut_move(move: Move, limit: int) -> Iterator[Move]:
 
 
 def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
-    """Return all ranks of the other side in an order in which exchanges cannot deadlock.
+    """Return all ranks of the other side, from 0, in an order in which exchanges cannot deadlock.
 
     In turn k sender s meets receiver (s + k) % n, n = the larger side. A rank waits only for ranks
     at an earlier turn, so the ranks at the earliest turn can always go on.

@@ -116,7 +116,8 @@ class Run:
         """Wait until the program ends or exceeds a limit; kill its processes, remove its files.
 
         wakeup: descriptor that is readable when a child has ended
-        Returns the fields of `runner.Outcome`. Raises ParentGone when standard input ends.
+        Returns the fields of `runner.Outcome`. Raises ParentGone when standard input ends, also
+        after killing and removing.
         """
         try:
             try:
