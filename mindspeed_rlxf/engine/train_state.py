@@ -93,7 +93,10 @@ class StateSaver:
     """
 
     def __init__(self, state: TrainState, read: Read) -> None:
-        """read: copies a range of a contiguous tensor of the state to the host"""
+        """Make a saver that writes nothing yet.
+
+        read: copies a range of a contiguous tensor of the state to the host
+        """
         self._state, self._read = state, read
         self._folder: Path | None = None
         self._writing: Future[Written] | None = None
@@ -181,7 +184,7 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:
-    """Load this rank's share, without collectives.
+    """Load this rank's weights, optimizer, step counts and random streams, without collectives.
 
     Returns False where random streams were not loaded, as the layout or device kind has changed.
     Raises ValueError where the folder has another model or no state.

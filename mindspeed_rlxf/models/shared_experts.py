@@ -122,7 +122,10 @@ class SharedExperts(nn.Module):
     """
 
     def __init__(self, layer: Any, exchange: Exchange) -> None:
-        """layer: Megatron's MoE layer with this rank's experts"""
+        """Take the router and the experts of a layer; `bind` views their weights.
+
+        layer: Megatron's MoE layer with this rank's experts
+        """
         super().__init__()
         self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
         self._local: LocalExperts | None = None
@@ -229,7 +232,7 @@ def _is_sparse(sizes: Sequence[int]) -> bool:
 
 
 def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:
-    """Replace the MoE layers of a module, all its layers, by SharedExperts; return the new ones."""
+    """Replace the MLP of every layer of a module, an MoE layer, by SharedExperts; return these."""
     shared = []
     for layer in module.decoder.layers:  # type: ignore[union-attr]
         layer.mlp = SharedExperts(layer.mlp, exchange)  # type: ignore[union-attr]

@@ -63,7 +63,8 @@ class ScoringProcess:
     def give(self, sample: dict[str, Any]) -> None:
         """Send a sample to score, and count the process's output anew.
 
-        Raises OSError if the process does not read it within SEND_S.
+        Values that JSON lacks are sent as `str` gives them. Raises OSError if the process has
+        closed the socket, or does not read the sample within SEND_S.
         """
         self._printed = 0
         self.channel.settimeout(SEND_S)

@@ -60,7 +60,8 @@ class GrowingSample:
     def append_until_end(self, tokens: Sequence[int]) -> bool:
         """Append tokens to the response up to the first that ends it; return whether one does.
 
-        An EOS or a completed stop string ends it; `max_new_tokens` is not looked at.
+        An EOS or a completed stop string ends it, and the tokens after it are dropped;
+        `max_new_tokens` is not looked at.
         """
         for token in tokens:
             self.tokens.append(token)
