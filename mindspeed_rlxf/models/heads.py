@@ -66,7 +66,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probs and entropies, [tokens] each, by chunks; keep no logits for backward."""
+        """Compute log-probs and entropies, [tokens] each, by chunks; keep no logits."""
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = settings
         ctx.set_materialize_grads(False)

@@ -122,7 +122,7 @@ class SharedExperts(nn.Module):
     """
 
     def __init__(self, layer: Any, exchange: Exchange) -> None:
-        """Take the router and the experts of a layer; `bind` views their weights.
+        """Take the router and the experts of a layer; `bind` must come before any pass.
 
         layer: Megatron's MoE layer with this rank's experts
         """
