@@ -173,7 +173,10 @@ class _MovedPart:
         return self._storages.get(_key(tensor)) if self.is_away else None
 
     def _add_new_storages(self) -> None:
-        """Add storages of tensors made since the last time, with host memory for their copies."""
+        """Add storages of tensors made since the last time; skip storages of no bytes.
+
+        With `is_copied` they get host memory, and if there are any the part counts as changed.
+        """
         new: dict[int, _Storage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()

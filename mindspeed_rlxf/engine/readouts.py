@@ -48,7 +48,10 @@ def loss_reader(
 def read_log_probs(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, temperature: float
 ) -> TokenLogProbs:
-    """Compute log-probs and entropies of the trained tokens; temperature divides the logits."""
+    """Compute log-probs and entropies of the trained tokens, [tokens] each.
+
+    A collective of the tensor-parallel ranks. temperature: divides the logits
+    """
     places = batch.prediction_places(batch.trained_mask)
     return TokenLogProbs(
         *token_log_probs(

@@ -153,9 +153,10 @@ def shard_logits(
 ) -> Tensor:
     """Compute the logits of this rank's shard of the vocabulary, [tokens, vocab] fp32.
 
+    They are -inf at padding ids, which are `vocab_size` and above.
+
     weight: [vocab, hidden], this rank's rows
     linear: multiplies hidden states by the weight
-    -inf at padding ids, which are `vocab_size` and above.
     """
     logits = linear(hidden, weight).float()
     first = tp_group.rank() * weight.size(0)

@@ -125,7 +125,8 @@ class ScoringProcess:
 
         Waits for them, and closes socket and output. If the process still ran, the text says that
         it closed the socket.
-        ends_itself: first wait EXIT_S, because the process closed the socket and is about to end
+        ends_itself: first wait up to EXIT_S, because the process closed the socket and is about to
+                     end
         """
         if ends_itself:
             with contextlib.suppress(subprocess.TimeoutExpired):

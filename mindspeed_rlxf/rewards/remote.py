@@ -72,9 +72,9 @@ def _post_tasks(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task |
 
 
 def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[list[Task], bool]:
-    """Return (batch that starts with `first`, whether None ended the queue).
+    """Return (batch of up to `size` tasks that starts with `first`, whether None ended the queue).
 
-    Waits up to GATHER_S for more tasks.
+    Waits up to GATHER_S in all for more tasks.
     """
     tasks, until = [first], time.monotonic() + GATHER_S
     while len(tasks) < size and (left := until - time.monotonic()) > 0:

@@ -321,7 +321,10 @@ class Generation:
         return removed
 
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
-        """Set the rows of the batch. counts: [rows] int64, tokens of their responses"""
+        """Set the rows of the batch, to be grouped by settings anew.
+
+        counts: [rows] int64, tokens of their responses
+        """
         self.active, self._counts, self._groups = rows, counts, None
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
 

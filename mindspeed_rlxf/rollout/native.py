@@ -83,7 +83,7 @@ class NativeRollout:
         return self._stats
 
     def wake(self) -> None:
-        """Bring the weights of the source to the device."""
+        """Bring the weights of the source to the device; from then on the engine can compute."""
         self.source.wake()
         self._awake = True
 

@@ -65,7 +65,7 @@ def counts_by_namespace() -> bool:
 
 
 def _lower(kind: int, soft: int, hard: int) -> None:
-    """Lower one limit of this process; a limit that is lower already stays."""
+    """Set one limit of this process, soft and hard, each to at most the present hard limit."""
     _, before = resource.getrlimit(kind)
     if before != resource.RLIM_INFINITY:
         soft, hard = min(soft, before), min(hard, before)

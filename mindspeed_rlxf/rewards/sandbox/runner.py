@@ -237,7 +237,10 @@ def limits_of(config: SandboxConfig) -> Limits:
 
 
 def _list_levels(config: SandboxConfig) -> list[SandboxLevel]:
-    """List the levels to try, the strongest first; `limits` only where config.weak allows it."""
+    """List the levels to try: `config.level`, or with `auto` all levels, the strongest first.
+
+    Without `config.weak` the level `limits` is left out, also if `config.level` asks for it.
+    """
     asked = [config.level] if config.level is not SandboxLevel.AUTO else list(PREVENTS)
     return [level for level in asked if config.weak or level is not SandboxLevel.LIMITS]
 
