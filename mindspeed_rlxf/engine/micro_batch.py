@@ -82,7 +82,10 @@ def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
 def _lengths_and_targets(
     rollouts: Rollouts, rows: list[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the fields of a MicroBatch that are the same for packed and padded rows."""
+    """Return the fields of a MicroBatch that are the same for packed and padded rows.
+
+    They are the lengths and `trained_mask`, on the CPU, and `trained_ids` on the device.
+    """
     trained = rollouts.trained_mask[rows]
     return {
         "prompt_lengths": rollouts.prompt_lengths[rows],

@@ -289,7 +289,7 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
 def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
     """Read a range of a shard into `tensor`; elements that pad the vocabulary become 0.
 
-    Raises ValueError where the folder lacks a tensor, or has it in another dtype.
+    Raises ValueError where the folder lacks a tensor, or has it in another dtype than `tensor`'s.
     """
     filled, stored = 0, reader.slot(slot)
     for held in shard.held_boxes(slot, tensor, flat):

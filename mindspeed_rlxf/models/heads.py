@@ -76,7 +76,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Compute each chunk again with its gradient, and sum the weight's gradient in fp32."""
+        """Compute each chunk again; return the gradients of hidden states and weight, if needed.
+
+        The weight's is summed over the chunks in fp32. The other arguments get None.
+        """
         hidden, weight, labels = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
         weight_sum = _WeightGradient(weight)

@@ -141,6 +141,8 @@ class SharedExperts(nn.Module):
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Compute the layer for this rank's tokens; Megatron's second result, a bias, is None.
 
+        A collective of the expert-parallel ranks, and of each replica's tensor-parallel ranks.
+
         hidden: [tokens, 1, h]; tokens may be 0, and are as many as the rank announced
         Returns [tokens, 1, h].
         """

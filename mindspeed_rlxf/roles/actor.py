@@ -113,7 +113,10 @@ class ActorRole:
 
 
 def _measure_gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
-    """Return [batch, response]: |log-prob of training - log-prob of generation|, 0 where masked."""
+    """Return [batch, response]: |log-prob of training - log-prob of generation|.
+
+    It is 0 at tokens that are not trained.
+    """
     gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
     return gaps * rollouts.trained_mask
 

@@ -139,7 +139,10 @@ class ExperienceMaker:
     def _gather_experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None
     ) -> Experience:
-        """Return the Experience; columns that the run does not need have width 0."""
+        """Return the Experience; columns that the run does not need have width 0.
+
+        Advantages are 0 at tokens that are not trained.
+        """
         trained = given.trained_mask
         none = trained.new_zeros(len(trained), 0)
         reads_reference = self.objective.reads_reference or self.measures_kl

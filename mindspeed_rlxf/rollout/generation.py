@@ -200,7 +200,8 @@ class Generation:
     def _forward_prefill(self, slots: list[int]) -> Tensor:
         """Run the prompts of slots, and their responses so far, through the model in one pass.
 
-        Fills the cache. Returns the hidden states of the last tokens, [slots, hidden].
+        Announces the pass, fills the cache and counts the tokens in the stats. Returns the hidden
+        states of the last tokens, [slots, hidden].
         """
         rows = [self.active[slot].prefill_ids for slot in slots]
         lengths = np.array([len(tokens) for tokens in rows])

@@ -98,7 +98,10 @@ class RowStates:
     """
 
     def __init__(self, slots: int, width: int, where: torch.device) -> None:
-        """Allocate zeros on the device `where`."""
+        """Allocate zeros on the device `where`, for `width` response tokens in each of the slots.
+
+        One more column takes what is appended to rows that have ended.
+        """
         self.width, self.where = width, where
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
