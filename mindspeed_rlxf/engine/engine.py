@@ -107,7 +107,7 @@ class MegatronEngine:
                 self.groups.ep,
                 role.model_chunks,
             )
-            self._load(seed)
+            self._load_weights(seed)
             self.optimizer: MegatronOptimizer | None = None
             self.scheduler: OptimizerParamScheduler | None = None
             self.models: list[Any]  # the chunks, wrapped for data parallelism where they learn
@@ -171,7 +171,7 @@ class MegatronEngine:
         """Megatron's configuration, the same for all chunks."""
         return self.chunks[0].config
 
-    def _load(self, seed: int) -> None:
+    def _load_weights(self, seed: int) -> None:
         """Load the weights from `role.load`; a score head that it lacks is drawn from the seed."""
         assert self.role.load is not None, "checked beforehand"
         absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
@@ -216,9 +216,9 @@ class MegatronEngine:
         """
         weights = [Part.WEIGHTS]
         with residency.holding((self._offload, weights), (policy._offload, weights)):
-            return self._compare(rollouts, temperature, policy)
+            return self._compare_with_policy(rollouts, temperature, policy)
 
-    def _compare(
+    def _compare_with_policy(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
         """Compute `log_probs_with_kl`; None on ranks other than the leader.

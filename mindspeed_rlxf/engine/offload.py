@@ -214,15 +214,15 @@ class Offload:
     def offload(self, parts: Collection[Part]) -> None:
         """Copy changed parts to the host, and free the memory of all given parts on the device.
 
-        Skips parts that never move, and those that are on the host already.
+        Gradients are not copied. Skips parts that the engine lacks or that are on the host already.
         """
         for part in self._own_parts(parts):
             self._parts[part].offload()
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Allocate these parts on the device and start to copy them back; skip those not away.
+        """Allocate these parts on the device and start to copy them back; gradients become zeros.
 
-        `await_copies` waits for the copies.
+        Skips parts that the engine lacks or that are there. `await_copies` waits for the copies.
         """
         for part in self._own_parts(parts):
             self._parts[part].onload()
@@ -233,7 +233,7 @@ class Offload:
             self._parts[part].await_copies()
 
     def mark_changed(self, *parts: Part) -> None:
-        """Mark the host copies of these parts as out of date; skip parts that never move."""
+        """Mark the host copies of these parts as out of date; skip parts that the engine lacks."""
         for part in self._own_parts(parts):
             self._parts[part].is_changed = True
 

@@ -77,12 +77,12 @@ def count_steps(optimizer: MegatronOptimizer) -> int:
 
     Raises AssertionError if it differs between parameters.
     """
-    steps = {step for each in single_optimizers(optimizer) for step in _steps(each.optimizer)}
+    steps = {step for each in single_optimizers(optimizer) for step in _step_counts(each.optimizer)}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
 
 
-def _steps(adam: torch.optim.Optimizer) -> Iterator[int]:
+def _step_counts(adam: torch.optim.Optimizer) -> Iterator[int]:
     """Yield all step counts: torch's Adam has one per parameter, fused Adams one per group."""
     yield from (int(state["step"]) for state in adam.state.values() if "step" in state)
     yield from (int(group["step"]) for group in adam.param_groups if "step" in group)

@@ -195,7 +195,7 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     state.scheduler.num_steps = numbers["scheduler_steps"]
     state.skipped.in_a_row = numbers["skipped_in_a_row"]
     state.scheduler.step(increment=0)  # the rates of the configuration at this step
-    if numbers["layout"] != _layout(state):
+    if numbers["layout"] != _layout_numbers(state):
         return False
     file = folder / _random_file(dist.get_rank())
     content = _read_json(file)
@@ -310,11 +310,11 @@ def saved_numbers(state: TrainState) -> dict[str, Any]:
         "optimizer_steps": count_steps(state.optimizer),
         "scheduler_steps": state.scheduler.num_steps,
         "skipped_in_a_row": state.skipped.in_a_row,
-        "layout": _layout(state),
+        "layout": _layout_numbers(state),
     }
 
 
-def _layout(state: TrainState) -> dict[str, int]:
+def _layout_numbers(state: TrainState) -> dict[str, int]:
     """Return the world size, the role's tp, pp and ep sizes and its model chunks, as saved."""
     groups = state.groups
     return {

@@ -141,12 +141,12 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         _await_gathers(experts)
         counts = tokens_per_expert.to(hidden.device)
         if not weights.is_reversed:
-            return _mlp(hidden, counts, probabilities, weights, experts), None
+            return _weighted_mlp(hidden, counts, probabilities, weights, experts), None
         order = _reversed_order(counts, len(hidden))
         back = order.argsort()
         rows = (_Permute.apply(each, order, back) for each in (hidden, probabilities))
         hidden, probabilities = rows
-        out = _mlp(hidden, counts.flip(0), probabilities, weights, experts[::-1])
+        out = _weighted_mlp(hidden, counts.flip(0), probabilities, weights, experts[::-1])
         return _Permute.apply(out, back, order), None
 
 
@@ -162,7 +162,7 @@ def _await_gathers(experts: list[Any]) -> None:
                 hook(linear, ())
 
 
-def _mlp(
+def _weighted_mlp(
     hidden: Tensor,
     counts: Tensor,
     probabilities: Tensor,

@@ -147,16 +147,16 @@ class SharedExperts(nn.Module):
         Returns [tokens, 1, h].
         """
         tokens, exchange = hidden.flatten(0, 1), self.exchange
-        routes = self._route(hidden)
+        routes = self._route_tokens(hidden)
         parts = []
         for start in range(0, max(exchange.sizes), exchange.chunk):
             part = slice(start, start + exchange.chunk)
             sizes = [min(max(size - start, 0), exchange.chunk) for size in exchange.sizes]
-            parts.append(self._exchange(tokens[part], routes[part], sizes))
+            parts.append(self._exchange_chunk(tokens[part], routes[part], sizes))
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return out.view_as(hidden), None
 
-    def _route(self, hidden: Tensor) -> Tensor:
+    def _route_tokens(self, hidden: Tensor) -> Tensor:
         """Return each token's experts: topk weights, then topk global numbers.
 
         Both in one tensor [tokens, 2 * topk] fp32, to be gathered at once.
@@ -168,14 +168,14 @@ class SharedExperts(nn.Module):
         shares, numbers = probabilities.topk(topk, dim=-1)
         return torch.cat((shares.float(), numbers.float()), dim=-1)
 
-    def _exchange(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
+    def _exchange_chunk(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
         """Compute the layer for one chunk of each rank's tokens; a collective of all ranks.
 
         Sums in fp32 and rounds once: first over the expert-parallel ranks, which leaves only own
         tokens, then over the tensor-parallel ranks.
 
         hidden: own tokens [tokens, h]
-        routes: of own tokens, as `_route` returns
+        routes: of own tokens, as `_route_tokens` returns
         sizes:  tokens of each rank in this chunk
         Returns [tokens, h] for own tokens.
         """

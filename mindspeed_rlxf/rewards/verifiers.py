@@ -119,7 +119,7 @@ def is_same_answer(answer: str, ground_truth: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Return LaTeX without spacing, \\left, \\right, dollar, percent and degree signs, lower case.
+    """Return LaTeX without spacing, \\left, \\right, dollar, percent, degree signs; lower case.
 
     Removes full stops at the end, then a final \\text{...} (a unit). Keeps the content of any other
     \\text{...}. Writes \\dfrac as \\frac, and \\frac12 as \\frac{1}{2}.

@@ -195,7 +195,7 @@ class Generation:
         states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
         slots = slice(min(pack), max(pack) + 1)
         groups = self.states.group_by_settings(rows)
-        self._append(torch.stack(states), slots, groups)  # type: ignore[arg-type]
+        self._draw_next(torch.stack(states), slots, groups)  # type: ignore[arg-type]
 
     def _forward_prefill(self, slots: list[int]) -> Tensor:
         """Run the prompts of slots, and their responses so far, through the model in one pass.
@@ -236,9 +236,9 @@ class Generation:
             attend = DecodeStep(cache=self.cache, position=position)
             self.rounds.announce(rows)
             hidden = self._decoder(self.states.last[:rows], position, attend)
-            self._append(hidden, slice(0, rows), self._groups)
+            self._draw_next(hidden, slice(0, rows), self._groups)
 
-    def _append(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
+    def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
         """Draw the next token of the rows in these slots and append it to their states.
 
         The ranks of a replica take the tokens that their first rank draws.
@@ -276,7 +276,7 @@ class Generation:
         self.stats.decoded_tokens += new if decoded else 0
         self._counts = counts
         leaving = np.flatnonzero(ended).tolist()
-        return self._remove(leaving) if leaving else []
+        return self._remove_rows(leaving) if leaving else []
 
     def _preempt(self, steps: int) -> None:
         """Move rows back to the head of the queue if the cache cannot hold `steps` more tokens.
@@ -293,10 +293,10 @@ class Generation:
             if len(kept) * self._row_capacity(int(lengths[kept].max()) + GROWTH) <= limit:
                 break
             kept.pop()
-        preempted = self._remove(sorted(set(range(rows)) - set(kept)))
+        preempted = self._remove_rows(sorted(set(range(rows)) - set(kept)))
         self.waiting.extendleft(reversed(preempted))
 
-    def _remove(self, slots: list[int]) -> list[GrowingSample]:
+    def _remove_rows(self, slots: list[int]) -> list[GrowingSample]:
         """Remove rows from the batch and return their samples, with tokens and log-probs.
 
         Waits for the device. The last rows move into the freed slots.

@@ -134,7 +134,7 @@ class NativeRollout:
         """
         rounds = self.source.rounds
         with self._computing():
-            limits = self._limits(requests)
+            limits = self._make_limits(requests)
             generation = Generation(self.model, requests, limits, self._stats, rounds)
         while generation.waiting or generation.active:
             with self._computing():
@@ -148,7 +148,7 @@ class NativeRollout:
         with self._computing():
             self._stats.idle_passes = self.source.rounds.finish()
 
-    def _limits(self, requests: Sequence[GenerationRequest]) -> Limits:
+    def _make_limits(self, requests: Sequence[GenerationRequest]) -> Limits:
         """Return the limits of one `generate`; a collective of the tensor-parallel ranks.
 
         `max_rows` limits the rows; without it the device's memory limits rows and cache tokens. All

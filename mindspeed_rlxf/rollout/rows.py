@@ -100,7 +100,7 @@ class RowStates:
     def __init__(self, slots: int, width: int, where: torch.device) -> None:
         """Allocate zeros on the device `where`, for `width` response tokens in each of the slots.
 
-        One more column takes what is appended to rows that have ended.
+        One more column takes what is appended to rows that are full.
         """
         self.width, self.where = width, where
 

@@ -104,7 +104,7 @@ def draw_tokens(
     if not settings.do_sample:
         tokens = allowed.argmax(dim=-1)
         return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1)
-    allowed = _filter(allowed, settings.top_k, settings.top_p)
+    allowed = _filter_top_k_and_p(allowed, settings.top_k, settings.top_p)
     if allowed is not logs:  # the probabilities of the tokens that are allowed may be small
         allowed = allowed - allowed.amax(dim=-1, keepdim=True)
     tokens, total = _draw_by_inverse_cdf(allowed.exp(), uniforms)
@@ -133,7 +133,7 @@ def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSetti
     return logits.masked_fill(forbidden & early[:, None], float("-inf"))
 
 
-def _filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return logits with -inf at the tokens that top-k, then top-p drop.
 
     Top-k keeps all tokens that are as likely as the k-th; 0 or less, or the vocabulary or more,

@@ -148,7 +148,7 @@ def _find_overlaps(
     needed = _find_slices(parameter, a, tp_rank, tp)
     if parameter.split is Split.REPLICATED:
         [(source, dim, _, stop, _)] = needed
-        yield _Overlap(None, dim, 0, 0, stop, _width(source, dim, a))
+        yield _Overlap(None, dim, 0, 0, stop, _elements_per_index(source, dim, a))
         return
     for rank in range(training_tp):
         last: _Overlap | None = None
@@ -159,7 +159,7 @@ def _find_overlaps(
                 if source != other or first >= end:
                     continue
                 numbers = held_offset + first - held_start, offset + first - start, end - first
-                piece = _Overlap(rank, dim, *numbers, _width(source, dim, a))
+                piece = _Overlap(rank, dim, *numbers, _elements_per_index(source, dim, a))
                 joined = _join_adjacent(last, piece) if last else None
                 if last and not joined:
                     yield last
@@ -182,7 +182,7 @@ def _find_slices(
     return slices
 
 
-def _width(source: str, dim: int, a: ArchitectureConfig) -> int:
+def _elements_per_index(source: str, dim: int, a: ArchitectureConfig) -> int:
     """Return the number of elements of one row (dim 0) or column (dim 1) of tensor `source`."""
     shape = hf_shape(source, a)
     return prod(shape) // shape[dim]

@@ -110,7 +110,7 @@ class Sandbox:
         Isolation is not checked for the level `limits`.
         """
         try:
-            outcome = self._ask(_PROBE, "mild\n")
+            outcome = self._ask_warden(_PROBE, "mild\n")
         except SandboxError as error:
             return str(error)
         if outcome.cause != "ok":
@@ -134,7 +134,7 @@ class Sandbox:
         wall_s:  time limit in seconds, at most reward.sandbox.wall_s; None = that
         """
         try:
-            outcome = self._ask(program, stdin, wall_s)
+            outcome = self._ask_warden(program, stdin, wall_s)
         except SandboxError as error:
             if reason := self.probe():
                 raise SandboxError(f"level {self.level.value} no longer works: {reason}") from error
@@ -178,7 +178,7 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _ask(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
+    def _ask_warden(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
         """Let the warden run a program; start the warden if needed. Does not retry.
 
         Raises SandboxError when the warden was lost or reports a failure.
@@ -186,7 +186,9 @@ class Sandbox:
         seconds = min(self.limits.wall_s, wall_s or self.limits.wall_s)
         with self._lock:
             try:
-                answer = self._exchange({"program": program, "stdin": stdin, "wall_s": seconds})
+                answer = self._exchange_lines(
+                    {"program": program, "stdin": stdin, "wall_s": seconds}
+                )
             except (OSError, ValueError) as error:  # an end in the middle of a line
                 self.close()
                 raise SandboxError(f"the process that runs programs was lost: {error}") from error
@@ -194,7 +196,7 @@ class Sandbox:
             raise SandboxError(answer["failed"])
         return Outcome(**answer)
 
-    def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
+    def _exchange_lines(self, request: dict[str, object]) -> dict[str, Any]:
         if self._warden is None or self._owner != os.getpid():  # another pid: this is a fork
             self._warden, self._owner = self._start(), os.getpid()
             ready = self._send({
