@@ -30,9 +30,9 @@ from mindspeed_rlxf.models.transformer import (
 def build_chunks(
     role: RoleConfig, head: Head, groups: ParallelGroups, dtype: torch.dtype
 ) -> list[TransformerModel]:
-    """Build the model chunks of this pipeline rank on the device, with random weights.
+    """Build the model chunks of this pipeline rank on the device; one without virtual pipeline.
 
-    There is one chunk without a virtual pipeline.
+    The weights are not set, those of experts are 0.
     """
     assert role.architecture is not None, "checked beforehand"
     count = role.model_chunks

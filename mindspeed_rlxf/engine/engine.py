@@ -107,7 +107,7 @@ class MegatronEngine:
                 self.groups.ep,
                 role.model_chunks,
             )
-            self._load(seed)
+            self._load_weights(seed)
             self.optimizer: MegatronOptimizer | None = None
             self.scheduler: OptimizerParamScheduler | None = None
             self.models: list[Any]  # the chunks, wrapped for data parallelism where they learn
@@ -171,7 +171,7 @@ class MegatronEngine:
         """Megatron's configuration, the same for all chunks."""
         return self.chunks[0].config
 
-    def _load(self, seed: int) -> None:
+    def _load_weights(self, seed: int) -> None:
         """Load the weights from `role.load`; a score head that it lacks is drawn from the seed."""
         assert self.role.load is not None, "checked beforehand"
         absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
@@ -202,7 +202,7 @@ class MegatronEngine:
         return self.groups.is_leader
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Compute log-probs of the trained tokens; None on ranks other than the leader."""
+        """Compute log-probs of the trained tokens, 0 elsewhere; None on ranks but the leader."""
         flat = self._read_all(rollouts, log_prob_reader(temperature))
         return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
 
@@ -216,9 +216,9 @@ class MegatronEngine:
         """
         weights = [Part.WEIGHTS]
         with residency.holding((self._offload, weights), (policy._offload, weights)):
-            return self._compare(rollouts, temperature, policy)
+            return self._compare_with_policy(rollouts, temperature, policy)
 
-    def _compare(
+    def _compare_with_policy(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
         """Compute `log_probs_with_kl`; None on ranks other than the leader.
@@ -245,7 +245,7 @@ class MegatronEngine:
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """Compute the values of the readable slots; None on ranks other than the leader."""
+        """Compute the values of the readable slots, 0 elsewhere; None on ranks but the leader."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Score each response at its last token; None on ranks other than the leader."""
+        """Score each response at its last token, [rows]; None on ranks other than the leader."""
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
@@ -332,7 +332,10 @@ class MegatronEngine:
         return total
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, on every rank; a collective (see `hf_stream.hf_tensors`)."""
+        """Yield Hugging Face's name and the whole tensor of every weight, on every rank.
+
+        A collective (see `hf_stream.hf_tensors`). The weights are on the device until the end.
+        """
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 

@@ -23,7 +23,8 @@ def group_rows(
     """Divide this rank's rows into micro-batches, equally many on every data-parallel rank.
 
     By `micro_batch_size`, or by tokens where `max_tokens_per_micro_batch` is set; then a collective
-    over `group`.
+    over `group`. Groups are split so that their number is a multiple of `micro_batch_multiple`, as
+    far as they have more than one row.
 
     lengths:  tokens of every row of the batch, indexed by row
     in_order: True = groups of consecutive rows only
@@ -49,6 +50,8 @@ def chunk_rows(rows: Rows, size: int) -> list[Rows]:
 
 def group_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]:
     """Divide rows into consecutive groups of at most `limit` tokens; a longer row is alone.
+
+    Each group is as long as it can be. [] for no rows.
 
     lengths: tokens of every row of the batch, indexed by row
     """
@@ -97,7 +100,10 @@ def _group_longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def split_groups(groups: Sequence[Rows], count: int) -> list[Rows]:
-    """Return the groups after halving the largest until there are `count`, or one per row."""
+    """Return the groups after halving that of the most rows until there are `count` groups.
+
+    Stops earlier where every group has one row. More than `count` groups are returned unchanged.
+    """
     result = list(groups)
     while len(result) < count:
         largest = max(range(len(result)), key=lambda i: len(result[i]))

@@ -52,7 +52,8 @@ def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
 
     The elements of all parameters, end to end in the order of the parameter map, are cut into
     equal ranges, one per replica. Experts have dp / ep replicas and are cut separately from the
-    other parameters, which have dp.
+    other parameters, which have dp. The range is empty where another rank has the first copy of
+    the shard.
     """
     dp, rank, ep = groups.dp.size(), groups.dp.rank(), groups.ep.size()
     counts = {False: 0, True: 0}  # is an expert -> elements so far

@@ -40,9 +40,10 @@ def hf_tensors(
 def _gather_whole(
     weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return a parameter's whole tensors by name, gathered over tensor-parallel ranks.
+    """Return a parameter's whole tensors on the device, by Hugging Face's names.
 
-    held: this rank has a shard; False = return uninitialised tensors, to receive a broadcast
+    held: this rank has a shard: gather them over the tensor-parallel ranks. False = return
+          uninitialised tensors of type `dtype`, to receive a broadcast
     """
     where = device.current_device()
     if held:
@@ -58,7 +59,8 @@ def _broadcast(
 ) -> None:
     """Broadcast a tensor, in place, from its pipeline stage to all stages.
 
-    An expert's tensor then goes from `ep_rank` to all expert-parallel ranks.
+    An expert's tensor goes to the stages' ranks `ep_rank` only, then from each of these to the
+    other expert-parallel ranks. Does nothing in groups of one rank.
     """
     if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
         dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)

@@ -64,7 +64,7 @@ def make_micro_batches(
     packed:      True = rows end to end; False = padded to the longest row
     multiple_of: the token axis is padded to a multiple of it, as sequence parallel splits this axis
     """
-    build = _pack if packed else _pad
+    build = _pack_rows if packed else _pad_rows
     return [build(rollouts, list(rows), multiple_of, device) for rows in groups]
 
 
@@ -82,7 +82,10 @@ def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
 def _lengths_and_targets(
     rollouts: Rollouts, rows: list[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the fields of a MicroBatch that are the same for packed and padded rows."""
+    """Return the fields of a MicroBatch that are the same for packed and padded rows.
+
+    They are the lengths and `trained_mask`, on the CPU, and `trained_ids` on the device.
+    """
     trained = rollouts.trained_mask[rows]
     return {
         "prompt_lengths": rollouts.prompt_lengths[rows],
@@ -92,7 +95,7 @@ def _lengths_and_targets(
     }
 
 
-def _pack(
+def _pack_rows(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
     """Join the rows to one packed sequence; padding is one more sequence, which is never read."""
@@ -113,7 +116,9 @@ def _pack(
     )
 
 
-def _pad(rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device) -> MicroBatch:
+def _pad_rows(
+    rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
+) -> MicroBatch:
     """Pad the rows to the longest one, and further to a multiple of `multiple_of`."""
     token_ids = pad_sequence(_sequences(rollouts, rows), batch_first=True)
     fill = -token_ids.size(1) % multiple_of

@@ -74,7 +74,11 @@ class _HostMemory:
         self._free = 0  # bytes of the last chunk
 
     def assign(self, storages: list[_Storage]) -> None:
-        """Append host memory to the `pieces` of each storage; allocate chunks as needed."""
+        """Append host memory, as many bytes as each storage has, to its `pieces`.
+
+        Allocates chunks as needed. A storage gets several pieces where a chunk is used up before
+        its end.
+        """
         wanted = sum(_round_to_alignment(each.num_bytes) for each in storages) - self._free
         for each in storages:
             missing = each.num_bytes
@@ -112,7 +116,10 @@ class _MovedPart:
         self.is_away, self.is_changed = False, True
 
     def offload(self) -> None:
-        """Copy the part to the host if it has changed, wait, and free it on the device."""
+        """Copy the part to the host if it has changed, wait, and free it on the device.
+
+        Does nothing if it is not on the device.
+        """
         if self.is_away:
             return
         self._add_new_storages()
@@ -129,7 +136,8 @@ class _MovedPart:
     def onload(self) -> None:
         """Allocate the storages on the device and start to copy them back.
 
-        Without `is_copied` they become zeros. `await_copies` waits for the copies.
+        Does nothing if they are there. Without `is_copied` they become zeros. `await_copies` waits
+        for the copies.
         Raises RuntimeError where the device lacks memory; the part is then still on the host.
         """
         if not self.is_away:
@@ -152,7 +160,10 @@ class _MovedPart:
         self.is_away = False
 
     def await_copies(self) -> None:
-        """Make device work launched from now on wait for the copies of `onload`."""
+        """Make device work launched from now on wait for the copies of the last `onload`.
+
+        Does nothing if there were none, or in a second call for the same copies.
+        """
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             self._copies.join(arrived)
@@ -162,7 +173,10 @@ class _MovedPart:
         return self._storages.get(_key(tensor)) if self.is_away else None
 
     def _add_new_storages(self) -> None:
-        """Add storages of tensors made since the last time, with host memory for their copies."""
+        """Add storages of tensors made since the last time; skip storages of no bytes.
+
+        With `is_copied` they get host memory, and if there are any the part counts as changed.
+        """
         new: dict[int, _Storage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -198,25 +212,28 @@ class Offload:
         }
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Copy changed parts to the host, and free the memory of all given parts on the device."""
+        """Copy changed parts to the host, and free the memory of all given parts on the device.
+
+        Gradients are not copied. Skips parts that the engine lacks or that are on the host already.
+        """
         for part in self._own_parts(parts):
             self._parts[part].offload()
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Allocate these parts on the device and start to copy them back.
+        """Allocate these parts on the device and start to copy them back; gradients become zeros.
 
-        `await_copies` waits for the copies.
+        Skips parts that the engine lacks or that are there. `await_copies` waits for the copies.
         """
         for part in self._own_parts(parts):
             self._parts[part].onload()
 
     def await_copies(self, *parts: Part) -> None:
-        """Make device work launched from now on wait for the copies of these parts."""
+        """Make device work launched from now on wait for these parts to arrive there."""
         for part in self._own_parts(parts):
             self._parts[part].await_copies()
 
     def mark_changed(self, *parts: Part) -> None:
-        """Mark the host copies of these parts as out of date."""
+        """Mark the host copies of these parts as out of date; skip parts that the engine lacks."""
         for part in self._own_parts(parts):
             self._parts[part].is_changed = True
 

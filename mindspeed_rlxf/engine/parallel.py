@@ -24,7 +24,10 @@ def _globals() -> dict[str, Any]:
 
 
 def _is_state(name: str) -> bool:
-    """Whether a global of Megatron holds groups or ranks, or lists the groups to keep alive."""
+    """Whether `name` is one of Megatron's globals of groups and ranks: _UPPER_CASE, one _ first.
+
+    Also True for `_global_process_group_list`.
+    """
     if name == "_global_process_group_list":
         return True
     return name.startswith("_") and name.upper() == name and not name.startswith("__")
@@ -65,6 +68,8 @@ class ParallelGroups:
 
     def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
         """Make or reuse the groups of a layout; a collective of all processes of the world.
+
+        Raises AssertionError if the world is no multiple of tp * pp * ep.
 
         seed:   seed of Megatron's tensor-parallel random streams
         chunks: chunks of the model on a pipeline rank

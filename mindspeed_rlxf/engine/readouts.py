@@ -32,7 +32,10 @@ def log_prob_reader(temperature: float) -> Read:
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Return a function that computes the loss of a step from a micro-batch's hidden states."""
+    """Return a function that computes the loss of a step from a micro-batch's hidden states.
+
+    A PolicyStep gets log-probs of the trained tokens, a ValueStep the values of its slots.
+    """
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
         if isinstance(step, PolicyStep):
@@ -45,7 +48,10 @@ def loss_reader(
 def read_log_probs(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, temperature: float
 ) -> TokenLogProbs:
-    """Compute log-probs and entropies of the trained tokens; temperature divides the logits."""
+    """Compute log-probs and entropies of the trained tokens, [tokens] each.
+
+    A collective of the tensor-parallel ranks. temperature: divides the logits
+    """
     places = batch.prediction_places(batch.trained_mask)
     return TokenLogProbs(
         *token_log_probs(
@@ -77,7 +83,10 @@ def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> T
 
 
 def read_states(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host."""
+    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host.
+
+    With sequence parallelism a collective.
+    """
     places = batch.prediction_places(batch.trained_mask)
     return model.full_hidden(hidden, partial_gradient=False).index_select(0, places).cpu()
 

@@ -29,8 +29,8 @@ def name_with_free_space(error: BaseException, folder: Path) -> str:
 def raise_os_errors(folder: Path) -> Iterator[None]:
     """Turn torch's CheckpointException inside the block into an OSError.
 
-    Its text has the cause on the first failed rank and the free space. (The exception of torch is
-    no subclass of Exception.)
+    Its text has the cause on the lowest rank that failed and the free space. Other exceptions pass.
+    (The exception of torch is no subclass of Exception.)
     """
     try:
         yield

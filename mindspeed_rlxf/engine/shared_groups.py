@@ -15,7 +15,10 @@ _made: dict[Layout, dict[str, Any]] = {}
 
 
 def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return Megatron's globals with the groups of a layout; call `make` only for a new layout."""
+    """Return a copy of Megatron's globals with the groups of a layout.
+
+    Calls `make` only for a layout that was not asked for before.
+    """
     if layout not in _made:
         _made[layout] = make()
     return dict(_made[layout])

@@ -73,20 +73,26 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps taken, for Adam's bias correction; 0 = none yet."""
-    steps = {step for each in single_optimizers(optimizer) for step in _steps(each.optimizer)}
+    """Return the number of optimizer steps taken, for Adam's bias correction; 0 = none yet.
+
+    Raises AssertionError if it differs between parameters.
+    """
+    steps = {step for each in single_optimizers(optimizer) for step in _step_counts(each.optimizer)}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
 
 
-def _steps(adam: torch.optim.Optimizer) -> Iterator[int]:
+def _step_counts(adam: torch.optim.Optimizer) -> Iterator[int]:
     """Yield all step counts: torch's Adam has one per parameter, fused Adams one per group."""
     yield from (int(state["step"]) for state in adam.state.values() if "step" in state)
     yield from (int(group["step"]) for group in adam.param_groups if "step" in group)
 
 
 def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """Set the number of steps taken, per parameter or per group (see `_steps`)."""
+    """Set the number of steps taken to `step`.
+
+    In the state of each parameter for torch's Adam and AdamW, else in each parameter group.
+    """
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
@@ -109,9 +115,10 @@ def _pair_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _held_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
-    """Yield each parameter, the tensor that the optimizer updates for it here, and its offset.
+    """Yield each parameter, the tensor that this rank's optimizer updates for it, and an offset.
 
-    The offset is where the tensor starts in the flattened parameter; None = it is whole.
+    The offset is where the tensor starts in the flattened parameter; None = it is whole. Skips
+    parameters of which Megatron's distributed optimizer has no slice on this rank.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         yield from ((parameter, main, None) for parameter, main in _pair_mains(optimizer))

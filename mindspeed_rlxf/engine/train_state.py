@@ -93,7 +93,10 @@ class StateSaver:
     """
 
     def __init__(self, state: TrainState, read: Read) -> None:
-        """read: copies a range of a contiguous tensor of the state to the host"""
+        """Make a saver that writes nothing yet.
+
+        read: copies a range of a contiguous tensor of the state to the host
+        """
         self._state, self._read = state, read
         self._folder: Path | None = None
         self._writing: Future[Written] | None = None
@@ -101,7 +104,7 @@ class StateSaver:
     def begin(self, folder: Path) -> None:
         """Copy this rank's share to the host, and start to write it into `folder` in a thread.
 
-        A collective. The save before must have been ended.
+        A collective. Raises AssertionError if the save before was not ended.
         """
         assert self._writing is None, "the save before this one has not been ended"
         state, rank = self._state, dist.get_rank()
@@ -117,7 +120,7 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for the files of all ranks; return their manifest entries and the longest time.
+        """Wait for the files of all ranks; return all manifest entries, and the longest time in s.
 
         An entry has the path within the folder, hash and host. Raises OSError on all ranks where
         one could not write.
@@ -181,7 +184,7 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:
-    """Load this rank's share, without collectives.
+    """Load this rank's weights, optimizer, step counts and random streams, without collectives.
 
     Returns False where random streams were not loaded, as the layout or device kind has changed.
     Raises ValueError where the folder has another model or no state.
@@ -192,7 +195,7 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     state.scheduler.num_steps = numbers["scheduler_steps"]
     state.skipped.in_a_row = numbers["skipped_in_a_row"]
     state.scheduler.step(increment=0)  # the rates of the configuration at this step
-    if numbers["layout"] != _layout(state):
+    if numbers["layout"] != _layout_numbers(state):
         return False
     file = folder / _random_file(dist.get_rank())
     content = _read_json(file)
@@ -286,7 +289,7 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
 def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
     """Read a range of a shard into `tensor`; elements that pad the vocabulary become 0.
 
-    Raises ValueError where the folder lacks a tensor, or has it in another dtype.
+    Raises ValueError where the folder lacks a tensor, or has it in another dtype than `tensor`'s.
     """
     filled, stored = 0, reader.slot(slot)
     for held in shard.held_boxes(slot, tensor, flat):
@@ -307,11 +310,11 @@ def saved_numbers(state: TrainState) -> dict[str, Any]:
         "optimizer_steps": count_steps(state.optimizer),
         "scheduler_steps": state.scheduler.num_steps,
         "skipped_in_a_row": state.skipped.in_a_row,
-        "layout": _layout(state),
+        "layout": _layout_numbers(state),
     }
 
 
-def _layout(state: TrainState) -> dict[str, int]:
+def _layout_numbers(state: TrainState) -> dict[str, int]:
     """Return the world size, the role's tp, pp and ep sizes and its model chunks, as saved."""
     groups = state.groups
     return {

@@ -81,7 +81,10 @@ class CoreAttention(MegatronModule):
 
 
 def _shape_on_rank(config: Any) -> tuple[int, int, int]:
-    """Return the heads, the query groups and the width of a head on a tensor-parallel rank."""
+    """Return the numbers of heads and query groups on a tensor-parallel rank, and a head's width.
+
+    With fewer query groups than ranks, each rank has one.
+    """
     tp = config.tensor_model_parallel_size
     groups = max(config.num_query_groups // tp, 1)  # ranks may share one
     return config.num_attention_heads // tp, groups, config.kv_channels
@@ -106,7 +109,8 @@ class FusedAttention(DotProductAttention):
     ) -> Tensor:
         """Attend with the arguments and results of `CoreAttention.forward`, by the fused operator.
 
-        An `Attend` may use another operator.
+        An `Attend` as `packed_seq_params` may use another operator. `attn_mask_type` is ignored.
+        Raises AssertionError for a mask or a bias.
         """
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
@@ -233,7 +237,8 @@ class PackedSequences(Attend):
         """Return the indices that pad packed tokens, and those that pack padded tokens.
 
         First the token of each padded position [sequences * longest]; after a sequence's end its
-        last token. Then the padded position of each token [tokens]. Computed once and kept.
+        last token. Then the padded position of each token [tokens]. Computed in the first call;
+        later ones return the same tensors, whatever their `device`.
         """
         if self._index is None:
             lengths = torch.tensor(self.lengths)

@@ -66,7 +66,8 @@ class Router(TopKRouter):
     ) -> Tensor:
         """Compute the balance loss; return `activation`, whose backward pass adds its gradient.
 
-        Only megatron-core 0.12 and 0.13 call this.
+        With a coefficient of 0 only returns `activation`. Only megatron-core 0.12 and 0.13 call
+        this.
         """
         coefficient, group = self.config.moe_aux_loss_coeff, None
         if coefficient == 0:

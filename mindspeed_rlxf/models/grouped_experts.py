@@ -141,12 +141,12 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         _await_gathers(experts)
         counts = tokens_per_expert.to(hidden.device)
         if not weights.is_reversed:
-            return _mlp(hidden, counts, probabilities, weights, experts), None
+            return _weighted_mlp(hidden, counts, probabilities, weights, experts), None
         order = _reversed_order(counts, len(hidden))
         back = order.argsort()
         rows = (_Permute.apply(each, order, back) for each in (hidden, probabilities))
         hidden, probabilities = rows
-        out = _mlp(hidden, counts.flip(0), probabilities, weights, experts[::-1])
+        out = _weighted_mlp(hidden, counts.flip(0), probabilities, weights, experts[::-1])
         return _Permute.apply(out, back, order), None
 
 
@@ -162,16 +162,17 @@ def _await_gathers(experts: list[Any]) -> None:
                 hook(linear, ())
 
 
-def _mlp(
+def _weighted_mlp(
     hidden: Tensor,
     counts: Tensor,
     probabilities: Tensor,
     weights: ExpertWeights,
     experts: list[Any],
 ) -> Tensor:
-    """Return probability * MLP(row) for each row, with gradients for rows and experts' parameters.
+    """Return probability * MLP(row) for each row, with gradients for all tensors.
 
-    All arguments are in the experts' order in memory.
+    The gradients of the weights go to the parameters of `experts`. All arguments are in the
+    experts' order in memory.
 
     hidden:        [rows, hidden], sorted by expert
     counts:        [experts] int, rows of each expert
@@ -203,7 +204,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, stack: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """Return [tokens, out].
+        """Return row @ weight.T of each row's expert, [tokens, out].
 
         rows:    [tokens, in], sorted by expert
         stack:   [experts, out, in], a view of `weights`

@@ -66,7 +66,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probs and entropies by chunks; keeps no logits for the backward pass."""
+        """Compute log-probs and entropies, [tokens] each, by chunks; keep no logits."""
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -76,7 +76,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Compute each chunk again with its gradient, and sum the weight's gradient in fp32."""
+        """Compute each chunk again; return the gradients of hidden states and weight, if needed.
+
+        The weight's is summed over the chunks in fp32. The other arguments get None.
+        """
         hidden, weight, labels = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
         weight_sum = _WeightGradient(weight)
@@ -153,9 +156,10 @@ def shard_logits(
 ) -> Tensor:
     """Compute the logits of this rank's shard of the vocabulary, [tokens, vocab] fp32.
 
+    They are -inf at padding ids, which are `vocab_size` and above.
+
     weight: [vocab, hidden], this rank's rows
     linear: multiplies hidden states by the weight
-    -inf at padding ids, which are `vocab_size` and above.
     """
     logits = linear(hidden, weight).float()
     first = tp_group.rank() * weight.size(0)
@@ -239,7 +243,9 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Any:
-        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab].
+        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab shard].
+
+        A collective of `group`.
 
         labels: [tokens] int64, token ids of the whole vocabulary
         """
@@ -282,6 +288,6 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """All-reduce a tensor in place."""
+    """All-reduce a tensor in place; do nothing in a group of one rank."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

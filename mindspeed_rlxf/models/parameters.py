@@ -99,8 +99,8 @@ def _layer(name: str, split: Split, *sources: str) -> StageParameter:
     return StageParameter(_MEGATRON_LAYER + name, tuple(_HF_LAYER + s for s in sources), split)
 
 
-def _qkv(kind: str) -> StageParameter:
-    """Return the row of the query, key and value projections.
+def _qkv_parameter(kind: str) -> StageParameter:
+    """Describe the one parameter of a layer's query, key and value projections.
 
     kind: "weight" or "bias"
     """
@@ -108,7 +108,7 @@ def _qkv(kind: str) -> StageParameter:
     return _layer(f"self_attention.linear_qkv.{kind}", Split.QKV, *sources)
 
 
-QKV_BIAS = (_qkv("bias"),)
+QKV_BIAS = (_qkv_parameter("bias"),)
 QK_NORM = tuple(
     _layer(
         f"self_attention.{name}_layernorm.weight", Split.REPLICATED, f"self_attn.{name}_norm.weight"
@@ -117,7 +117,7 @@ QK_NORM = tuple(
 )
 ATTENTION = (
     _layer("input_layernorm.weight", Split.REPLICATED, "input_layernorm.weight"),
-    _qkv("weight"),
+    _qkv_parameter("weight"),
     _layer("self_attention.linear_proj.weight", Split.COLUMNS, "self_attn.o_proj.weight"),
     _layer("pre_mlp_layernorm.weight", Split.REPLICATED, "post_attention_layernorm.weight"),
 )
@@ -132,8 +132,8 @@ def _router(block: str) -> tuple[StageParameter, ...]:
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
 
 
-def _expert(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
-    """Return the rows of an expert's two parameters.
+def _expert_parameters(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
+    """Describe an expert's two parameters: gate and up projection in one, and the down projection.
 
     block:          Hugging Face's name of the MoE layer
     gate, up, down: Hugging Face's names of the expert's three projections
@@ -150,12 +150,15 @@ def _expert(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, 
     )
 
 
-QWEN_MOE = (_router("mlp"), _expert("mlp", "gate_proj", "up_proj", "down_proj"))
-MIXTRAL_MOE = (_router("block_sparse_moe"), _expert("block_sparse_moe", "w1", "w3", "w2"))
+QWEN_MOE = (_router("mlp"), _expert_parameters("mlp", "gate_proj", "up_proj", "down_proj"))
+MIXTRAL_MOE = (
+    _router("block_sparse_moe"),
+    _expert_parameters("block_sparse_moe", "w1", "w3", "w2"),
+)
 
 
 def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    """Return the rows of one decoder layer's parameters, without its experts."""
+    """Describe all parameters of one decoder layer, except those of its experts."""
     mlp = MLP if architecture.num_experts is None else _moe_parameters(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())

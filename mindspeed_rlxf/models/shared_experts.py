@@ -122,7 +122,10 @@ class SharedExperts(nn.Module):
     """
 
     def __init__(self, layer: Any, exchange: Exchange) -> None:
-        """layer: Megatron's MoE layer with this rank's experts"""
+        """Take the router and the experts of a layer; `bind` must come before any pass.
+
+        layer: Megatron's MoE layer with this rank's experts
+        """
         super().__init__()
         self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
         self._local: LocalExperts | None = None
@@ -138,20 +141,22 @@ class SharedExperts(nn.Module):
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Compute the layer for this rank's tokens; Megatron's second result, a bias, is None.
 
+        A collective of the expert-parallel ranks, and of each replica's tensor-parallel ranks.
+
         hidden: [tokens, 1, h]; tokens may be 0, and are as many as the rank announced
         Returns [tokens, 1, h].
         """
         tokens, exchange = hidden.flatten(0, 1), self.exchange
-        routes = self._route(hidden)
+        routes = self._route_tokens(hidden)
         parts = []
         for start in range(0, max(exchange.sizes), exchange.chunk):
             part = slice(start, start + exchange.chunk)
             sizes = [min(max(size - start, 0), exchange.chunk) for size in exchange.sizes]
-            parts.append(self._exchange(tokens[part], routes[part], sizes))
+            parts.append(self._exchange_chunk(tokens[part], routes[part], sizes))
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return out.view_as(hidden), None
 
-    def _route(self, hidden: Tensor) -> Tensor:
+    def _route_tokens(self, hidden: Tensor) -> Tensor:
         """Return each token's experts: topk weights, then topk global numbers.
 
         Both in one tensor [tokens, 2 * topk] fp32, to be gathered at once.
@@ -163,14 +168,14 @@ class SharedExperts(nn.Module):
         shares, numbers = probabilities.topk(topk, dim=-1)
         return torch.cat((shares.float(), numbers.float()), dim=-1)
 
-    def _exchange(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
+    def _exchange_chunk(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
         """Compute the layer for one chunk of each rank's tokens; a collective of all ranks.
 
         Sums in fp32 and rounds once: first over the expert-parallel ranks, which leaves only own
         tokens, then over the tensor-parallel ranks.
 
         hidden: own tokens [tokens, h]
-        routes: of own tokens, as `_route` returns
+        routes: of own tokens, as `_route_tokens` returns
         sizes:  tokens of each rank in this chunk
         Returns [tokens, h] for own tokens.
         """
@@ -229,7 +234,7 @@ def _is_sparse(sizes: Sequence[int]) -> bool:
 
 
 def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:
-    """Replace the MoE layers of a module, all its layers, by SharedExperts; return the new ones."""
+    """Replace the MLP of every layer of a module, an MoE layer, by SharedExperts; return these."""
     shared = []
     for layer in module.decoder.layers:  # type: ignore[union-attr]
         layer.mlp = SharedExperts(layer.mlp, exchange)  # type: ignore[union-attr]

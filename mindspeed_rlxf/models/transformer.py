@@ -149,7 +149,10 @@ class TransformerModel(LanguageModule):
                 )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Set the previous stage's hidden states for `forward`; Megatron's schedule calls it."""
+        """Set the previous stage's hidden states for `forward`; Megatron's schedule calls it.
+
+        Of a list only the first tensor is used.
+        """
         tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         self.decoder.set_input_tensor(tensors[0])
 
@@ -200,9 +203,9 @@ class TransformerModel(LanguageModule):
         return hidden.flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
-        """Return the state for Megatron's distributed checkpoints; a score head is allowed too.
+        """Return the state for Megatron's distributed checkpoints, also of a model with score head.
 
-        Megatron's own method expects an output layer, which such a model has not.
+        Such a model has no output layer, which Megatron's own method expects.
         """
         with megatron_versions.current_chunk(self.vp_stage):
             if self.head is Head.SCORE:
@@ -213,7 +216,7 @@ class TransformerModel(LanguageModule):
 def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
     """Return the class of norms: in bf16 and fp16 the device's fused one if it works, else RMSNorm.
 
-    Not for a device whose norms MindSpeed replaces.
+    Not used for a device whose norms MindSpeed replaces.
     """
     half = config.params_dtype in (torch.bfloat16, torch.float16)
     fused = kernels.find(kernels.Operator.NORM) if half else None

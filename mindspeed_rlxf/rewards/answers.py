@@ -17,7 +17,7 @@ _WRAPPED = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
 def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) -> float:
     """Score 1 when the response chooses the letter of the ground truth, else 0; see `find_choice`.
 
-    0 too where the ground truth has no letter of `choices`.
+    The ground truth is the letter alone, or a text that chooses one. 0 too where it has none.
     """
     expected = _letter_alone(ground_truth, choices) or find_choice(ground_truth, choices)
     return float(expected is not None and find_choice(response, choices) == expected)

@@ -52,9 +52,9 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response, in order, by the verifiers or by the rule of its data source.
+        """Score each response, in order, by the verifiers if some are set, else by a rule.
 
-        Raises UserError for a data source without a rule.
+        The rule is that of its data source. Raises UserError for a data source without a rule.
         """
         if self._verifiers:
             pairs = zip(response_texts, ground_truths, strict=True)

@@ -25,7 +25,7 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def boxed_number(text: str) -> Fraction | None:
-    """Return the last number in the last `\\boxed{...}`, None without one."""
+    """Return the last number in the last `\\boxed{...}`; None without a number or a box."""
     numbers = find_numbers(find_boxed(text) or "")
     return numbers[-1] if numbers else None
 
@@ -65,7 +65,7 @@ def _absolute_value(match: re.Match[str]) -> Fraction | None:
 
 
 def find_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...}; None without one or if it is not closed."""
+    """Return what the last \\boxed{...} contains; None without one or if it is not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -22,7 +22,8 @@ from mindspeed_rlxf.rewards.scorer import Part, Plan
 def make_plan(reward: RewardConfig) -> Plan:
     """Make the plan of a scoring process: functions, rules of data sources, plugins, sandbox.
 
-    Functions with a url are left out, because servers run them.
+    Functions with a url are left out, because servers run them. Loaded plugins are in it only if a
+    function or rule is used that is not built in.
     """
     rules = BUILTIN_SOURCES | dict(reward.rules)
     parts = tuple(_part(function) for function in reward.parts if function.url is None)
@@ -53,7 +54,8 @@ def _part(function: FunctionConfig) -> Part:
 def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool:
     """Whether samples of these data sources must be scored in separate processes.
 
-    True with reward functions, or if a rule of these data sources may take any time.
+    True with reward functions, or if a rule of these data sources may take any time (SLOW_RULES).
+    Verifiers take the place of rules and never need one.
     """
     if reward.parts:
         return True
@@ -77,7 +79,8 @@ def try_sandbox(reward: RewardConfig) -> str | None:
 def rule_decides(reward: RewardConfig, data_source: str) -> bool:
     """Whether the rule of the data source scores its samples, alone or with reward functions.
 
-    True too for a reward model without functions, whose validation samples the rule may score.
+    True if one of the functions that apply is the rule. If none applies: unless a reward model is
+    used with functions. A reward model alone lets the rule score validation samples.
     """
     applying = [part for part in reward.parts if part.applies_to(data_source)]
     if not applying:

@@ -63,7 +63,8 @@ class ScoringProcess:
     def give(self, sample: dict[str, Any]) -> None:
         """Send a sample to score, and count the process's output anew.
 
-        Raises OSError if the process does not read it within SEND_S.
+        Values that JSON lacks are sent as `str` gives them. Raises OSError if the process has
+        closed the socket, or does not read the sample within SEND_S.
         """
         self._printed = 0
         self.channel.settimeout(SEND_S)
@@ -73,7 +74,9 @@ class ScoringProcess:
     def receive(self) -> Any:
         """Return the next message, parsed from JSON; None if none is complete yet. Never waits.
 
-        Raises EOFError where the process closed the socket or sent no JSON, and TooMuchOutput.
+        Reads the socket once, at most READ bytes. Raises EOFError where the process closed the
+        socket or sent a line that is no JSON, and TooMuchOutput for an incomplete message of more
+        than MAX_OUTPUT bytes.
         """
         try:
             received = self.channel.recv(READ)
@@ -109,7 +112,10 @@ class ScoringProcess:
             self.output_ended = True
 
     def take_printed(self) -> str:
-        """Return the start of what was printed since the last call, "" for nothing; clear it."""
+        """Return the start of what was printed since the last call, "" for nothing; clear it.
+
+        Without white space at its end.
+        """
         text = self._shown.decode("utf-8", "backslashreplace").rstrip()
         self._shown.clear()
         return text
@@ -119,7 +125,8 @@ class ScoringProcess:
 
         Waits for them, and closes socket and output. If the process still ran, the text says that
         it closed the socket.
-        ends_itself: first wait EXIT_S, because the process closed the socket and is about to end
+        ends_itself: first wait up to EXIT_S, because the process closed the socket and is about to
+                     end
         """
         if ends_itself:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -89,7 +89,10 @@ SHARED = CodeRules()
 
 
 def find_program(response: str) -> str | None:
-    """Return the content of the last closed Markdown block (```) of a response; None without."""
+    """Return the content of the last closed Markdown block (```) of a response; None without.
+
+    A line of ``` and a language begins a new block, also inside a block that is not closed.
+    """
     program: list[str] | None = None
     block: list[str] | None = None
     for line in response.split("\n"):
@@ -106,7 +109,8 @@ def find_program(response: str) -> str | None:
 def read_cases(ground_truth: str) -> list[Case]:
     """Read test cases, at least one, from the JSON object of a ground truth.
 
-    Raises ValueError for anything else, also for cases that call a function by `fn_name`.
+    The object has `assert_case`, else `inputs` and as many `outputs`. Raises ValueError for
+    anything else, also for cases that call a function by `fn_name`.
     """
     try:
         cases = json.loads(ground_truth)
@@ -173,7 +177,7 @@ def _filled_list(value: Any) -> list[Any]:
 
 
 def _join_lines(value: Any) -> str:
-    """Return the text, or the texts of a list joined by newlines; else raise ValueError."""
+    """Return a text unchanged, a list of texts joined by newlines; else raise ValueError."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):

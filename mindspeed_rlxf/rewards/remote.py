@@ -63,7 +63,7 @@ def _post_tasks(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task |
     Runs until it takes None from the queue, after the tasks before it.
     """
     while (first := queue.get()) is not None:
-        tasks, has_ended = _gather(first, size, queue)
+        tasks, has_ended = _gather_batch(first, size, queue)
         outcomes = _ask_safely(url, [sample for sample, _ in tasks], timeout_s)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
@@ -71,10 +71,12 @@ def _post_tasks(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task |
             return
 
 
-def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[list[Task], bool]:
-    """Return (batch that starts with `first`, whether None ended the queue).
+def _gather_batch(
+    first: Task, size: int, queue: SimpleQueue[Task | None]
+) -> tuple[list[Task], bool]:
+    """Return (batch of up to `size` tasks that starts with `first`, whether None ended the queue).
 
-    Waits up to GATHER_S for more tasks.
+    Waits up to GATHER_S in all for more tasks.
     """
     tasks, until = [first], time.monotonic() + GATHER_S
     while len(tasks) < size and (left := until - time.monotonic()) > 0:
@@ -101,14 +103,15 @@ def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
     """Send samples to the server until it answers or timeout_s passes; return their outcomes.
 
     Network errors and statuses 5xx and 429 are tried again after waits. Other failures, and no
-    answer in time, are the outcome of every sample; they are not raised.
+    answer in time (Cause.TIMEOUT, or Cause.REMOTE if the last try failed with another error), are
+    the outcome of every sample; they are not raised.
     """
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
     reason, tries = "", 0
     while (left := deadline - time.monotonic()) > 0:
         try:
-            return _parse_answer(_post(url, body, deadline), len(samples))
+            return _parse_answer(_post_once(url, body, deadline), len(samples))
         except ScoreFailure as failure:
             return [Outcome(None, failure.cause, failure.message)] * len(samples)
         except (OSError, http.client.HTTPException) as error:
@@ -122,7 +125,7 @@ def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
     return [Outcome(None, Cause.TIMEOUT, text)] * len(samples)
 
 
-def _post(url: str, body: bytes, deadline: float) -> bytes:
+def _post_once(url: str, body: bytes, deadline: float) -> bytes:
     """Send one POST request and return the body of the answer.
 
     Raises OSError or HTTPException if a retry may help, and ScoreFailure for a body over MAX_ANSWER

@@ -119,7 +119,7 @@ def register_rule(
 
     accepts: tests whether a ground truth is valid, put in ACCEPTS; None = it is valid if it scores
              above 0 when it is the response
-    The decorator raises ValueError for a name that is taken.
+    The decorator returns the function unchanged; it raises ValueError for a name that is taken.
     """
 
     def register(rule: Rule) -> Rule:

@@ -29,6 +29,8 @@ class Scoring:
     def outcome(self) -> Outcome:
         """Wait for all outcomes, and return their weighted sum, or the first failure.
 
+        The outcome of the scoring process comes first, then those of servers in their order.
+
         Raises ScoringBroken when no sample can be scored.
         """
         own = self.own.result() if self.own else Outcome(RewardResult(0.0))
@@ -59,6 +61,9 @@ class StreamingRewards:
 
     def submit(self, sample: Sample) -> Scoring:
         """Start to score a sample, and return at once; wait with `Scoring.outcome`.
+
+        Uses the functions and servers that apply to its data source, else the rule if the plan has
+        `defaults`; the score is 0 if nothing is left.
 
         Raises ScoringBroken when the pool of scoring processes is closed or broken.
         """

@@ -31,7 +31,10 @@ _DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\
 
 
 def accuracy(response: str, ground_truth: str) -> Score:
-    """Score 1 if the last \\boxed{} is the ground truth, -0.5 if it is not, -1 without a box."""
+    """Score 1 if the last \\boxed{} equals the ground truth, -0.5 if it does not, -1 without a box.
+
+    Equal as `is_same_answer` says.
+    """
     answer = find_boxed(response)
     if answer is None:
         return -1.0
@@ -80,7 +83,10 @@ NEED_TRUTH = (Verifier.ACC, Verifier.BASE_ACC)
 def verify(
     verifiers: Sequence[tuple[Verifier, float]], response: str, ground_truth: str
 ) -> RewardResult:
-    """Score a response by the weighted sum of verifiers; the parts are their unweighted scores."""
+    """Score a response by the weighted sum of verifiers; the parts are their scores by name.
+
+    The scores of the parts are not weighted.
+    """
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
     return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
 
@@ -88,7 +94,7 @@ def verify(
 def find_answer(text: str) -> str:
     """Return the last boxed answer, else that after the last "the answer is", else the last number.
 
-    "" without any.
+    Each as in the text; "" without any.
     """
     answer = find_boxed(text)
     if answer is not None:
@@ -113,9 +119,10 @@ def is_same_answer(answer: str, ground_truth: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Return LaTeX without spacing, dollar, percent and degree signs, final unit and full stop.
+    """Return LaTeX without spacing, \\left, \\right, dollar, percent, degree signs; lower case.
 
-    Writes \\dfrac and \\frac12 as \\frac{}{}, removes \\text{} around words, makes lower case.
+    Removes full stops at the end, then a final \\text{...} (a unit). Keeps the content of any other
+    \\text{...}. Writes \\dfrac as \\frac, and \\frac12 as \\frac{1}{2}.
     """
     text = _UNIT.sub("", text.strip().rstrip(".").strip())
     for word in _DROPPED:

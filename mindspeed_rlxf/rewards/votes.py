@@ -32,7 +32,7 @@ def whole_text(response: str) -> str:
 
 
 def boxed_answer(response: str) -> str | None:
-    """Return the last boxed answer, normalised, as the verifier `acc` reads it; None without."""
+    """Return the last boxed answer, normalised as the verifier `acc` does; None without a box."""
     answer = find_boxed(response)
     return None if answer is None else _normalise_answer(answer)
 

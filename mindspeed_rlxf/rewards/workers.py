@@ -102,27 +102,30 @@ class _Loop:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
                 self._thread.start()
-            self._notify()
+            self._wake_thread()
         return future
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
-            self._notify()
+            self._wake_thread()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(END_S)
         with self._lock:
             self._close_pipe()
 
     def _close_pipe(self) -> None:
-        """Close the pipe that wakes the thread, unless it is closed or the thread still runs."""
+        """Close the pipe that wakes the thread, and the selector.
+
+        Does nothing if they are closed, or while the thread runs.
+        """
         if self._wake >= 0 and (self._thread is None or not self._thread.is_alive()):
             os.close(self._wakes)
             os.close(self._wake)
             self._selector.close()
             self._wake = -1
 
-    def _notify(self) -> None:
+    def _wake_thread(self) -> None:
         """Wake the thread by a byte in its pipe, unless that is closed. Call with the lock held."""
         if self._wake < 0:
             return
@@ -133,7 +136,7 @@ class _Loop:
         try:
             while not self._closing:
                 self._hand_out()
-                self._wait()
+                self._wait_and_handle()
                 self._keep_deadlines()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
@@ -145,7 +148,7 @@ class _Loop:
         with self._lock:
             self._closing = True
         for worker in list(self._workers):
-            self._drop(worker)
+            self._remove_process(worker)
             if worker.task is not None:
                 worker.task[1].set_exception(ScoringBroken(reason))
         self._fail_waiting(reason)
@@ -165,7 +168,7 @@ class _Loop:
             try:
                 worker.process.give(dataclasses.asdict(task[0]))
             except OSError:
-                self._finish(worker, Outcome(None, Cause.EXIT, self._drop(worker)))
+                self._finish(worker, Outcome(None, Cause.EXIT, self._remove_process(worker)))
         starting = sum(not worker.process.is_ready for worker in self._workers)
         while len(self._workers) < self._size and starting < len(self._waiting):
             self._start_process()
@@ -182,7 +185,7 @@ class _Loop:
         for file in (process.channel, process.output):
             self._selector.register(file, selectors.EVENT_READ, worker)
 
-    def _wait(self) -> None:
+    def _wait_and_handle(self) -> None:
         """Wait for messages, output, a new sample or the next deadline; handle messages and output.
 
         Waits at most IDLE_S where no process works.
@@ -202,7 +205,7 @@ class _Loop:
             if not printed and (message := worker.process.receive()) is not None:
                 self._handle_message(worker, message)
         except TooMuchOutput as error:
-            self._drop(worker)
+            self._remove_process(worker)
             self._finish(worker, Outcome(None, Cause.OUTPUT, str(error)))
         except EOFError as error:
             self._fail_lost(worker, str(error))
@@ -210,7 +213,10 @@ class _Loop:
             self._selector.unregister(worker.process.output)
 
     def _handle_message(self, worker: _Worker, message: Any) -> None:
-        """Handle a message of a process: an error, "ready", or the outcome of its sample."""
+        """Handle a message of a process: an error, "ready", or the outcome of its sample.
+
+        An error breaks the pool. After an outcome with Cause.MEMORY the process is removed.
+        """
         if isinstance(message, dict) and "error" in message:
             self._fail_pool(worker, str(message["error"]))
             return
@@ -220,7 +226,7 @@ class _Loop:
             return
         outcome = _to_outcome(message)
         if outcome.cause is Cause.MEMORY:  # the process ends, as its memory may still be full
-            self._drop(worker)
+            self._remove_process(worker)
         self._finish(worker, outcome)
 
     def _fail_pool(self, worker: _Worker, reason: str) -> None:
@@ -228,7 +234,7 @@ class _Loop:
 
         The process's sample, if it has one, fails with ScoringBroken.
         """
-        self._drop(worker)
+        self._remove_process(worker)
         did = "cannot go on" if worker.process.is_ready else "did not start"
         self._broken = f"a scoring process {did}: {reason}"
         if worker.task is not None:
@@ -242,12 +248,12 @@ class _Loop:
             self._shown = line
 
     def _fail_lost(self, worker: _Worker, message: str) -> None:
-        """Remove a process that ended or sent no JSON, and fail its sample.
+        """Remove a process that ended or sent no JSON, and fail its sample with Cause.EXIT.
 
-        If the process was not ready yet, marks the pool as broken.
+        If the process was not ready yet, marks the pool as broken instead.
         message: what is wrong with the reply; "" = the process ended
         """
-        end = self._drop(worker, ends_itself=not message)
+        end = self._remove_process(worker, ends_itself=not message)
         reason = message or end
         if worker.process.is_ready:
             self._finish(worker, Outcome(None, Cause.EXIT, reason))
@@ -257,13 +263,13 @@ class _Loop:
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
         for worker in [w for w in self._workers if not w.is_idle and w.deadline <= now]:
-            self._drop(worker)
+            self._remove_process(worker)
             if worker.task is None:
                 self._broken = f"a scoring process did not start within {START_S:g} s"
             text = f"no score within {self._timeout_s:g} s"
             self._finish(worker, Outcome(None, Cause.TIMEOUT, text))
 
-    def _drop(self, worker: _Worker, ends_itself: bool = False) -> str:
+    def _remove_process(self, worker: _Worker, ends_itself: bool = False) -> str:
         """Remove a process from the pool and kill it; return a text on how it had ended.
 
         ends_itself: as of `ScoringProcess.end`

@@ -58,7 +58,7 @@ class ActorRole:
         """Compute log-probs under the training model, and report their gaps to those of generation.
 
         Rows: LogProbs. Report: LogProbReport. Both only on the leader of a replica.
-        Errors: ValueError for a gap over `max_log_prob_gap`.
+        Errors: ValueError for a gap over `max_log_prob_gap` or NaN, if that key is set.
         """
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
@@ -73,7 +73,7 @@ class ActorRole:
         return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
-        """Report sample id, token ids and weights version of each row, for the sample log."""
+        """Report a SampleText per row for the sample log: ids, tokens, and weights versions."""
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         texts = [
             SampleText(sample_id, prompts[row], responses[row], version_span(rollouts, row))
@@ -113,7 +113,10 @@ class ActorRole:
 
 
 def _measure_gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
-    """Return [batch, response]: |log-prob of training - log-prob of generation|, 0 where masked."""
+    """Return [batch, response]: |log-prob of training - log-prob of generation|.
+
+    It is 0 at tokens that are not trained.
+    """
     gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
     return gaps * rollouts.trained_mask
 

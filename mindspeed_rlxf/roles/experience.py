@@ -39,7 +39,9 @@ class ExperienceMaker:
     def __init__(
         self, config: RunConfig, objective: Objective, sum_over_replicas: AllReduce
     ) -> None:
-        """objective: estimates the advantages
+        """Read the settings of the rewards.
+
+        objective: estimates the advantages
         sum_over_replicas: returns a tensor's sum over the data-parallel ranks
         """
         self.algorithm, self.objective = config.algorithm, objective
@@ -88,6 +90,9 @@ class ExperienceMaker:
     def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
         """Return the input of the advantage estimator: rewards per slot, masks, values, scores.
 
+        The rewards contain the KL penalty if the objective puts it there, and are whitened (without
+        a shift of the mean) with `whiten_rewards`. Values and greedy scores are None if not given.
+
         kl: [batch, response], 0 where not trained
         """
         rollouts, algorithm = inputs.rollouts, self.algorithm
@@ -134,7 +139,10 @@ class ExperienceMaker:
     def _gather_experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None
     ) -> Experience:
-        """Return the Experience; columns that the run does not need have width 0."""
+        """Return the Experience; columns that the run does not need have width 0.
+
+        Advantages are 0 at tokens that are not trained.
+        """
         trained = given.trained_mask
         none = trained.new_zeros(len(trained), 0)
         reads_reference = self.objective.reads_reference or self.measures_kl
@@ -165,6 +173,8 @@ def _gather_token_rows(
 ) -> TokenRows | None:
     """Return advantages, KL and values of each token for the token log; None without a token log.
 
+    Values are None without a critic.
+
     kl: [batch, response] or None
     """
     if inputs.token_log is None:
@@ -183,7 +193,7 @@ def _gather_token_rows(
 def _summarize(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
     """Return summaries of a replica's experience for the metrics.
 
-    `returns`, `values` and `fit` are None without a critic.
+    `rewards` is of their sum per response. `returns`, `values` and `fit` are None without a critic.
     kl: [batch, response], reported as a mean per response; None = not computed, reported as []
     """
     tokens, slots = experience.trained_mask, experience.value_mask

@@ -97,7 +97,7 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
 
 
 def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
-    """Return (smallest, largest) weights version over the tokens of a row's response."""
+    """Return (smallest, largest) weights version over the tokens of a row's response, not empty."""
     versions = rollouts.weights_version[row, : rollouts.response_lengths[row]]
     return int(versions.min()), int(versions.max())
 

@@ -59,7 +59,10 @@ class ClippedObjective:
     """
 
     def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
-        """sum_over_replicas: returns a tensor's sum over the data-parallel ranks"""
+        """Read where the KL term goes and the clip range; a bound that is None is `clip_ratio`.
+
+        sum_over_replicas: returns a tensor's sum over the data-parallel ranks
+        """
         actor = config.actor_rollout
         self.actor, self.algorithm = actor, config.algorithm
         self.sum_over_replicas = sum_over_replicas
@@ -183,7 +186,7 @@ class PairObjective:
         return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-        """Return the sum of the DPO losses of a micro-batch's pairs, their number, and metrics.
+        """Return the sum of DPO losses of a micro-batch's pairs, the number of all pairs, metrics.
 
         A pair with equal scores has loss 0; the metrics leave it out, and `dpo_decided` is the
         share of other pairs. A NaN score gives a NaN loss.
@@ -215,7 +218,9 @@ class PairObjective:
 
 
 def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return [pairs]: 1 where the first response is better, -1 the second, 0 if equal, or NaN.
+    """Return the advantage of each pair's first response, at its first trained token: [pairs].
+
+    It is 1 where the first response is better, -1 where the second is, 0 if equal, or NaN.
 
     advantages: [2 * pairs, response], equal for all trained tokens of a response
     mask:       [2 * pairs, response] bool, True = trained token
@@ -232,7 +237,7 @@ OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
 
 
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
-    """Return the objective of a run, by its stage and `actor_rollout.policy_loss`.
+    """Make the objective of a run: DPO for online DPO, else by `actor_rollout.policy_loss`.
 
     sum_over_replicas: returns a tensor's sum over the data-parallel ranks
     """

@@ -128,7 +128,7 @@ class ValueFit:
 
     @classmethod
     def explained_variance(cls, parts: Sequence[ValueFit]) -> float:
-        """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN where R is constant.
+        """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN if Var(R) <= 1e-12.
 
         parts: sums of each rank
         """

@@ -61,9 +61,10 @@ class RewardRole:
     def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
         """Score by the model, and return model_weight * its score + the functions' score.
 
-        Neither rows nor report on ranks other than the leader.
+        Rows: Scores. Report: ScoreReport, with the model's score as the part `model`. Neither on
+        ranks other than the leader.
         rules: scores of the functions for the same samples. A sample whose functions failed keeps
-               their score, without the model's
+               their score, to which the model's is not added
         """
         output = self.score(rollouts)
         if output.rows is None:  # this rank is no leader
@@ -81,6 +82,8 @@ class RewardRole:
 
     def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
         """Score responses, as text, by the verifiers or the rule of each sample's data source.
+
+        Rows: Scores. Report: ScoreReport with the parts.
 
         find_answers: also report the answer extracted from each response
         """

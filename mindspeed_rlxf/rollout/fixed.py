@@ -20,10 +20,10 @@ def answer_from_table(
     """Yield each request's given response as a result, in the order of the requests.
 
     The engine computes the log-probs of all responses before the first result, and nothing is
-    generated. All requests must have one temperature.
+    generated.
 
     responses: sample id -> token ids, EOS included, at least one
-    Raises KeyError for a sample without a response.
+    Raises KeyError for a sample without a response, AssertionError for two temperatures.
     """
     given = [list(responses[request.sample_id]) for request in requests]
     temperatures = {request.settings.logit_temperature for request in requests}

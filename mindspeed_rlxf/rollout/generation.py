@@ -47,7 +47,7 @@ class Limits:
 
 
 def cache_shape(model: TransformerModel) -> CacheShape:
-    """Return the sizes of this rank's KV cache for a model."""
+    """Return layers, query groups per rank, width of a head and dtype of a model's KV cache."""
     config = model.config
     return CacheShape(
         num_layers=config.num_layers,
@@ -133,7 +133,8 @@ class Generation:
     def _admit(self) -> None:
         """Move waiting samples that fit into the batch, at least one, and prefill them.
 
-        The prefill also draws the next token of each.
+        The prefill also draws the next token of each. Afterwards drops the states of prompts that
+        no waiting sample has.
         """
         first, rows = len(self.active), max(self._count_admissible(), 1)
         entering = [self.waiting.popleft() for _ in range(rows)]
@@ -194,12 +195,13 @@ class Generation:
         states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
         slots = slice(min(pack), max(pack) + 1)
         groups = self.states.group_by_settings(rows)
-        self._append(torch.stack(states), slots, groups)  # type: ignore[arg-type]
+        self._draw_next(torch.stack(states), slots, groups)  # type: ignore[arg-type]
 
     def _forward_prefill(self, slots: list[int]) -> Tensor:
         """Run the prompts of slots, and their responses so far, through the model in one pass.
 
-        Fills the cache. Returns the hidden states of the last tokens, [slots, hidden].
+        Announces the pass, fills the cache and counts the tokens in the stats. Returns the hidden
+        states of the last tokens, [slots, hidden].
         """
         rows = [self.active[slot].prefill_ids for slot in slots]
         lengths = np.array([len(tokens) for tokens in rows])
@@ -217,9 +219,10 @@ class Generation:
     # Rows that decode
 
     def _decode(self) -> None:
-        """Launch up to `limits.steps` decode steps of all rows, without reading the drawn tokens.
+        """Launch `limits.steps` decode steps of all rows, without reading the drawn tokens.
 
-        Moves rows back to the queue first if the cache cannot hold these steps.
+        Fewer if no row may have that many more tokens. Moves rows back to the queue first if the
+        cache cannot hold these steps.
         """
         left = [row.settings.max_new_tokens for row in self.active] - self._counts
         steps = min(self.limits.steps, int(left.max()))
@@ -233,9 +236,9 @@ class Generation:
             attend = DecodeStep(cache=self.cache, position=position)
             self.rounds.announce(rows)
             hidden = self._decoder(self.states.last[:rows], position, attend)
-            self._append(hidden, slice(0, rows), self._groups)
+            self._draw_next(hidden, slice(0, rows), self._groups)
 
-    def _append(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
+    def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
         """Draw the next token of the rows in these slots and append it to their states.
 
         The ranks of a replica take the tokens that their first rank draws.
@@ -273,7 +276,7 @@ class Generation:
         self.stats.decoded_tokens += new if decoded else 0
         self._counts = counts
         leaving = np.flatnonzero(ended).tolist()
-        return self._remove(leaving) if leaving else []
+        return self._remove_rows(leaving) if leaving else []
 
     def _preempt(self, steps: int) -> None:
         """Move rows back to the head of the queue if the cache cannot hold `steps` more tokens.
@@ -290,10 +293,10 @@ class Generation:
             if len(kept) * self._row_capacity(int(lengths[kept].max()) + GROWTH) <= limit:
                 break
             kept.pop()
-        preempted = self._remove(sorted(set(range(rows)) - set(kept)))
+        preempted = self._remove_rows(sorted(set(range(rows)) - set(kept)))
         self.waiting.extendleft(reversed(preempted))
 
-    def _remove(self, slots: list[int]) -> list[GrowingSample]:
+    def _remove_rows(self, slots: list[int]) -> list[GrowingSample]:
         """Remove rows from the batch and return their samples, with tokens and log-probs.
 
         Waits for the device. The last rows move into the freed slots.
@@ -319,7 +322,10 @@ class Generation:
         return removed
 
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
-        """Set the rows of the batch. counts: [rows] int64, tokens of their responses"""
+        """Set the rows of the batch, to be grouped by settings anew.
+
+        counts: [rows] int64, tokens of their responses
+        """
         self.active, self._counts, self._groups = rows, counts, None
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
 
@@ -337,7 +343,7 @@ class Generation:
 
 
 def broadcast_from_first(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `values` by those of the group's first rank; a collective.
+    """Replace `values` in place by those of the group's first rank; a collective.
 
     Ranks that act on different values would wait for each other for ever.
     """

@@ -32,7 +32,7 @@ class SharedWeights:
     """Weights of all layers: shared with training, or while awake copied from other stages."""
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
-        """Build a module without weights; a collective over the world.
+        """Build a module without weights, which sleeps; a collective over the world.
 
         engine: trains the weights in this process
         seed:   of Megatron's tensor-parallel random streams
@@ -74,11 +74,11 @@ class SharedWeights:
                 if stage == pipeline.rank():
                     target.data = self.engine.weights.tensors[parameter.name].data
                 else:
-                    target.data = self._allocate(parameter, stacks)
+                    target.data = self._allocate_parameter(parameter, stacks)
                 if pipeline.size() > 1:
                     dist.broadcast(target.data, dist.get_global_rank(pipeline, stage), pipeline)
 
-    def _allocate(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
+    def _allocate_parameter(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
         """Allocate a parameter on the device, without setting it; experts of a layer in one tensor.
 
         Grouped products need the experts at equal distances in one memory.

@@ -83,12 +83,15 @@ class NativeRollout:
         return self._stats
 
     def wake(self) -> None:
-        """Bring the weights of the source to the device."""
+        """Bring the weights of the source to the device; from then on the engine can compute."""
         self.source.wake()
         self._awake = True
 
     def sleep(self) -> None:
-        """Let the source free its weights. The KV cache exists only during `generate`."""
+        """Let the source free its weights; until the engine wakes it cannot compute.
+
+        Nothing else is freed: the KV cache exists only during `generate`.
+        """
         self._awake = False
         self.source.sleep()
 
@@ -131,7 +134,7 @@ class NativeRollout:
         """
         rounds = self.source.rounds
         with self._computing():
-            limits = self._limits(requests)
+            limits = self._make_limits(requests)
             generation = Generation(self.model, requests, limits, self._stats, rounds)
         while generation.waiting or generation.active:
             with self._computing():
@@ -145,7 +148,7 @@ class NativeRollout:
         with self._computing():
             self._stats.idle_passes = self.source.rounds.finish()
 
-    def _limits(self, requests: Sequence[GenerationRequest]) -> Limits:
+    def _make_limits(self, requests: Sequence[GenerationRequest]) -> Limits:
         """Return the limits of one `generate`; a collective of the tensor-parallel ranks.
 
         `max_rows` limits the rows; without it the device's memory limits rows and cache tokens. All
@@ -197,7 +200,8 @@ class NativeRollout:
     ) -> list[list[float]]:
         """Return the log-probs of each response's tokens, computed in one packed forward pass.
 
-        pack: (prompt, response) of each sequence; its last token is no input, as it predicts none
+        pack: (prompt, response) of each sequence; the last token of a response is no input, as
+              nothing after it is predicted
         """
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
@@ -231,9 +235,9 @@ class NativeRollout:
 
 
 def _memory_of_one_process() -> int:
-    """Return the bytes of memory of this process's device; on a CPU its share of the host's.
+    """Return the bytes of memory of this process's device, free or not.
 
-    All processes of the world have equal shares.
+    On a CPU the host's memory divided by the processes of the world.
     """
     on_cpu = device.current_device().type == "cpu"
     return device.memory_total() // (dist.get_world_size() if on_cpu else 1)

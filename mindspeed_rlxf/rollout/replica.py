@@ -50,7 +50,7 @@ def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | Non
     """Build the sender of this rank's weights; None if the same ranks train and generate."""
     if config.parts is None:
         return None
-    tensors = _megatron(trained).weights.tensors
+    tensors = _as_megatron_engine(trained).weights.tensors
     return WeightSender(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
 
 
@@ -65,12 +65,15 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
         assert trained is not None, "only the native engine generates on ranks of its own"
         return _build_plugin_replica(config, trained)
     if trained is not None:
-        return _build_sharing_replica(config, _megatron(trained))
+        return _build_sharing_replica(config, _as_megatron_engine(trained))
     return _build_receiving_replica(config)
 
 
 def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
-    """Build a replica with an engine of a plugin, which gets every weight as a whole tensor."""
+    """Build a replica with the plugin's engine that `config.rollout` names.
+
+    The engine gets every weight as a whole tensor.
+    """
     engine = ENGINES[config.rollout.engine](config, trained)
 
     def take_weights(version: int) -> None:
@@ -81,9 +84,12 @@ def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
-    """Build a replica on ranks that also train, which uses the storage of the trained weights."""
+    """Build a replica on ranks that also train, which uses the storage of the trained weights.
+
+    Taking weights only sets their version.
+    """
     shared = SharedWeights(trained, config.training.seed)
-    engine = _native(config, shared)
+    engine = _build_native_engine(config, shared)
 
     def take_weights(version: int) -> None:
         """Set the version only, as the weights are shared."""
@@ -104,7 +110,7 @@ def _build_receiving_replica(config: RunConfig) -> Replica:
     actor, tp = config.actor_rollout, config.rollout_layout.tp
     dtype = torch.bfloat16 if actor.bf16 else torch.float32
     own = OwnWeights(actor.architecture, tp, dtype, config.training.seed, config.rollout_ep)
-    engine = _native(config, own)
+    engine = _build_native_engine(config, own)
     tensors = dict(own.module.named_parameters())
     receiver = WeightReceiver(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
 
@@ -116,14 +122,14 @@ def _build_receiving_replica(config: RunConfig) -> Replica:
     return Replica(engine, take_weights, own.groups.tp.rank() == 0)
 
 
-def _megatron(engine: TrainEngine) -> MegatronEngine:
+def _as_megatron_engine(engine: TrainEngine) -> MegatronEngine:
     """Return the engine as a MegatronEngine. Raises AssertionError for another class."""
     assert isinstance(engine, MegatronEngine), "the native engine takes Megatron's weights alone"
     return engine
 
 
-def _native(config: RunConfig, source: WeightSource) -> NativeRollout:
-    """Build the package's own engine, with the limits of the config."""
+def _build_native_engine(config: RunConfig, source: WeightSource) -> NativeRollout:
+    """Build the package's own engine, limited by `num_samples_per_step` and `memory_gib`."""
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
     return NativeRollout(source, config.actor_rollout.num_samples_per_step, memory)

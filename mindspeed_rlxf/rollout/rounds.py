@@ -41,7 +41,7 @@ class Rounds:
     def announce(self, tokens: int) -> None:
         """Announce this rank's next pass, and wait until all ranks have announced theirs.
 
-        tokens: of this rank's pass, at least 1
+        tokens: of this rank's pass, at least 1, else AssertionError
         """
         assert tokens > 0, "a pass has tokens; 0 is announced by a rank that has finished"
         if self.layers:
@@ -65,7 +65,7 @@ class Rounds:
         return passes
 
     def _exchange_sizes(self, tokens: int) -> bool:
-        """Set the tokens of each rank for the next pass; return whether any rank has some.
+        """Set the token count of each rank for the next pass; return whether any is above 0.
 
         A collective: waits until all ranks have called it.
         """

@@ -36,7 +36,10 @@ class GrowingSample:
 
     @classmethod
     def from_request(cls, request: GenerationRequest) -> GrowingSample:
-        """Make the sample of a request, without a response yet."""
+        """Make the sample of a request, without a response yet.
+
+        Its `sampling` is the request's settings without limit of tokens and stop strings.
+        """
         sampling = replace(request.settings, max_new_tokens=0, stop=None)
         return cls(request, sampling, request.prompt.tobytes())
 
@@ -57,7 +60,8 @@ class GrowingSample:
     def append_until_end(self, tokens: Sequence[int]) -> bool:
         """Append tokens to the response up to the first that ends it; return whether one does.
 
-        An EOS or a completed stop string ends it; `max_new_tokens` is not looked at.
+        An EOS or a completed stop string ends it, and the tokens after it are dropped;
+        `max_new_tokens` is not looked at.
         """
         for token in tokens:
             self.tokens.append(token)
@@ -94,7 +98,10 @@ class RowStates:
     """
 
     def __init__(self, slots: int, width: int, where: torch.device) -> None:
-        """Allocate zeros on the device `where`."""
+        """Allocate zeros on the device `where`, for `width` response tokens in each of the slots.
+
+        One more column takes what is appended to rows that are full.
+        """
         self.width, self.where = width, where
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -112,7 +119,8 @@ class RowStates:
     def set_up(self, first: int, rows: Sequence[GrowingSample]) -> None:
         """Set the states of the slots from `first` on for rows that will be prefilled.
 
-        Copies their responses so far, and draws the random numbers of whole responses.
+        Copies their responses so far. Rows that sample get the random numbers of a whole response,
+        the others zeros.
         """
         shape, slots = (len(rows), self.width + 1), slice(first, first + len(rows))
         uniforms, log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -130,7 +138,10 @@ class RowStates:
         self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = columns
 
     def group_by_settings(self, rows: Sequence[GrowingSample]) -> list[RowGroup]:
-        """Group rows whose `sampling` is equal."""
+        """Group rows whose `sampling` is equal, in the order of each group's first row.
+
+        A single group has None in place of the rows' indices.
+        """
         indices: dict[SamplingSettings, list[int]] = {}
         for i, row in enumerate(rows):
             indices.setdefault(row.sampling, []).append(i)

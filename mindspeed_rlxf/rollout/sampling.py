@@ -104,7 +104,7 @@ def draw_tokens(
     if not settings.do_sample:
         tokens = allowed.argmax(dim=-1)
         return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1)
-    allowed = _filter(allowed, settings.top_k, settings.top_p)
+    allowed = _filter_top_k_and_p(allowed, settings.top_k, settings.top_p)
     if allowed is not logs:  # the probabilities of the tokens that are allowed may be small
         allowed = allowed - allowed.amax(dim=-1, keepdim=True)
     tokens, total = _draw_by_inverse_cdf(allowed.exp(), uniforms)
@@ -123,7 +123,7 @@ def check_log_probs(log_probs: Tensor) -> None:
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
     """Return logits with -inf at EOS in rows whose response has under `min_new_tokens` tokens.
 
-    Returns `logits` itself if no row can have an early EOS.
+    Returns `logits` itself if there are no EOS tokens, or `min_new_tokens` is 0.
     """
     if not settings.eos_token_ids or settings.min_new_tokens == 0:
         return logits
@@ -133,11 +133,12 @@ def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSetti
     return logits.masked_fill(forbidden & early[:, None], float("-inf"))
 
 
-def _filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return logits with -inf at the tokens that top-k, then top-p drop.
 
-    Top-p keeps the smallest set of most likely tokens whose total probability reaches `top_p`.
-    Returns `logits` itself if both are off.
+    Top-k keeps all tokens that are as likely as the k-th; 0 or less, or the vocabulary or more,
+    turns it off. Top-p keeps the smallest set of most likely tokens whose total probability reaches
+    `top_p`; 1 turns it off. Returns `logits` itself if both are off.
     """
     if 0 < top_k < logits.size(-1):
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -230,7 +231,7 @@ def running_sum(numbers: Tensor) -> Tensor:
 
 
 def fixed_order_sum(numbers: Tensor) -> Tensor:
-    """Return the running sums of the last dimension, always added in the same order.
+    """Return the inclusive running sums along the last dimension, added in a fixed order.
 
     A scan by doubling: step k adds to each element the element 2^k positions before it.
     """

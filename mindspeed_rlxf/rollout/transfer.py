@@ -43,7 +43,7 @@ class _TransferSide:
         group: dist.ProcessGroup,
         num_senders: int,
     ) -> None:
-        """Put this rank's moves into buckets.
+        """Put this rank's moves into buckets of at most BUCKET_BYTES, by peer (`order_peers`).
 
         tensors: this rank's parameters, by name
         planned: the moves of all ranks
@@ -80,7 +80,7 @@ class _TransferSide:
             move.numbers for each in self.buckets.values() for bucket in each for move in bucket
         )
 
-    def _allocate(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
+    def _allocate_bucket(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
         """Allocate the flat tensor of a bucket, and its checksums [moves] int64, both unset."""
         numbers, where = sum(move.numbers for move in bucket), device.current_device()
         return (
@@ -88,7 +88,7 @@ class _TransferSide:
             torch.empty(len(bucket), dtype=torch.int64, device=where),
         )
 
-    def _exchange(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
+    def _exchange_tensors(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
         """Send tensors to a rank of the group, or receive them from it, and wait for the end.
 
         operation: `dist.isend` or `dist.irecv`
@@ -112,11 +112,13 @@ class WeightSender(_TransferSide):
         self._check_totals(self._count_numbers())
         for receiver, buckets in self.buckets.items():
             for bucket in buckets:
-                self._exchange(dist.isend, self._pack(bucket), self.num_senders + receiver)
+                self._exchange_tensors(
+                    dist.isend, self._pack_bucket(bucket), self.num_senders + receiver
+                )
 
-    def _pack(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """Copy the slices of a bucket into one flat tensor; return it and their checksums."""
-        flat, sums = self._allocate(bucket)
+    def _pack_bucket(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
+        """Copy the slices of a bucket into a flat tensor; return it and the `bit_sum` of each."""
+        flat, sums = self._allocate_bucket(bucket)
         checksums = []
         for move, part in zip(bucket, _split_by_move(flat, bucket), strict=True):
             piece = self.tensors[move.source].narrow(move.dim, move.source_start, move.size)
@@ -139,14 +141,17 @@ class WeightReceiver(_TransferSide):
         self._check_totals(-self._count_numbers())
         for sender, buckets in self.buckets.items():
             for bucket in buckets:
-                flat, sums = self._allocate(bucket)
-                self._exchange(dist.irecv, (flat, sums), sender)
-                self._unpack(bucket, flat, sums, sender)
+                flat, sums = self._allocate_bucket(bucket)
+                self._exchange_tensors(dist.irecv, (flat, sums), sender)
+                self._unpack_bucket(bucket, flat, sums, sender)
 
-    def _unpack(self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int) -> None:
+    def _unpack_bucket(
+        self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int
+    ) -> None:
         """Copy a received bucket into the parameters.
 
-        Raises WeightsDiffer, after all copies, where a parameter's checksum is not that in `sums`.
+        Raises WeightsDiffer, after all copies, naming the parameters of which a copied slice has
+        another checksum than in `sums`.
         """
         names = []
         for move, part, expected in zip(

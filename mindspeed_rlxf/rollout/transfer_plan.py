@@ -148,7 +148,7 @@ def _find_overlaps(
     needed = _find_slices(parameter, a, tp_rank, tp)
     if parameter.split is Split.REPLICATED:
         [(source, dim, _, stop, _)] = needed
-        yield _Overlap(None, dim, 0, 0, stop, _width(source, dim, a))
+        yield _Overlap(None, dim, 0, 0, stop, _elements_per_index(source, dim, a))
         return
     for rank in range(training_tp):
         last: _Overlap | None = None
@@ -159,7 +159,7 @@ def _find_overlaps(
                 if source != other or first >= end:
                     continue
                 numbers = held_offset + first - held_start, offset + first - start, end - first
-                piece = _Overlap(rank, dim, *numbers, _width(source, dim, a))
+                piece = _Overlap(rank, dim, *numbers, _elements_per_index(source, dim, a))
                 joined = _join_adjacent(last, piece) if last else None
                 if last and not joined:
                     yield last
@@ -171,7 +171,10 @@ def _find_overlaps(
 def _find_slices(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return the slices of a rank's shard: (source, dim, start, stop, offset in the shard) each."""
+    """Return (source, dim, start, stop, offset in the shard) of each slice of a rank's shard.
+
+    start, stop and offset count rows (dim 0) or columns (dim 1).
+    """
     slices, offset = [], 0
     for part in shard_slices(parameter, a, tp_rank, tp):
         slices.append((part.source, part.dim, part.start, part.stop, offset))
@@ -179,8 +182,8 @@ def _find_slices(
     return slices
 
 
-def _width(source: str, dim: int, a: ArchitectureConfig) -> int:
-    """Return the elements of one row (dim 0) or column (dim 1) of a Hugging Face tensor."""
+def _elements_per_index(source: str, dim: int, a: ArchitectureConfig) -> int:
+    """Return the number of elements of one row (dim 0) or column (dim 1) of tensor `source`."""
     shape = hf_shape(source, a)
     return prod(shape) // shape[dim]
 
@@ -223,7 +226,7 @@ def _cut_move(move: Move, limit: int) -> Iterator[Move]:
 
 
 def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
-    """Return all ranks of the other side in an order in which exchanges cannot deadlock.
+    """Return all ranks of the other side, from 0, in an order in which exchanges cannot deadlock.
 
     In turn k sender s meets receiver (s + k) % n, n = the larger side. A rank waits only for ranks
     at an earlier turn, so the ranks at the earliest turn can always go on.

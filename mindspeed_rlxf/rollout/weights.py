@@ -73,7 +73,7 @@ class OwnWeights:
     def __init__(
         self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int, ep: int = 1
     ) -> None:
-        """Build the module with weights of 0; a collective over the world.
+        """Build the module on the device with weights of 0; a collective over the world.
 
         seed: of Megatron's tensor-parallel random streams
         """
@@ -158,7 +158,7 @@ def _map_slices(
     architecture: ArchitectureConfig,
     ranks: ParallelRanks,
 ) -> dict[str, list[_TensorSlice]]:
-    """Map each Hugging Face name of the model to its slices that this rank needs, if any."""
+    """Map each Hugging Face name of the model to its slices that this rank needs, or to []."""
     tp_rank, tp, ep_rank, ep = ranks
     found: dict[str, list[_TensorSlice]] = {
         name: [] for name in hf_shapes(architecture, Head.LANGUAGE_MODEL)

@@ -140,7 +140,7 @@ class TinyBuckets(ActorRole):
         finally:
             transfer.BUCKET_BYTES = usual
         assert self.sender is not None
-        pack, packed = self.sender._pack, iter(range(10**6))
+        pack, packed = self.sender._pack_bucket, iter(range(10**6))
 
         def faulty(bucket: Any) -> Any:
             flat, sums = pack(bucket)
@@ -148,7 +148,7 @@ class TinyBuckets(ActorRole):
                 flat.view(torch.int32)[3] ^= 1 << 9
             return flat, sums
 
-        self.sender._pack = faulty
+        self.sender._pack_bucket = faulty
 
 
 class TinyReceiver(RolloutRole):

@@ -69,6 +69,7 @@ def make_filter(machine: str = "") -> bytes:
     Refused calls fail with EPERM, clone3 and x32 calls with ENOSYS. A call of another architecture
     kills the process.
     machine: architecture as `platform.machine` names it; "" = this host's
+
     Raises OSError for an architecture whose numbers of system calls are not known here.
     """
     machine = machine or platform.machine()

@@ -113,7 +113,7 @@ class Bubblewrap(Launcher):
         uid = fresh_uid() if self.root else None
         code, refused = make_sealed_file(program), make_sealed_file(make_filter())
         try:
-            main = _fork(lambda: self._enter(uid, code, refused), streams)
+            main = _fork_program(lambda: self._enter(uid, code, refused), streams)
         finally:
             os.close(code)
             os.close(refused)
@@ -155,7 +155,7 @@ class Namespaces(Launcher):
 
     def start(self, program: bytes, streams: Streams) -> Started:
         uid = fresh_uid() if self.root else None
-        main = _fork(lambda: self._enter(uid, program), streams)
+        main = _fork_program(lambda: self._enter(uid, program), streams)
         return Started(main, helpers=2, uid=uid)
 
     def _enter(self, uid: int | None, program: bytes) -> None:
@@ -217,7 +217,7 @@ class OtherUser(Launcher):
             os.chown(path, 0, uid)
             path.chmod(mode)
         try:
-            main = _fork(lambda: self._enter(uid, f"/box/{folder.name}"), streams)
+            main = _fork_program(lambda: self._enter(uid, f"/box/{folder.name}"), streams)
         except OSError:
             shutil.rmtree(folder)
             raise
@@ -244,7 +244,7 @@ class LimitsAlone(Launcher):
         folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
         (folder / "program.py").write_bytes(program)
         try:
-            main = _fork(lambda: self._enter(folder), streams)
+            main = _fork_program(lambda: self._enter(folder), streams)
         except OSError:
             shutil.rmtree(folder)
             raise
@@ -268,8 +268,10 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 """Name of a level -> its launcher."""
 
 
-def _fork(enter: Callable[[], None], streams: Streams) -> int:
-    """Fork a child with its own session, which calls `enter` to execute the program.
+def _fork_program(enter: Callable[[], None], streams: Streams) -> int:
+    """Fork a child that calls `enter` to execute the program.
+
+    It has its own session, default signal handlers, umask 022 and a raised OOM score.
 
     streams: become the child's standard streams
     Returns the pid of the child once it executes the program. Raises ChildProcessError (an OSError)
@@ -315,7 +317,7 @@ def exit_code(status: int) -> int:
 
 def _close_all_streams() -> None:
     """Close all descriptors below 1024: the standard streams, and the pipe on which the parent of
-    `_fork` waits.
+    `_fork_program` waits.
     """
     os.closerange(0, 1024)
 

@@ -36,17 +36,18 @@ class Limits:
 def limit_this_process(limits: Limits) -> None:
     """Lower this process's limits of CPU time, address space, file size and open files.
 
-    Its children inherit them. Core dumps, locked memory and message queues get 0. The number of
-    processes is not limited here.
+    The address space is INTERPRETER_MIB larger than `memory_mb`, and a hard limit that is lower
+    stays. Children inherit the limits. Core dumps, locked memory and message queues get 0. The
+    number of processes is not limited here.
     """
     seconds = max(1, round(limits.cpu_s + 0.5))
     space = (limits.memory_mb + INTERPRETER_MIB) * MIB
-    _lower(resource.RLIMIT_CPU, seconds, seconds + 1)
-    _lower(resource.RLIMIT_AS, space, space)
-    _lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB, limits.file_mb * MIB)
-    _lower(resource.RLIMIT_NOFILE, limits.files, limits.files)
+    _set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
+    _set_limit(resource.RLIMIT_AS, space, space)
+    _set_limit(resource.RLIMIT_FSIZE, limits.file_mb * MIB, limits.file_mb * MIB)
+    _set_limit(resource.RLIMIT_NOFILE, limits.files, limits.files)
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
-        _lower(kind, 0, 0)
+        _set_limit(kind, 0, 0)
 
 
 def limit_processes(count: int) -> None:
@@ -54,7 +55,7 @@ def limit_processes(count: int) -> None:
 
     No other run may use that user id, because all its processes count.
     """
-    _lower(resource.RLIMIT_NPROC, count, count)
+    _set_limit(resource.RLIMIT_NPROC, count, count)
 
 
 def counts_by_namespace() -> bool:
@@ -63,8 +64,8 @@ def counts_by_namespace() -> bool:
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
 
 
-def _lower(kind: int, soft: int, hard: int) -> None:
-    """Lower one limit of this process; a limit that is lower already stays."""
+def _set_limit(kind: int, soft: int, hard: int) -> None:
+    """Set one limit of this process, soft and hard, each to at most the present hard limit."""
     _, before = resource.getrlimit(kind)
     if before != resource.RLIM_INFINITY:
         soft, hard = min(soft, before), min(hard, before)

@@ -49,7 +49,11 @@ class Descendants:
 
 
 def measure(pids: set[int]) -> Use:
-    """Add up CPU time, threads and memory of processes; a process that has ended counts nothing."""
+    """Add up the CPU seconds, threads and bytes of memory of processes.
+
+    The time includes that of ended children that were waited for. Processes that have ended are
+    skipped.
+    """
     use = Use()
     for pid in pids:
         try:

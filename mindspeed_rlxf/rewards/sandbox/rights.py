@@ -51,9 +51,10 @@ def new_user_namespace() -> None:
 
 
 def fresh_uid() -> int:
-    """Return a random user id of this user namespace that no process of the host uses.
+    """Return a random user id of this user namespace that no process in /proc uses.
 
-    Does not reserve it. Raises OSError if the namespace has too few ids.
+    Chosen from the upper half of the largest range of ids, or from 2^30 above its start. Does not
+    reserve the id. Raises OSError if there are not more than 1000 to choose from.
     """
     lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
     ranges = [[int(part) for part in line.split()] for line in lines]
@@ -74,7 +75,7 @@ def fresh_uid() -> int:
 def raise_oom_score() -> None:
     """Make the kernel kill this process first when the host runs out of memory.
 
-    Children inherit this. Without /proc, nothing is changed.
+    Children inherit this. Does nothing where the kernel refuses or /proc is missing.
     """
     with contextlib.suppress(OSError):  # no /proc; the limits still apply
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

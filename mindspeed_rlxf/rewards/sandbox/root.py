@@ -23,7 +23,10 @@ _KEPT = {
 def build_root(folders: Iterable[str], program: bytes, scratch: str) -> None:
     """Replace the root of this process's mount namespace; the old root cannot be reached any more.
 
-    folders: mounted read-only at the same path in the new root; a link stays a link
+    The new root also has DEVICES, LIBRARY_CACHE, and /dev/shm as a link to SCRATCH.
+
+    folders: mounted read-only at the same path in the new root; a link stays a link, and a path
+             that does not exist is left out
     program: content of the file PROGRAM
     scratch: mount options of the writable tmpfs at SCRATCH
     Raises OSError.

@@ -89,8 +89,9 @@ class Sandbox:
     def choose(cls, config: SandboxConfig) -> Sandbox:
         """Return a sandbox of the strongest level that works here, or of `config.level`.
 
-        A level works when `probe` finds no fault; its warden keeps running. Raises UserError if no
-        level works; the level `limits` is tried only with `reward.sandbox.weak`.
+        Tries each level with `config.python`, or else with each interpreter found. A level works
+        when `probe` finds no fault; its warden keeps running. Raises UserError, with the reason of
+        each, if none works; the level `limits` is tried only with `reward.sandbox.weak`.
         """
         limits = limits_of(config)
         reasons = []
@@ -109,7 +110,7 @@ class Sandbox:
         Isolation is not checked for the level `limits`.
         """
         try:
-            outcome = self._ask(_PROBE, "mild\n")
+            outcome = self._ask_warden(_PROBE, "mild\n")
         except SandboxError as error:
             return str(error)
         if outcome.cause != "ok":
@@ -133,7 +134,7 @@ class Sandbox:
         wall_s:  time limit in seconds, at most reward.sandbox.wall_s; None = that
         """
         try:
-            outcome = self._ask(program, stdin, wall_s)
+            outcome = self._ask_warden(program, stdin, wall_s)
         except SandboxError as error:
             if reason := self.probe():
                 raise SandboxError(f"level {self.level.value} no longer works: {reason}") from error
@@ -148,9 +149,10 @@ class Sandbox:
         return describe(self.level)
 
     def close(self) -> None:
-        """End the warden and the program that it runs; wait for it, and kill it after 30 s.
+        """End the warden and the program that it runs; wait for the warden, kill it after 30 s.
 
-        In a fork of the process that started the warden, it is left running.
+        Does nothing if no warden was started, after the first call, and in a fork of the process
+        that started it.
         """
         warden, self._warden = self._warden, None
         if warden is None or self._owner != os.getpid():
@@ -176,7 +178,7 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _ask(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
+    def _ask_warden(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
         """Let the warden run a program; start the warden if needed. Does not retry.
 
         Raises SandboxError when the warden was lost or reports a failure.
@@ -184,7 +186,9 @@ class Sandbox:
         seconds = min(self.limits.wall_s, wall_s or self.limits.wall_s)
         with self._lock:
             try:
-                answer = self._exchange({"program": program, "stdin": stdin, "wall_s": seconds})
+                answer = self._exchange_lines(
+                    {"program": program, "stdin": stdin, "wall_s": seconds}
+                )
             except (OSError, ValueError) as error:  # an end in the middle of a line
                 self.close()
                 raise SandboxError(f"the process that runs programs was lost: {error}") from error
@@ -192,7 +196,7 @@ class Sandbox:
             raise SandboxError(answer["failed"])
         return Outcome(**answer)
 
-    def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
+    def _exchange_lines(self, request: dict[str, object]) -> dict[str, Any]:
         if self._warden is None or self._owner != os.getpid():  # another pid: this is a fork
             self._warden, self._owner = self._start(), os.getpid()
             ready = self._send({
@@ -235,13 +239,19 @@ def limits_of(config: SandboxConfig) -> Limits:
 
 
 def _list_levels(config: SandboxConfig) -> list[SandboxLevel]:
-    """List the levels to try, the strongest first; `limits` only where config.weak allows it."""
+    """List the levels to try: `config.level`, or with `auto` all levels, the strongest first.
+
+    Without `config.weak` the level `limits` is left out, also if `config.level` asks for it.
+    """
     asked = [config.level] if config.level is not SandboxLevel.AUTO else list(PREVENTS)
     return [level for level in asked if config.weak or level is not SandboxLevel.LIMITS]
 
 
 def _list_interpreters() -> list[str]:
-    """Return the paths of interpreters to try: this environment's, and the system's if any."""
+    """Return the interpreters to try: this environment's base one, and the system's `python3`.
+
+    As paths without links; one path if both are the same, or the system has none.
+    """
     own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")
     return list(dict.fromkeys([own, os.path.realpath(system)] if system else [own]))

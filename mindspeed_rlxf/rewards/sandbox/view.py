@@ -72,7 +72,10 @@ class View:
     stdlib: str
 
     def command(self, program: str) -> list[str]:
-        """Return the command line that runs the file `program` as `__main__`."""
+        """Return the command line that runs the file `program` as `__main__`.
+
+        Without the user's packages, and without any others unless `packages`.
+        """
         without = [] if self.packages else ["-S"]
         return [self.python, "-s", *without, "-c", _RUN, program]
 
@@ -145,7 +148,7 @@ def copy_python(view: View, root: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    """Hard-link a file, and return `target`; copy it if it is on another disk.
+    """Hard-link a file, and return `target`; copy it if linking fails, as on another disk.
 
     Also copy it if group or others may write to it, because the program runs as another user.
     """

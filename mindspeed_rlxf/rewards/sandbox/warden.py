@@ -116,11 +116,12 @@ class Run:
         """Wait until the program ends or exceeds a limit; kill its processes, remove its files.
 
         wakeup: descriptor that is readable when a child has ended
-        Returns the fields of `runner.Outcome`. Raises ParentGone when standard input ends.
+        Returns the fields of `runner.Outcome`. Raises ParentGone when standard input ends, also
+        after killing and removing.
         """
         try:
             try:
-                cause = self._watch(wakeup)
+                cause = self._watch_program(wakeup)
             finally:
                 self._kill_descendants()
             for descriptor, output in self.sources.items():
@@ -138,7 +139,7 @@ class Run:
             "cause": cause or self._cause_of(code),
         }
 
-    def _watch(self, wakeup: int) -> str:
+    def _watch_program(self, wakeup: int) -> str:
         """Wait until the program ends or exceeds a limit; return the limit's name, "" if it ended.
 
         Reads its output meanwhile. Raises ParentGone when standard input ends.
@@ -200,7 +201,9 @@ class Run:
     def _cause_of(self, code: int) -> str:
         """Return the cause of the end of a program that was not stopped, from its exit code.
 
-        "ok", "error", "killed", or the limit that the kernel enforced.
+        0 is "ok". Above 128 it is the limit whose signal ended the program ("cpu_time" for SIGKILL
+        after that time), or "killed". Else it is the limit that the last line of standard error
+        names, or "error".
         """
         if not code:
             return "ok"

@@ -193,7 +193,7 @@ def test_a_warden_that_does_not_answer_is_replaced(
     os.kill(sandbox._warden.pid, signal.SIGSTOP)
     monkeypatch.setattr(runner, "EXTRA_S", 1 - sandbox.limits.wall_s)
     with pytest.raises(SandboxError, match="no answer within 1 s"):
-        sandbox._ask("print(1)", "")
+        sandbox._ask_warden("print(1)", "")
     monkeypatch.undo()
     assert sandbox.run("print(2)").stdout == "2\n"
 

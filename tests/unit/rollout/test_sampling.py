@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.memory import sampling_bytes
 from mindspeed_rlxf.rollout.sampling import (
     BLOCK,
     SamplingSettings,
-    _filter,
+    _filter_top_k_and_p,
     choose_tokens,
     draw_tokens,
     fixed_order_sum,
@@ -59,22 +59,22 @@ def test_greedy_takes_the_largest_logit_and_ignores_temperature() -> None:
 def test_top_k_keeps_what_transformers_keeps(top_k: int) -> None:
     logits = random_logits(5, 9)
     expected = TopKLogitsWarper(top_k)(None, logits)
-    assert_close(_filter(logits, top_k, 1.0), expected, rtol=0, atol=0)
+    assert_close(_filter_top_k_and_p(logits, top_k, 1.0), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.7, 0.95, 0.999])
 def test_top_p_keeps_what_transformers_keeps(top_p: float) -> None:
     logits = random_logits(20, 30)
     expected = TopPLogitsWarper(top_p)(None, logits)
-    assert_close(_filter(logits, 0, top_p), expected, rtol=0, atol=0)
+    assert_close(_filter_top_k_and_p(logits, 0, top_p), expected, rtol=0, atol=0)
 
 
 def test_top_p_by_hand_and_after_top_k() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
     # in order 0.4, 0.3: 0.7 reaches 0.6
-    assert _filter(logits, 0, 0.6).isfinite().tolist() == [[False, True, True, False]]
+    assert _filter_top_k_and_p(logits, 0, 0.6).isfinite().tolist() == [[False, True, True, False]]
     # of the two kept by top-k, 0.4 / 0.7 = 0.57 reaches 0.5
-    assert _filter(logits, 2, 0.5).isfinite().tolist() == [[False, True, False, False]]
+    assert _filter_top_k_and_p(logits, 2, 0.5).isfinite().tolist() == [[False, True, False, False]]
 
 
 def test_filtered_tokens_are_never_drawn_and_the_log_prob_is_unfiltered() -> None:
@@ -267,7 +267,7 @@ def test_every_uniform_number_gives_an_allowed_token(
             logits, uniforms, torch.zeros(len(logits)), settings(eos_token_ids=(), **keys)
         )
     assert ((tokens >= 0) & (tokens < vocab)).all()
-    kept = _filter(logits / keys["temperature"], keys["top_k"], keys["top_p"])
+    kept = _filter_top_k_and_p(logits / keys["temperature"], keys["top_k"], keys["top_p"])
     assert kept.gather(-1, tokens[:, None]).isfinite().all()
 
 
