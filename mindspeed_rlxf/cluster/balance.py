@@ -23,7 +23,8 @@ def balanced_steps(
 ) -> list[RankSteps]:
     """Return, for each replica, the rows of its samples and their optimizer steps.
 
-    Samples are given out so that the replicas have equal work; waits for `lengths` for that.
+    Replicas get samples of equal work, for which `lengths` is waited for; with `balance_by_length`
+    off, or one replica, they get consecutive samples without waiting.
     orders: the order of the samples in each epoch
     """
     replicas, together = config.layout(role).dp, config.kept_together(role)

@@ -50,8 +50,9 @@ class Deadlines:
     def seconds_for(self, requests: Sequence[Request]) -> float:
         """Return the deadline of a call in seconds, from the median of earlier calls of its phase.
 
-        It is MEDIAN_FACTOR x the median; at least SHORTEST_S and a tenth of `longest_s`; at most
-        `longest_s`. The first call of a phase, methods on storage, and scorers get `longest_s`.
+        It is MEDIAN_FACTOR x the median, but at least SHORTEST_S and a tenth of `longest_s`, and
+        never more than `longest_s`. `longest_s` itself for the first call of a phase, methods in
+        ON_STORAGE and calls of the scorers.
         requests: of all ranks
         """
         phase = phase_of(requests)

@@ -65,9 +65,10 @@ def find_problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
-    """Return the allocator's environment variables for a run that offloads; else none.
+    """Return the allocator's environment variables for a run with offload of weights or optimizer.
 
-    Variables that the user has set, here or in `resource_pool.env`, are left out.
+    {} for other runs. Variables that the user has set, here or in `resource_pool.env`, are left
+    out.
     """
     offloads = [config.role(role).offload for role in config.roles]
     if not any(offload.weights or offload.optimizer for offload in offloads):

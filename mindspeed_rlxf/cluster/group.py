@@ -195,7 +195,8 @@ class RoleGroup:
     def _split_argument(self, arg: Any) -> Sequence[Any]:
         """Return the value of an argument for each data-parallel rank.
 
-        The parts of a Sharded; rows of a RowsRef in equal parts; any other value for every rank.
+        They are the parts of a Sharded, whose number is asserted; equal contiguous parts of a
+        RowsRef (see `split_refs`); any other value for every rank.
         """
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
@@ -207,9 +208,9 @@ class RoleGroup:
 
     @staticmethod
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
-        """Return how many rows replica `dp` gets of the first argument that is split.
+        """Return how many rows replica `dp` gets of the first split argument that has rows.
 
-        None where no argument has rows.
+        Split arguments are Sharded or contain a RowsRef. None where none of them has rows.
         """
         for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, Sharded) or find_refs(arg):

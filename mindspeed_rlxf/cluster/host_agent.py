@@ -65,7 +65,7 @@ def call_each(
 
 
 def collect_outcomes(calls: Sequence[HostCall]) -> list[Any]:
-    """Wait for all calls; return, in order, each one's result or its HostError. Raises nothing."""
+    """Wait for all calls; return, in order, the result of each or its HostError (not raised)."""
     found: list[Any] = []
     for call in calls:
         try:

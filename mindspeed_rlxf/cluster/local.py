@@ -75,9 +75,11 @@ class LocalCall:
 
 
 def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
-    """Set up this process's device, by LOCAL_RANK of torchrun, before Megatron is imported.
+    """Set up the device with index LOCAL_RANK of torchrun (default 0), before Megatron is imported.
 
-    Raises UserError where the installation lacks something. threads: CPU threads of torch
+    Raises UserError where the installation lacks something.
+    threads:   CPU threads of torch
+    timeout_s: longest call; the timeout of collectives follows from it
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -175,7 +177,8 @@ class LocalWorld:
     def _await_all(self, number: int, what: str) -> None:
         """Wait until all ranks have written the flag of call `number`.
 
-        Raises RuntimeTimeout with the missing ranks. what: what is waited for, for its message
+        Raises RuntimeTimeout with the missing ranks after `timeout_s`. what: what is waited for,
+        for the message
         """
         keys = [self._key(number, rank) for rank in range(self.size)]
         try:
@@ -200,8 +203,9 @@ class LocalAgent(HostAgent):
         self._rank, self._world = rank, world
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
-        """Wait for all ranks, then start the function in a thread of the host's rank; a collective.
+        """Wait for all ranks, then start the function in a thread of this agent's rank only.
 
+        All ranks must call it, and each gets a LocalHostCall.
         args: the `LocalHostCall`s among them are waited for and replaced by their results
         """
         what = f"{function.__name__} on {self.host}"
@@ -288,8 +292,8 @@ class LocalRuntime:
     ) -> dict[str, LocalPool]:
         """Return one pool for each name, all of the same processes.
 
-        parts: must be empty, because these pools cannot be split
-        Raises UserError where a pool has another size than the world of torchrun.
+        Raises UserError where the counts of a pool do not add up to the world size of torchrun.
+        parts: asserted to be empty, because these pools cannot be split
         """
         assert not parts, "the rules of the configuration refuse split pools"
         size = self.world.size

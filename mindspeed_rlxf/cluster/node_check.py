@@ -57,11 +57,12 @@ class NodeReport:
 def report_node(
     folders: Sequence[str], run_file: str | None, probe: DeviceKind | None = None
 ) -> NodeReport:
-    """Report the installation, files and devices of this node.
+    """Return the report of this node: host name, versions, files, whether it sees the run, devices.
 
-    folders:  read by workers
-    run_file: a file of the run directory, written by the driver process
-    probe:    ask the tool of the device driver about this kind of device, which takes seconds
+    folders:  read by workers; their files are listed
+    run_file: a file of the run directory, written by the driver process; None counts as seen
+    probe:    ask the tool of the device driver about this kind of device, which takes seconds;
+              None = report no devices
     """
     devices, sick = _probe_devices(probe) if probe is not None else (None, ())
     return NodeReport(
@@ -203,9 +204,10 @@ class NodeCheck:
         self._seen: dict[str, NodeReport] = {}
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """Collect the reports of nodes not seen before; return the nodes that may be used.
+        """Compare nodes not seen before with the driver's; return `nodes` without those left out.
 
-        A faulty node is left out with a warning, or without `probe` raises UserError.
+        With `probe` a faulty node is left out with a warning, in later calls too; without `probe`
+        it raises UserError.
         """
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
@@ -218,8 +220,10 @@ class NodeCheck:
     def _judge(
         self, nodes: list[Node], reports: Mapping[str, NodeReport], silent: Mapping[str, str]
     ) -> None:
-        """Add faulty nodes to `left_out` and warn; without `probe` raise UserError with all faults.
+        """Add faulty nodes to `left_out` with warnings; without `probe` raise UserError instead.
 
+        Nodes are faulty that gave no report, or whose report differs from the driver's or, with
+        `probe`, names sick devices.
         silent: node id -> message, for nodes that gave no report
         """
         assert self._driver is not None, "asked first"

@@ -157,9 +157,10 @@ def describe_shortage(
 
 
 def list_nodes(nodes: Sequence[Node]) -> str:
-    """Format nodes for a message, sorted by address; those beyond MAX_SHOWN are only counted.
+    """Return the nodes as text, joined by ", " in the order of addresses.
 
-    "no node that has any" where there are none.
+    Only the first MAX_SHOWN are named; "and N more nodes" counts the others. Without nodes the text
+    is "no node that has any".
     """
     shown = [str(node) for node in sort_by_address(nodes)[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
@@ -182,10 +183,11 @@ class Place:
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
-    """Sort processes and their places into the order of ranks: by node, then by device id.
+    """Sort processes into the order of ranks, by node and device ids; return (processes, places).
 
-    Nodes have the order of `processes_per_node`, as the plan shows it. Among entries of equal size,
-    which Ray may swap between nodes, the lower address comes first: a restart gives the same ranks.
+    Nodes come in the order of `processes_per_node`, by `Place.entry`. Ray may swap nodes among
+    entries with equally many processes; these nodes are ordered by address, so that a restart gives
+    the same ranks.
     """
     sizes = Counter(place.entry for _, place in found)
     address = {place.entry: address_key(place.ip) for _, place in found}

@@ -105,9 +105,10 @@ class RowsRef:
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
-        """Return (piece, rows, positions) for each piece that has a selected row.
+        """Return (piece, rows, positions) for each piece with a selected row, in order of pieces.
 
-        rows: indices within the piece; positions: indices of the same rows in this reference
+        rows: indices within the piece; positions: indices of the same rows in this reference,
+              ascending
         """
         everything = range(sum(piece.num_rows for piece in self.pieces))
         starts = _starts(self.pieces)
@@ -184,7 +185,7 @@ def find_array(value: Any, path: str = "report") -> str | None:
 
 
 def check_report(report: Any, role: str, method: str) -> None:
-    """Raise TypeError where a report contains a tensor or a numpy array."""
+    """Raise TypeError where a report contains a tensor or numpy array, also inside containers."""
     if found := find_array(report):
         raise TypeError(
             f"{role}.{method} must report plain Python values, got {found}; "

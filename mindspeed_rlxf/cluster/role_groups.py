@@ -180,8 +180,9 @@ class RolloutGroup:
         self._version = version
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Generate a response to each prompt, with the sampling of training.
+        """Submit the generation of a response to each prompt, with the sampling of training.
 
+        The prompts are split among the data-parallel ranks.
         greedy: take the most probable token each time
         Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
         """
@@ -208,10 +209,12 @@ class ReferenceGroup:
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute the reference's log-probs of the responses.
+        """Submit the computation of the reference's log-probs of the responses.
 
         Rows, in the order of `rollouts`: LogProbs; with `algorithm.kl_penalty: full`
-        LogProbsWithKl, whose KL to the actor in the same processes is over the vocabulary.
+        LogProbsWithKl, which adds the KL to the actor (of the same processes) over the whole
+        vocabulary.
+        lengths: called for balancing the work, which waits for them (see `balance.call_balanced`)
         """
         group = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:

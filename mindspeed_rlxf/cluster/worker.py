@@ -51,8 +51,9 @@ class RoleHost:
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
         """Fetch the inputs and run the method; return the rows to keep and the reply to the driver.
 
-        Logged samples are appended to this rank's file. Any Exception becomes a WorkerError, whose
-        traceback is printed; the WorkerError of a rank whose rows are needed is raised unchanged.
+        Logged samples are appended to this rank's file if the request keeps rows. Any Exception
+        becomes a WorkerError, whose traceback is printed; the WorkerError of a rank whose rows are
+        needed is raised unchanged.
         """
         try:
             asked = time.perf_counter()
@@ -101,7 +102,9 @@ class RoleHost:
     ) -> tuple[Rows | None, Reply]:
         """Split a method's output into the rows to keep, on the host, and the reply to the driver.
 
-        A rank that keeps no rows sends no report. Raises TypeError where a report has a tensor.
+        A request that keeps no rows gets no rows and no report. Raises TypeError where a report has
+        a tensor or array; asserts that the number of rows is `request.num_rows`, unless that is
+        None.
         """
         check_report(output.report, request.role.value, request.method)
         if not request.keeps_rows:
@@ -141,7 +144,10 @@ def write_token_rows(rows: TokenRows, rank: int) -> None:
 
 
 def to_host(rows: Rows) -> Rows:
-    """Return the rows with tensors on the host, none a view: pickling sends a whole storage."""
+    """Return the rows with each tensor detached and on the host, in a storage of exactly its size.
+
+    Pickling a view would send the whole storage. Other values are unchanged.
+    """
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     return type(rows)(**{name: _compact(column) for name, column in columns.items()})
 
@@ -218,7 +224,7 @@ class WorkerProcess:
         self._host = RoleHost(setup.rank, self._fetch)
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """Run a request (see `RoleHost.run`)."""
+        """Run a request (see `RoleHost.run`); asserts that this process belongs to a pool."""
         assert self._host is not None, "this process belongs to no pool"
         return self._host.run(request)
 

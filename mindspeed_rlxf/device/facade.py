@@ -67,9 +67,10 @@ def device_count(kind: DeviceKind) -> int | None:
 
 
 def count_by_torch(kind: DeviceKind) -> int | None:
-    """Return the number of devices that torch sees; None = no limit (CPU).
+    """Return the number of devices of a kind (or of what `auto` stands for) that torch sees.
 
-    On NPU a separate process counts, which takes seconds; ValueError if it fails.
+    None = no limit (CPU). On NPU a separate process counts, which takes seconds; ValueError if it
+    fails.
     """
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
@@ -111,7 +112,7 @@ def setup(
     threads:    CPU threads of torch
     local_rank: index among the devices that this process sees; used if `assigned` is None
     assigned:   the device's number on the host, as Ray gave it to this process
-    deadline_s: longest time that ranks may wait for each other in a collective
+    deadline_s: longest time that ranks may wait for each other in a collective; NPU only
 
     Call it before Megatron is imported. A second call with the same kind only sets the threads; one
     with another kind fails an assertion, because adaptors cannot be removed. Raises ValueError when
@@ -140,7 +141,10 @@ def setup(
 
 
 def load_library(kind: DeviceKind) -> None:
-    """Import torch_npu if the kind is NPU; claims no device. Raises ValueError if that fails."""
+    """Import torch_npu if the kind, or what `auto` stands for, is NPU; claims no device.
+
+    Raises ValueError if torch_npu cannot be imported.
+    """
     if resolve_kind(kind) is DeviceKind.NPU:
         npu.import_torch_npu()  # registers torch.npu
 
@@ -217,7 +221,7 @@ def active_library() -> Any:
 
 
 def synchronize() -> None:
-    """Block until the device has done all launched work, as for measuring time."""
+    """Block until the device has done all launched work, as for measuring time; not on CPU."""
     library = active_library()
     if library is not None:
         library.synchronize()
@@ -255,9 +259,9 @@ def memory_total() -> int:
 
 
 def smallest_device_memory(kind: DeviceKind) -> int | None:
-    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU.
+    """Return the total bytes of memory of this host's smallest device; None = all unknown, or CPU.
 
-    The driver's tool reports it, so no device is claimed.
+    The driver's tool reports it, so no device is claimed. Devices of unknown size do not count.
     """
     view = driver.query_driver(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []

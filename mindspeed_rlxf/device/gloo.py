@@ -32,9 +32,10 @@ def wrap_collectives() -> None:
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `exchange` wrapped to take split sizes as tensors too, which become lists.
+    """Return `exchange` wrapped to turn split sizes that are tensors into lists.
 
-    Megatron's token dispatcher converts only sizes that are on a device.
+    Only the keyword arguments output_split_sizes and input_split_sizes are converted. Megatron's
+    token dispatcher converts only sizes that are on a device.
     """
 
     @functools.wraps(exchange)
@@ -52,9 +53,10 @@ def _differ_in_shape(tensors: list[Tensor]) -> bool:
 
 
 def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an all_gather that broadcasts tensors of different shapes, one rank after the other.
+    """Return `gather` (all_gather) wrapped to accept outputs of different shapes.
 
-    Equal shapes go to `gather`.
+    These are filled by one broadcast per rank, in turn; the wrapper then returns None, and asserts
+    that the call is not `async_op`. Outputs of equal shape go to `gather`.
     """
 
     @functools.wraps(gather)

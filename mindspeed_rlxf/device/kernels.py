@@ -56,12 +56,13 @@ class Source:
 
 @functools.cache
 def find(operator: Operator, *shape: int) -> Any:
-    """Return the first source's operator that works on this device; None = use plain torch.
+    """Return the first implementation of an operator in TABLE that works on this device.
 
+    None = use plain torch: on CPU and NPU, in deterministic mode (backward passes of fused
+    attention add in any order), or where no implementation loads and passes its probe.
     shape: sizes of the model for the probe, as an operator may refuse some; () = the probe's own
-    The first call tries them, with a line in the log for each; later calls return its result.
-    Returns None on CPU and NPU too, and in deterministic mode, as backward passes of fused
-    attention add in any order.
+    The first call for an operator and shape tries them and logs a line for each; later calls return
+    the same result, whatever the mode is then.
     """
     if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
         return None

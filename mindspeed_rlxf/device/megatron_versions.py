@@ -80,7 +80,10 @@ def apply_patches() -> None:
 
 
 def list_patches() -> tuple[Patch, ...]:
-    """Return the functions that the imported version needs wrapped; () from 0.13 on."""
+    """Return (module, name, wrapper) for each function to wrap in megatron-core before 0.13.
+
+    The result is () from 0.13 on.
+    """
     if not is_before_0_13():
         return ()
     return (
@@ -121,9 +124,9 @@ class InProcess:
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """Return `quantize`, Megatron's cast to fp8, wrapped to do nothing without parameters.
+    """Return `quantize` wrapped to return None at once where the list of parameters is empty.
 
-    Without Transformer Engine it raises even when there are none.
+    Megatron's cast to fp8 raises without Transformer Engine even then.
     """
 
     @functools.wraps(quantize)
@@ -134,7 +137,10 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """Return torch's writer of checkpoint items, with the file format bound if it takes one."""
+    """Return torch's writer of checkpoint items with `serialization_format` bound to TORCH_SAVE.
+
+    A writer without this parameter is returned unchanged.
+    """
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

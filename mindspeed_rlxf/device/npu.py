@@ -58,13 +58,15 @@ DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
-    """Set up the NPU of this process, before any module of Megatron is imported.
+    """Set up the NPU of this process: select it and apply MindSpeed's adaptor.
 
+    Asserts that no module of Megatron is imported yet; logs warnings about versions.
     index:      index among the devices that the process sees; used if `assigned` is None (torchrun)
     assigned:   the device's number on the host, as Ray assigned it
     deadline_s: longest time that ranks may wait for each other; HCCL's timeouts in os.environ are
                 set from it, None = they stay
-    Raises ValueError with a remedy when a part of the installation is missing or does not fit.
+    Raises ValueError with a remedy when a part of the installation is missing or does not fit, or
+    the process does not see the device.
     """
     # Looking up a version imports the namespace `megatron`, which holds nothing.
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
@@ -100,7 +102,7 @@ def check_cann(environment: Mapping[str, str]) -> None:
 
 
 def import_torch_npu() -> Any:
-    """Import and return torch_npu. Raises ValueError if CANN or torch_npu cannot be used."""
+    """Import and return torch_npu; raise ValueError if `check_cann` does or the import fails."""
     check_cann(os.environ)
     try:
         return importlib.import_module("torch_npu")
@@ -151,7 +153,8 @@ class Contradiction(NamedTuple):
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
     """Return a problem unless HCCL_EVENT_TIMEOUT is greater than HCCL_EXEC_TIMEOUT, else None.
 
-    None also if one is absent, as `set_timeouts` chooses it to match the other.
+    0 = no limit: an event timeout of 0 is no problem, an execution timeout of 0 beside another
+    event timeout is. None also if one is absent, as `set_timeouts` chooses it to match the other.
     """
     execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
@@ -185,7 +188,10 @@ def _event_timeout(execute: float | None) -> int:
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make sums repeatable, LCCL's too if HCCL runs on the vector cores."""
+    """Return the environment variables of DETERMINISTIC, which make sums repeatable.
+
+    DETERMINISTIC_IN_AIV, for LCCL, is added if HCCL_OP_EXPANSION_MODE in `environment` is AIV.
+    """
     on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
     return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
@@ -207,7 +213,10 @@ def _patch_megatron() -> None:
 
 @contextmanager
 def _hide_arguments() -> Iterator[None]:
-    """Cut sys.argv to the program name in the block: MindSpeed would parse Ray's arguments."""
+    """Cut sys.argv to the program name in a `with` block, and restore it afterwards.
+
+    MindSpeed would parse Ray's arguments.
+    """
     before = sys.argv
     sys.argv = [before[0] if before else "mindspeed_rlxf"]
     try:

@@ -40,7 +40,7 @@ def count_npus() -> int:
 
 
 def check_installed() -> None:
-    """Raise ValueError unless CANN is set up and torch_npu can be found."""
+    """Raise ValueError if `npu.check_cann` does or torch_npu is not on the path; import nothing."""
     npu.check_cann(os.environ)
     if importlib.util.find_spec("torch_npu") is None:
         raise ValueError(npu.NOT_INSTALLED.format("it is not on the path"))

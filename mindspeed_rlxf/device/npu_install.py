@@ -92,7 +92,10 @@ def _check_device_files(host: Host) -> Checked:
 
 
 def _check_firmware(host: Host) -> Checked:
-    """Check that npu-smi does not call card 0's firmware incompatible; no answer is a warning."""
+    """Check that the firmware's "Compatibility" in npu-smi's facts on card 0 is not NOK.
+
+    Compatibility that is not reported passes as "unknown"; npu-smi without an answer is a warning.
+    """
     name, remedy = "npu.firmware", "install the firmware that the driver's release names"
     try:
         text = host.run((*BOARD, "0"))
@@ -171,10 +174,12 @@ def _check_atb(host: Host) -> Checked:
 
 
 def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iterator[Checked]:
-    """Yield the results for the devices' network ports: link up, and the same TLS switch on all.
+    """Yield `npu.links` (is every port's link up?) and `npu.tls` (is the TLS switch equal on all?).
 
+    Without hccn_tool yield only `npu.links`, "not looked at": a warning on several hosts, else it
+    passes.
     devices:       numbers of the devices, as npu-smi lists them
-    several_hosts: a link that is down, or an absent hccn_tool, is a fault; else it is not
+    several_hosts: a link that is down is a fault; on one host it is only shown
     """
     tool = shutil.which("hccn_tool") or HCCN_TOOL
     if host.root == Path("/") and not Path(tool).is_file():

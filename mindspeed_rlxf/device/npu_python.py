@@ -156,9 +156,10 @@ def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
 
 
 def _check_triton(ascend: str | None, stock: str | None) -> Checked:
-    """Check that triton-ascend is installed, and is npu_sets.TRITON or newer if triton is too.
+    """Check that triton-ascend is installed, and is npu_sets.TRITON or newer beside a stock triton.
 
-    MindSpeed for megatron-core 0.16 imports it when it starts.
+    MindSpeed for megatron-core 0.16 imports triton-ascend when it starts. A failure is a fault.
+    ascend, stock: installed versions of triton-ascend and triton; None = not installed
     """
     install = (
         f"pip install triton-ascend=={npu_sets.TRITON} --extra-index-url={npu_sets.TRITON_INDEX}"

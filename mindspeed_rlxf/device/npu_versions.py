@@ -180,7 +180,10 @@ def _megatron_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _cann_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem if torch_npu's own table does not pair this torch_npu with this CANN."""
+    """Yield a warning if TORCH_NPU_OF_CANN does not list this torch_npu for this minor CANN.
+
+    Nothing if one of both is unknown. The table is torch_npu's own.
+    """
     torch_npu, cann = versions.torch_npu, versions.cann
     if torch_npu and cann:
         wanted = TORCH_NPU_OF_CANN.get(".".join(cann.split(".")[:2]), ())

@@ -71,7 +71,10 @@ class ProcessStreams:
 
     @property
     def is_of_this_device(self) -> bool:
-        """Return whether `device` is of this process's kind of device, judged by its size."""
+        """Return whether `device` was saved on the kind of device that this process uses.
+
+        None fits only a CPU process; other states fit if they have the size of the current one.
+        """
         library = facade.active_library()
         if library is None or self.device is None:
             return library is self.device

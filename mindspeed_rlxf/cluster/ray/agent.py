@@ -79,7 +79,7 @@ class RayAgent(HostAgent):
         return RayHostCall(self, function, ref, timeout_s, inputs)
 
     def end(self) -> None:
-        """Kill the process, with the calls in it; the next call starts a new one."""
+        """Kill the process, if it was started, with its calls; the next call starts a new one."""
         if self._actor is not None:
             ray.kill(self._actor)
         self._actor = None

@@ -75,7 +75,11 @@ class OrphanGuard:
             self._process.stdin.flush()
 
     def _restart_when_killed(self) -> None:
-        """Wait for the guard's end and start another, with a warning, until `end` is called."""
+        """Until `end` is called, start a new guard each time the process ends, with a warning.
+
+        The new guard is sent the same pids. After a guard that ended within RUSH_S, wait RUSH_S
+        first.
+        """
         while True:
             started = time.monotonic()
             status = self._process.wait()

@@ -187,7 +187,7 @@ class RayCall:
         return replies
 
     def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
-        """Return handles of the input rows of these ranks that do not exist yet."""
+        """Return the handles of input rows of these ranks' calls, of rows that do not exist yet."""
         requests = self._pool.under_way[self._key]
         both = zip(self._origins, requests, strict=True)
         return find_missing(_list_inputs(request for o, request in both if o.rank in ranks))
@@ -243,7 +243,7 @@ class RayPool:
         return taken
 
     def _all_origins(self, role: str, phase: str) -> list[Origin]:
-        """Return the Origin of a method on each rank; cached."""
+        """Return the Origin of `role` and `phase` on each rank, in order; later calls reuse it."""
         if (role, phase) not in self._origins:
             ranks = range(self.world_size)
             self._origins[role, phase] = [self.origin(rank, role, phase) for rank in ranks]

@@ -152,9 +152,9 @@ class RayPools:
     def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        """Inspect all workers; return the timeout with the states of the late ranks.
+        """Inspect all workers, with stacks; return a new timeout with the states of the late ranks.
 
-        inputs: handles of rows that these ranks wait for
+        See `witness.explain_timeout`. inputs: handles of rows that these ranks wait for
         """
         producers = [handle.origin for handle in inputs]
         made = dict.fromkeys(origin for each in self._pools for origin in each.list_input_origins())

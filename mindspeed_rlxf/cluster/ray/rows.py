@@ -85,7 +85,10 @@ class RayHandle:
 
 
 def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
-    """Return the handles of ranks that have not replied yet; does not wait."""
+    """Return the handles of ranks that have not replied yet, one per reply; does not wait.
+
+    Handles of calls without replies are not returned.
+    """
     late = {}
     for handle in handles:
         if handle.call.replies:
@@ -113,9 +116,9 @@ class WorkerRows:
         self._actors.clear()
 
     def give(self, keys: Sequence[int]) -> dict[int, Any]:
-        """Return the outcomes of these keys; keys that have none within ASK_S are left out.
+        """Wait up to ASK_S for outcomes of these keys; return them by key, without absent ones.
 
-        Large rows are returned as Ray's ObjectRef. Does not wait if WAITING other calls do.
+        Does not wait if WAITING other calls do. Large rows are returned as Ray's ObjectRef.
         """
         waits = self._may_wait.acquire(blocking=False)
         try:
@@ -139,7 +142,7 @@ class WorkerRows:
         return ref
 
     def fetch_rows(self, handles: Sequence[KeptHandle]) -> list[Any]:
-        """Wait for the rows of these handles and return them in order.
+        """Wait until the rows of all these handles are here; return them in the order of `handles`.
 
         Raises the WorkerError of a rank that failed or died, TimeoutError after `timeout_s`.
         """
@@ -164,7 +167,10 @@ class WorkerRows:
         return [values[handle] for handle in handles]
 
     def _read_own(self, handle: KeptHandle) -> Outcome:
-        """Return an outcome of this process, rows as a copy; calls run in order, so it exists."""
+        """Return an outcome of this process: rows as a copy, a WorkerError as it is; does not wait.
+
+        Calls run in order, so the outcome exists; asserts that it was not dropped.
+        """
         outcomes = self.kept.wait_for([handle.key], 0.0)
         assert handle.key in outcomes, f"{handle} were dropped before they were read"
         outcome = outcomes[handle.key]

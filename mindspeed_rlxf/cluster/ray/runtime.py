@@ -96,7 +96,10 @@ class RayRuntime:
         return self.pools.explain_death(error)
 
     def shutdown(self) -> None:
-        """Kill all processes of the pools, and leave the cluster; our own cluster ends."""
+        """Kill all processes of the pools, then leave the cluster, even if killing fails.
+
+        If the cluster is our own, it ends.
+        """
         try:
             self.pools.end()
         finally:
