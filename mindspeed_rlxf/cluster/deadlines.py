@@ -69,7 +69,10 @@ class Deadlines:
 
 
 def phase_of(requests: Sequence[Request]) -> Phase:
-    """Return (role, method, bit length of the number of rows of all leaders)."""
+    """Return (role, method, bit length of the sum of `num_rows` of the requests that keep rows).
+
+    Role and method are those of the first request; None counts as 0 rows.
+    """
     rows = sum(request.num_rows or 0 for request in requests if request.keeps_rows)
     return requests[0].role.value, requests[0].method, rows.bit_length()
 

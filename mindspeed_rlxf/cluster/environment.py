@@ -81,8 +81,9 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
 def list_variables(
     given: Mapping[str, str], offloading: Mapping[str, str] | None = None
 ) -> list[Variable]:
-    """List the variables that workers get, sorted by name, each with its source.
+    """Return the variables that workers get, sorted by name, each with its source.
 
+    The driver's are those that `forwarded_environment` selects from its own.
     given:      `resource_pool.env`, which replaces the driver's variables of the same names
     offloading: what `offload_environment` returned
     """

@@ -71,7 +71,7 @@ class Pending:
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
         """Make `result` call `check` with the reports before it returns them; returns self.
 
-        check: raises where the reports are not acceptable
+        check: raises where the reports are not acceptable; replaces the check of an earlier call
         """
         self._check = check
         return self
@@ -178,8 +178,9 @@ class RoleGroup:
     def _make_requests(
         self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Return a request for each rank, and the number of rows that each replica has to return.
+        """Return a request for each rank, and for each replica the number of rows that it returns.
 
+        The number is None where no split argument has rows. Only leaders keep rows.
         how: further fields of `Request`
         """
         shards = [self._split_argument(arg) for arg in args]

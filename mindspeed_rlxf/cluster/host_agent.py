@@ -98,7 +98,7 @@ class ThreadCall:
             self._future.set_exception(error)
 
     def result(self) -> Any:
-        """Wait for the result. Raises HostError when the function failed or is late."""
+        """Wait for the function and return its result; HostError when it failed or is late."""
         if not wait([self._future], max(self._deadline - time.monotonic(), 0)).done:
             waits_for = "the function to return"
             raise deadline_error(self._host, self._function, self._timeout_s, waits_for)

@@ -78,7 +78,7 @@ def report_node(
 def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
     """Return the number of devices of this host, and a text for each unhealthy one.
 
-    (None, ()) where the driver's tool is missing or fails.
+    (None, ()) where the kind has no driver, or the driver's tool is missing or fails.
     """
     from mindspeed_rlxf.device.driver import query_driver  # brings in torch
 
@@ -117,7 +117,8 @@ def list_files(folder: str) -> dict[str, str] | None:
 def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
     """Return the hash of a small file with a suffix of HASHED, or the size of a file like `sized`.
 
-    None for other files. The error's text for a file that cannot be read.
+    The hash has 12 hexadecimal digits, the size is "N bytes"; the error's text for a file that
+    cannot be read. None for other files and what is no file.
     sized: endings of the names of files that are compared by size
     """
     try:

@@ -48,10 +48,12 @@ class Node:
 def make_node(
     facts: Mapping[str, object], resource: str, totals: Mapping[str, float], free: float
 ) -> Node:
-    """Make a Node from Ray's description.
+    """Return a Node from Ray's description.
 
-    facts: NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`
-    totals: its resources by name; free: devices that are not in use
+    facts:    NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`
+    resource: Ray's name of a device
+    totals:   the node's resources by name; the device model is one of the names, else ""
+    free:     devices that are not in use; rounded down
     """
     models = sorted(name for name in totals if name.startswith(MODEL_PREFIX))
     return Node(
@@ -200,7 +202,7 @@ def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[
 
 
 def describe_places(places: Sequence[Place]) -> str:
-    """Format places in the order of ranks: `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
+    """Return places, in the order of ranks, as `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
     parts, first = [], 0
     for (host, ip), group in groupby(places, key=lambda place: (place.host, place.ip)):
         last = first + len(list(group)) - 1

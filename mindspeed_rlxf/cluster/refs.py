@@ -76,7 +76,7 @@ class RowsRef:
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
-        """Return a reference to the rows of all `refs`, one after the other."""
+        """Return a reference to the rows of all `refs`, one after the other (one: itself)."""
         if len(refs) == 1:
             return refs[0]
         pieces: list[Piece] = []
@@ -222,7 +222,10 @@ def split_refs(value: Any, n: int) -> list[Any]:
 
 
 def _replace_refs(value: Any, fetch: Fetch) -> Any:
-    """Return the value with every RowsRef in it replaced by its rows."""
+    """Return the value with every RowsRef in it replaced by its rows.
+
+    Containers with a RowsRef are copied; values without one are returned as they are.
+    """
     if isinstance(value, RowsRef):
         return resolve(value, fetch)
     if not find_refs(value):

@@ -54,7 +54,7 @@ class RewardGroup:
         return [self.group.build(RewardRole, self.run)]
 
     def score(self, rollouts: RowsRef) -> Pending:
-        """Score the responses. Rows: Scores. Reports: ScoreReport per replica.
+        """Submit the scoring of the responses. Rows: Scores. Reports: ScoreReport per replica.
 
         Where functions score, `Pending.result` raises RewardsFailed if too many samples failed.
         """
@@ -77,8 +77,10 @@ class RewardGroup:
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
     def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
-        """Start scoring by the scorers; a whole generation is scored where it was generated.
+        """Submit scoring by the scorers.
 
+        Whole rollouts with one piece per data-parallel rank stay on the ranks that generated them;
+        others are split equally.
         find_answers: also report the answer extracted from each response
         `Pending.result` raises RewardsFailed if too many samples failed.
         """

@@ -117,8 +117,9 @@ class ActorGroup(TrainedGroup):
         iteration: int,
         kl_coef: float,
     ) -> Pending:
-        """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
+        """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
 
+        In online DPO the two responses of a pair stay together.
         lengths:   waits for the lengths of the responses, where they are balanced
         iteration: shuffles the mini-batches, together with the seed
         kl_coef:   coefficient of a KL term in the loss
@@ -244,7 +245,7 @@ class CriticGroup(TrainedGroup):
     def update_critic(
         self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
     ) -> Pending:
-        """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
+        """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
 
         lengths, iteration: see `ActorGroup.update_policy`
         Reports: UpdateReport, the same from each replica.

@@ -244,9 +244,9 @@ def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
 
 
 def _describe_states(seen: Mapping[int, Sighting | None]) -> list[str]:
-    """Describe ranks by state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`.
+    """Return a text for each state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`.
 
-    None = the rank's host did not answer
+    seen: by rank; None = "is on a node that does not answer"
     """
     by_state: dict[str, list[int]] = {}
     for rank, sighting in seen.items():
@@ -274,9 +274,11 @@ def _read_from(log: str, offset: int) -> str:
 
 
 def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sighting]) -> None:
-    """Write the ends of logs of other hosts to the same paths on this host.
+    """Write the ends of logs that are not on this host to the same paths here.
 
-    Logs of this host's workers are not changed; earlier copies are replaced.
+    A heading with FETCHED and the host comes first. Earlier copies are replaced; other existing
+    files, as the logs of this host's workers, are not changed. Workers without a log, or not in
+    `seen`, are left out.
     """
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))

@@ -76,7 +76,9 @@ class RoleHost:
     def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
         """Build and keep a role, or call a method of a role or of its engine; return the output.
 
-        A built role has an empty output; the result of an engine becomes the report.
+        A Peer in `args` is replaced by this process's object of that role. A built role has an
+        empty output; an engine's result becomes the report; a role's method must return a
+        RoleOutput (asserted).
         """
         args = tuple(self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args)
         if request.factory is not None:
@@ -229,7 +231,10 @@ class WorkerProcess:
         return self._host.run(request)
 
     def reset(self) -> None:
-        """Leave the pool: drop all roles, groups and the torch world; the process stays usable."""
+        """Leave the pool: drop all roles, the store, groups and the torch world.
+
+        The process can join another pool. Collects garbage and calls `freeze_imports`.
+        """
         self._host = self._store = None
         shared_groups.forget()
         residency.forget()
@@ -251,7 +256,9 @@ def freeze_imports() -> None:
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:
     """Append all further stdout and stderr of this process, C++ included, to the file `path`.
 
-    Missing folders are made. mode: of the file and the folders
+    Python's output is written with control characters escaped (CODEC). Folders are made by
+    `make_private_folder`, which also sets the mode of an existing parent.
+    mode: of the file; the folders' follows from it
     """
     if not path.parent.parent.exists():
         make_private_folder(path.parent.parent, mode)  # on a host with folders of its own

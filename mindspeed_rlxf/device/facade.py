@@ -150,7 +150,10 @@ def load_library(kind: DeviceKind) -> None:
 
 
 def select_first_device(kind: DeviceKind) -> torch.device:
-    """Make the first visible device the current one and return it, without `setup` or adaptor."""
+    """Make the first visible device the current one and return it; on CPU only return the CPU.
+
+    Needs no `setup` and applies no adaptor.
+    """
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return torch.device("cpu")
@@ -160,7 +163,7 @@ def select_first_device(kind: DeviceKind) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Return the device that `setup` selected, which must have run in this process."""
+    """Return the device that `setup` selected; asserts that it has run in this process."""
     assert _active is not None, "device.setup has not run in this process"
     library = active_library()
     if library is None:
@@ -182,7 +185,10 @@ def tries_kernels() -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch; not Megatron's own random streams, which the engine seeds."""
+    """Seed Python, numpy (modulo 2**32) and torch.
+
+    Megatron's own random streams stay as they are; the engine seeds them.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -293,7 +299,10 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 def environment_problems(
     kind: DeviceKind, environment: Mapping[str, str]
 ) -> list[npu.Contradiction]:
-    """Return contradictions between the workers' variables `environment`; [] if not on NPU."""
+    """Return the contradiction between HCCL's timeouts in the workers' variables, or [].
+
+    `npu.timeout_problem` looks for it; [] if not on NPU.
+    """
     if resolve_kind(kind) is not DeviceKind.NPU:
         return []
     problem = npu.timeout_problem(environment)

@@ -145,6 +145,7 @@ def _probe_attention(
 ) -> None:
     """Raise AssertionError unless causal attention over two packed sequences agrees with torch's.
 
+    Its outputs and gradients must be within TOLERANCE.
     heads, groups, width: attention heads, key-value groups and head size on one rank of the model
     """
     query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))

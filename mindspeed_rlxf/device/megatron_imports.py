@@ -24,7 +24,10 @@ class TrackersHiddenFromMegatron(MetaPathFinder):
 
 
 def _importer(frame: FrameType | None) -> str:
-    """Return the name of the module whose import statement led to `frame`; "" if there is none."""
+    """Return the name of the module of `frame` or, within importlib, of its first caller outside.
+
+    It is the module whose import statement runs; "" if there is none.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(IMPORTLIB):
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))

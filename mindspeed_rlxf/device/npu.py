@@ -86,7 +86,11 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 
 
 def check_cann(environment: Mapping[str, str]) -> None:
-    """Raise ValueError unless CANN's set_env.sh has been sourced and its libraries are there."""
+    """Raise ValueError unless CANN's set_env.sh has been sourced and its library is found.
+
+    A variable in HOME must name an existing folder; LIBRARY must be in a folder of LD_LIBRARY_PATH
+    or where the linker finds it.
+    """
     homes = [environment[name] for name in HOME if environment.get(name)]
     if not homes:
         raise ValueError(f"CANN needs {' or '.join(HOME)}, neither is set; {SOURCE_IT}")
@@ -197,7 +201,10 @@ def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:
-    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE or its default."""
+    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE.
+
+    BUFFER_MIB replaces an HCCL_BUFFSIZE that is absent or not digits.
+    """
     given = environment.get("HCCL_BUFFSIZE", "")
     return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
 
@@ -227,7 +234,7 @@ def _hide_arguments() -> Iterator[None]:
 
 @contextmanager
 def _keep_logging() -> Iterator[None]:
-    """Restore the root logger's handlers and level after the block, as MindSpeed changes them."""
+    """Restore the root logger's handlers and level after a `with` block: MindSpeed changes them."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

@@ -146,7 +146,10 @@ def pair_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _torch_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem if the release number of torch_npu is not that of torch."""
+    """Yield a problem if torch_npu's release number, such as 2.7.1, is not torch's.
+
+    Nothing if one of both is not installed.
+    """
     if versions.torch and versions.torch_npu:
         torch, npu = Version(versions.torch), Version(versions.torch_npu)
         if torch.release != npu.release:
@@ -157,9 +160,11 @@ def _torch_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _megatron_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem for a Megatron-LM of no known set, or with a torch of another set.
+    """Yield problems with the versions of Megatron-LM and MindSpeed.
 
-    Also for a MindSpeed without a version, or of another minor version than Megatron-LM.
+    Warnings: a Megatron-LM that is in no set, or has a torch of another set; a MindSpeed without a
+    version. Fatal: a MindSpeed of another minor version than Megatron-LM. An absent MindSpeed is
+    not looked at.
     """
     core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
     chosen = find_set(core) if core else None
@@ -197,9 +202,9 @@ def _cann_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def cann_version() -> str | None:
-    """Return the version of the CANN whose set_env.sh was sourced, else of one in CANN_ROOTS.
+    """Return the first version in the files of CANN; None when no file has one.
 
-    It is read from CANN's files; None when no file has it.
+    Looks in ASCEND_TOOLKIT_HOME and ASCEND_HOME_PATH, which set_env.sh sets, then in CANN_ROOTS.
     """
     named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     for root in (*filter(None, named), *CANN_ROOTS):

@@ -28,7 +28,10 @@ def to_text(state: Tensor) -> str:
 
 
 def from_text(text: str) -> Tensor:
-    """Return the state, [bytes] uint8, that `to_text` wrote. Raises ValueError if it is no hex."""
+    """Return the state, [bytes] uint8, that `to_text` wrote.
+
+    Raises ValueError for other types than str, empty text, and text that is not hexadecimal.
+    """
     if type(text) is not str or not text:
         raise ValueError("the state of a stream must be text")
     try:

@@ -57,7 +57,10 @@ def open_store(
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
-    """Return (index of the part, rank in it) of a rank of the pool. parts: numbers of ranks"""
+    """Return (index of the part, rank in it) of a rank of the pool.
+
+    AssertionError if the parts have fewer ranks. parts: number of ranks of each part
+    """
     for part, end in enumerate(accumulate(parts)):
         if rank < end:
             return part, rank - (end - parts[part])

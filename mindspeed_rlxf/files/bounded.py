@@ -29,6 +29,7 @@ def stream_bounded(
 ) -> Iterator[Any]:
     """Yield the values of `values()`, computed in a forked child process, and kill it at the end.
 
+    The first `next` forks; closing the generator ends the child too.
     cpu_s:        processor seconds for each value
     memory_bytes: address space of the child, beyond what this process has
     Errors: OutOfBoundsError for a value that exceeds a limit or WALL_S, and also where `values`

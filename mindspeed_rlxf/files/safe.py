@@ -116,9 +116,9 @@ def hidden_name(path: Path) -> Path:
 
 
 def find_hidden_files(path: Path) -> list[Path]:
-    """List the files beside `path` with a name by `hidden_name`, which killed processes left.
+    """Return the files beside `path` whose names `hidden_name` made, left by killed processes.
 
-    Errors: OSError where the folder cannot be read.
+    In no order; [] without any. Errors: OSError where the folder cannot be read.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(SUFFIX)}")
     return [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
@@ -156,7 +156,8 @@ def sync_folder(folder: Path) -> None:
 def is_plain_path(name: object) -> bool:
     """Return whether a name, read from a file, is a relative path in normal form without `..`.
 
-    Appended to a folder it stays inside. False for other types than str, "", `.`, and backslashes.
+    Appended to a folder it stays inside. False for other types than str, "", `.`, and a name with a
+    backslash or NUL.
     """
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False

@@ -74,7 +74,10 @@ def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
 
 
 def mentions(pid: int, word: bytes) -> bool:
-    """Return whether the word is in a process's command line, environment, or open files' paths."""
+    """Return whether the word is in a process's command line, environment, or open files' paths.
+
+    What cannot be read does not count: of processes that ended or of other users.
+    """
     for name in ("cmdline", "environ"):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:

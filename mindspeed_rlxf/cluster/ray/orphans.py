@@ -38,7 +38,8 @@ class OrphanGuard:
     def watch(self, pids: Iterable[int]) -> None:
         """Send the pids of Ray's processes to the guard, which kills them when the driver ends.
 
-        The guard reads only the first line that it gets, so call this once.
+        The guard's own pid is left out. The guard reads only the first line that it gets, so call
+        this once.
         """
         with self._lock:
             self._pids = " ".join(str(pid) for pid in pids if pid != self.pid)
@@ -68,7 +69,7 @@ class OrphanGuard:
         )
 
     def _send_pids(self) -> None:
-        """Write the line of pids to the guard's pipe."""
+        """Write the line of pids to the guard's pipe; do nothing if the guard has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # killed just now: the next guard gets them
             self._process.stdin.write(f"{self._pids}\n".encode())

@@ -64,8 +64,9 @@ class RayWorker(WorkerProcess):
     def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """Set environment variables, join the pool's world; return a WorkerError if that fails.
+        """Set `secrets` in os.environ and join the pool's world; return the WorkerError if it fails.
 
+        Returns None on success.
         ip, port: of the pool's rendezvous store
         secrets:  environment variables that Ray must not see
         """

@@ -204,9 +204,10 @@ class RayPools:
     def _start_processes(
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> dict[str, RayWorkers]:
-        """Start the processes of pools on their reserved devices and wait; return them by rank.
+        """Start the processes of pools on their reserved devices and wait; return them by pool.
 
-        Also starts the agents of their hosts. On a joined cluster the placement is logged.
+        Each pool's workers are in the order of ranks. Also starts the agents of their hosts. On a
+        joined cluster the placement is logged, with a warning for hosts that do not share the run.
         groups: placement group of each pool
         """
         actors = {name: self._start_actors(shape, groups[name]) for name, shape in shapes.items()}
@@ -229,7 +230,11 @@ class RayPools:
         return workers
 
     def _start_actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
-        """Start an actor for each process of a shape; return (index in the shape, actor)."""
+        """Start an actor for each process of a shape, without waiting.
+
+        Returns (index of its entry in `shape`, actor) for each, in the order of entries.
+        group: placement group, with a bundle for each entry
+        """
         wants = device_options(self._resource, self._environment)
         found = []
         for bundle, count in enumerate(shape):

@@ -216,7 +216,8 @@ def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
 def _read_answer(ref: Any, handles: Sequence[KeptHandle], deadline: float) -> dict[KeptHandle, Any]:
     """Return the outcomes that a process sent, by handle; if it died, a WorkerError for each.
 
-    Empty where rows in shared memory do not arrive before the deadline.
+    Handles without an outcome are left out. Empty where rows in shared memory do not arrive before
+    the deadline.
     """
     try:
         answer = ray.get(ref)

@@ -32,9 +32,10 @@ class RayRuntime:
     ) -> None:
         """Join the Ray cluster that `settings.address` names, or start our own.
 
-        num_devices: logical devices that our own cluster declares
+        num_devices: devices of the run; our own cluster declares as many if Ray does not find any
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
         keep_warm: keep the processes of ended pools for later pools of the same shape (tests)
+        pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`
         read_by_workers: folder -> the configuration keys that name it; compared on every node
         run_file: a file of the run directory; hosts that see it share the directory
         Raises UserError where the cluster cannot or must not be joined.
