@@ -42,7 +42,9 @@ def call_balanced(
 ) -> Pending:
     """Submit a method that computes each row by itself, with equal work for each replica.
 
-    The resulting rows have the order of `rollouts`. args: further arguments, the same for all
+    The resulting rows have the order of `rollouts`. Where `_estimate_costs` returns None, replicas
+    get equal contiguous parts.
+    args: further arguments, the same for all
     """
     costs = _estimate_costs(config, group.role, lengths)
     if costs is None:

@@ -107,8 +107,9 @@ class LocalWorld:
     """The ranks of torchrun, or this process alone, and how they exchange results."""
 
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
-        """Set up the device and join the torch world of all ranks; waits for them.
+        """Set up the device, join the torch world of all ranks and exchange the names of hosts.
 
+        Waits for the other ranks. RANK and WORLD_SIZE of torchrun are 0 and 1 by default.
         timeout_s: longest wait for the other ranks in an exchange
         """
         self.rank = int(os.environ.get("RANK", "0"))

@@ -245,7 +245,10 @@ class NodeCheck:
                 logger.warning("%s (%s) is left out: %s", node.host, node.ip, "; ".join(found))
 
     def _find_faults(self, node: Node, seen: NodeReport) -> list[str]:
-        """List a node's faults: sick devices, missing devices, and what differs from the driver."""
+        """Return texts on a node's faults; [] without any.
+
+        These are sick devices, what differs from the driver, and fewer devices than Ray counts.
+        """
         assert self._driver is not None, "asked first"
         found = [*seen.sick, *find_node_problems(self._driver, [seen], self._keys)]
         if seen.devices is not None and seen.devices < node.count:

@@ -72,7 +72,7 @@ def sort_by_address(nodes: Sequence[Node]) -> list[Node]:
 
 
 def address_key(ip: str) -> tuple[int, int]:
-    """Return a sort key that orders addresses as numbers: 10.0.0.9 before 10.0.0.10."""
+    """Return (IP version, address as a number), to sort 10.0.0.9 before 10.0.0.10."""
     address = ipaddress.ip_address(ip)
     return address.version, int(address)
 

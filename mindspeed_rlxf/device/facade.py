@@ -197,7 +197,7 @@ def seed_all(seed: int) -> None:
 def set_deterministic(wanted: bool | None) -> None:
     """Make kernels and collectives of this process give bitwise equal results for equal inputs.
 
-    wanted: False = change nothing; None = True on CPU, False on other devices
+    wanted: False = change nothing; None = True on CPU and before `setup`, False on other devices
 
     Sets environment variables that are absent, and torch's deterministic mode. Call it before
     anything is computed, as the libraries read their variables when they start. Sources: torch's
@@ -275,11 +275,12 @@ def smallest_device_memory(kind: DeviceKind) -> int | None:
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
-    """Return variables that make gloo and HCCL use the interface with the address `ip`.
+    """Return variables that make gloo, and HCCL on NPU, use the interface with the address `ip`.
 
-    {} if no interface of this host has the address. By default gloo uses the address of the host's
-    name, often a loopback address that other hosts cannot reach, and HCCL the first interface. NCCL
-    finds other hosts by itself. A HCCL_SOCKET_IFNAME of the user stays in force.
+    They are GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME and, unless the user has set HCCL_SOCKET_IFNAME,
+    HCCL_IF_IP. {} if no interface of this host has the address. By default gloo uses the address of
+    the host's name, often a loopback address that other hosts cannot reach, and HCCL the first
+    interface. NCCL finds other hosts by itself.
     """
     import psutil
 

@@ -73,10 +73,11 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reduce_scatter that takes inputs of different shapes.
+    """Return `scatter` (reduce_scatter) wrapped to accept inputs of different first dimensions.
 
-    It sums all of them on every rank, which keeps its own. Equal shapes go to `scatter`, unless
-    this version of gloo has no reduce_scatter.
+    These are summed with one all_reduce, of which each rank copies its own slice into the output;
+    the wrapper then returns None, and asserts a synchronous sum. Inputs of equal shape go to
+    `scatter`, unless this version of gloo has no reduce_scatter.
     """
 
     @functools.wraps(scatter)

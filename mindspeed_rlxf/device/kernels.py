@@ -170,9 +170,9 @@ def _probe_norm(norm: Any, device: torch.device) -> None:
 
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
-    """Raise AssertionError unless rotary embeddings agree with torch's.
+    """Raise AssertionError unless rotary embeddings and their gradients agree with torch's.
 
-    Tries padded rows, and packed tokens with an angle each.
+    Tries padded rows, and packed tokens with an angle each, within TOLERANCE.
     """
     angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
     for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):

@@ -115,11 +115,11 @@ def import_torch_npu() -> Any:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Set HCCL's timeouts in `environment` to at least `deadline_s`, where HCCL allows it.
+    """Set HCCL's timeouts (CONNECT, EXECUTE, EVENT) that are absent from `environment`.
 
-    The run's own timeout should come first, because its error names the missing ranks. A variable
-    that is set already stays, with a warning in the log if it is too short. HCCL_EVENT_TIMEOUT must
-    be greater than HCCL_EXEC_TIMEOUT: if only the first is set, it limits the second.
+    They are at least `deadline_s`, where HCCL allows it: the run's own timeout should come first,
+    because its error names the missing ranks. EVENT must be greater than EXECUTE; if only EVENT is
+    set, it limits EXECUTE. Warns in the log of set variables that are too short or contradict.
     """
     deadline = math.ceil(deadline_s)
     wanted = {

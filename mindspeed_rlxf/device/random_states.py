@@ -86,7 +86,8 @@ class ProcessStreams:
     def load(self) -> None:
         """Set the random states of this process's torch (host, device), numpy and Python.
 
-        Raises ValueError if the device refuses its state; then no state is changed.
+        The device's stays if `device` is None. Raises ValueError if the device refuses its state;
+        then no state is changed.
         """
         library = facade.active_library()
         if self.device is not None:

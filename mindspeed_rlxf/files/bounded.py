@@ -86,7 +86,10 @@ def _run_child(
 
 
 def _pack(value: Any) -> Any:
-    """Return the value with each dict as a list of items: keys of JSON objects are always text."""
+    """Return the value for JSON, with each dict as {"items": [[key, value], ...]}.
+
+    Keys of JSON objects are always text. Tuples become lists.
+    """
     if isinstance(value, dict):
         return {"items": [[key, _pack(item)] for key, item in value.items()]}
     return [_pack(item) for item in value] if isinstance(value, (list, tuple)) else value

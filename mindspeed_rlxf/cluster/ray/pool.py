@@ -64,9 +64,9 @@ class RayWorker(WorkerProcess):
     def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """Set `secrets` in os.environ and join the pool's world; return the WorkerError if it fails.
+        """Set `secrets` in os.environ and join the pool's world; return a WorkerError or None.
 
-        Returns None on success.
+        An error of joining is returned, not raised.
         ip, port: of the pool's rendezvous store
         secrets:  environment variables that Ray must not see
         """
@@ -79,9 +79,10 @@ class RayWorker(WorkerProcess):
         return None
 
     def run_request(self, message: list[Any], built: Any = None) -> Reply | WorkerError:
-        """Drop old rows, run a request and keep its rows; return the reply, or the WorkerError.
+        """Drop the rows that the message names, run its request and keep the resulting rows.
 
-        A WorkerError is kept in place of the rows too, so that their readers get it.
+        Returns the reply, or the WorkerError of any failure, which is also kept in place of the
+        rows, so that their readers get it.
         message, built: as `make_messages` returns them
         """
         asked = Message(*message)

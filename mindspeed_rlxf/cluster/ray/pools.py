@@ -163,9 +163,10 @@ class RayPools:
         return explain_timeout(error, pool.name, producers, seen, keepers)
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Inspect all workers; return the error, with a note if its host ran out of memory.
+        """Inspect all workers; return `error`, or a new one that says its host ran out of memory.
 
-        Copies the logs of other hosts to this one.
+        It did if the process died and the kernel has killed processes of the host since the workers
+        started. Copies the logs of other hosts to this one.
         """
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
@@ -248,7 +249,7 @@ class RayPools:
     ) -> dict[str, list[ProcessSetup]]:
         """Make each pool, or each of its parts, a torch.distributed world, and wait.
 
-        Returns the settings with which the ranks joined, by pool.
+        Returns, by pool, the settings with which the ranks joined, in the order of ranks.
         """
         limit = self.start_timeout_s
         ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
