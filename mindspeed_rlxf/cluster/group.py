@@ -79,7 +79,8 @@ class Pending:
     def rows(self) -> RowsRef:
         """Return a reference to the leaders' rows in data-parallel order, or as set by `reorder`.
 
-        Does not wait for the call, unless the number of rows is unknown.
+        Waits for the call only if the number of rows is unknown; asserts that every leader returned
+        rows.
         """
         counts = list(self._num_rows)
         if None in counts:

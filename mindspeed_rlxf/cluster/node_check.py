@@ -90,10 +90,11 @@ def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
 
 
 def list_files(folder: str) -> dict[str, str] | None:
-    """Map each model or tokenizer file of a folder to its hash or size; None = no such folder.
+    """Return {path in the folder: fingerprint} of its model and tokenizer files; None = no folder.
 
-    Files of Megatron's iteration and rank folders are included. The entry `weights` has the
-    format and folder of the weights, or why none were found.
+    Files of the folder that `find_weights` names, and of its rank folders, are included; the others
+    are not searched below the top. `_fingerprint` chooses the files, and hash or size. The entry
+    `weights` has the format and folder of the weights, or why none were found.
     """
     root = Path(folder)
     if not os.path.isdir(root):

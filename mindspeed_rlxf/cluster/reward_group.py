@@ -67,7 +67,7 @@ class RewardGroup:
         return both.after(scored).require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """Score by the rules or functions alone, even when the reward is a model.
+        """Submit scoring by the rules or functions alone, even when the reward is a model.
 
         Rows: Scores. Reports: ScoreReport, with the answers found in the responses.
         With scorers, `Pending.result` raises RewardsFailed if too many samples failed.

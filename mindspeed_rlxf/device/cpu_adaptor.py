@@ -67,9 +67,10 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Tensor.type()` so that it returns names such as `torch.cuda.FloatTensor`.
+    """Return `Tensor.type` wrapped to return names such as `torch.cuda.FloatTensor`.
 
-    Megatron's distributed optimizer compares these names.
+    Megatron's distributed optimizer compares these names. Calls with a type still convert the
+    tensor.
     """
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

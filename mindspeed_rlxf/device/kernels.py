@@ -132,7 +132,10 @@ def _noise(device: torch.device, *shape: int) -> Tensor:
 
 
 def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise AssertionError unless `found`, and its gradients by `inputs`, are near `expected`'s."""
+    """Raise AssertionError unless `found` and its gradients by `inputs` agree with `expected`'s.
+
+    The gradients are those of the sums. TOLERANCE is the relative and the absolute tolerance.
+    """
     ours, theirs = (
         (out, *torch.autograd.grad(out.float().sum(), inputs)) for out in (found, expected)
     )

@@ -249,7 +249,7 @@ def _reduce_fp64_in_place(patched: Callable[..., Any], plain: Callable[..., Any]
 
     patched: MindSpeed's, which reduces a copy of an fp64 tensor and loses the result
     plain:   torch's, which reduces fp64 in gloo on the host; HCCL has no fp64, so on the device it
-             reduces an fp32 copy, which is copied back
+             reduces an fp32 copy, which is copied back (asserts that the call is not `async_op`)
     """
 
     @wraps(plain)

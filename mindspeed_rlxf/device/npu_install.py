@@ -53,7 +53,11 @@ class Host(NamedTuple):
 
 
 def check_driver(host: Host) -> Iterator[Checked]:
-    """Yield the results for the driver, its libraries, the device files and the firmware."""
+    """Yield the results for the driver, its libraries, the device files and the firmware.
+
+    It is an error if the driver's version file has no version, a warning if its libraries are
+    neither in a folder of LD_LIBRARY_PATH nor found by the linker.
+    """
     version = host.path(DRIVER_VERSION)
     found = re.search(r"^Version=(\S+)", read_text(version), re.M)
     yield Checked(

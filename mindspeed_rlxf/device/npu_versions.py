@@ -112,7 +112,7 @@ def source_problems() -> Iterator[Problem]:
 
 
 def _adaptor_problems(mindspeed: Path) -> Iterator[Problem]:
-    """Yield a problem if MindSpeed has no `repatch`, or needs the package MegatronAdaptor.
+    """Yield a fatal problem if MindSpeed needs MegatronAdaptor, else if it lacks `repatch`.
 
     Files are read instead of the version: from core_r0.17.0 on MindSpeed is one of three packages,
     and its setup.py still says 0.12.1.

@@ -64,7 +64,11 @@ class ProcessStreams:
 
     @classmethod
     def from_json(cls, state: Any) -> ProcessStreams:
-        """Check and convert a result of `process_state`. Raises ValueError if it is not one."""
+        """Check and convert a result of `process_state`.
+
+        Raises ValueError unless `state` is a dict with exactly the keys torch, device, numpy and
+        python, whose values are valid states; the device's may be None.
+        """
         if type(state) is not dict or state.keys() != {"torch", "device", "numpy", "python"}:
             raise ValueError("the streams of a process must be torch, device, numpy and python")
         host = from_text(state["torch"])

@@ -122,9 +122,11 @@ class DeviceClaim:
         )
 
     def _report_shortage(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
-        """Log a warning with the pools that wait for devices, and the nodes.
+        """Log a warning that describes the shortage of the late pools, with the nodes that may be used.
 
-        is_last: raise it instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
+        Of the late pools it names those that `find_unplaced_pools` chooses.
+        late:    pools that wait for devices
+        is_last: raise the text instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
         """
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]

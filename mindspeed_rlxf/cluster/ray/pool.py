@@ -223,7 +223,10 @@ class RayPool:
         self._run = [actor.run_request.remote for actor in workers.actors]
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
-        """Start one request per rank without waiting; the first goes to `first_rank`."""
+        """Start one request per rank without waiting; rank `first_rank` gets the first request.
+
+        The keys of rows to drop go with the messages.
+        """
         key, ranks = next(_keys), range(first_rank, first_rank + len(requests))
         self.under_way[key] = requests
         messages = make_messages(requests, key, [self._take_dropped(rank) for rank in ranks])

@@ -72,7 +72,10 @@ class RayHandle:
 
     @cached_property
     def address(self) -> tuple[Any, ...]:
-        """(actor name, key, fields of the origin), as plain values."""
+        """(actor name, key, role, rank, host, phase, log, pool), as plain values.
+
+        All but the first two are fields of the origin.
+        """
         process, o = self.call.pool.workers.places[self.origin.rank].process, self.origin
         return process, self.call.key, o.role, o.rank, o.host, o.phase, o.log, o.pool
 
@@ -132,7 +135,8 @@ class WorkerRows:
     def _share(self, key: int, outcome: Outcome) -> Any:
         """Move rows of SHARED_BYTES or more to shared memory and return their ObjectRef.
 
-        Other outcomes are returned unchanged.
+        Rows that another reader has moved are not moved again; other outcomes are returned
+        unchanged.
         """
         outcome = self.kept.wait_for([key], 0.0).get(key, outcome)
         if not isinstance(outcome, Rows) or count_bytes(outcome) < SHARED_BYTES:
