@@ -56,10 +56,11 @@ def call_balanced(
 
 
 def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
-    """Return the floating-point operations of each sample; waits for the lengths.
+    """Return the estimated floating-point operations of each sample; waits for the lengths.
 
-    None where the role's `balance_by_length` is off (the actor's for roles that do not learn), or
-    there is one replica: replicas then get consecutive samples.
+    Logits of the responses count except for the critic. None, without waiting, where the role's
+    `balance_by_length` is off (the actor's for roles that do not learn), or there is one replica:
+    replicas then get consecutive samples.
     """
     section = config.role(role)
     learner = section if isinstance(section, LearningConfig) else config.actor_rollout

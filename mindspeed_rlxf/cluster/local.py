@@ -245,7 +245,7 @@ class LocalPool:
         """Run this rank's request, wait for the other ranks, and return the ended call.
 
         Raises WorkerError, or RuntimeTimeout at the deadline, on every rank. A rank that exceeds
-        the deadline writes its stacks to stderr.
+        the deadline writes its stacks to stderr. Asserts that there is a request for every rank.
         """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]

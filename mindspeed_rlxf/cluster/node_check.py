@@ -136,9 +136,11 @@ def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
 def find_node_problems(
     driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]
 ) -> list[str]:
-    """List differences in versions and files between nodes that would change or fail a run.
+    """Return texts on differences in versions and files that would change or fail a run, once each.
 
-    Empty where there is none. keys: folder -> the configuration keys that name it
+    Versions of our package and of PACKAGES are compared with the driver's, those of other packages
+    among the nodes. Files are compared in folders that exist on the driver.
+    keys: folder -> the configuration keys that name it
     """
     expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
     found = [  # packages for devices are compared among the nodes: a driver may lack them

@@ -161,7 +161,10 @@ def list_items(value: Any) -> list[tuple[str, Any]]:
 
 
 def find_refs(value: Any) -> list[RowsRef]:
-    """Return every RowsRef inside lists, tuples, dicts and dataclasses."""
+    """Return every RowsRef in a value: itself, or inside containers and dataclasses; with repeats.
+
+    In the order of `list_items`; Rows are not searched.
+    """
     if isinstance(value, RowsRef):
         return [value]
     if isinstance(value, (Rows, *PLAIN)):

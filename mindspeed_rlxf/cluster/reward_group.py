@@ -96,10 +96,10 @@ class RewardGroup:
 
 
 def check_failures(failures: list[FailedSample | None], max_failed: int | None) -> None:
-    """Raise RewardsFailed, which names the first failed samples, where too many failed.
+    """Raise RewardsFailed, with the first failed samples, if more than `max_failed` failed.
 
     failures:   one entry per sample; None = it was scored
-    max_failed: None = a tenth of the samples, at least one
+    max_failed: None = a tenth of the samples (FAILED_SHARE), rounded down, at least one
     """
     failed = [failure for failure in failures if failure is not None]
     allowed = max(1, int(FAILED_SHARE * len(failures))) if max_failed is None else max_failed

@@ -191,7 +191,7 @@ class RolloutGroup:
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> Pending:
-        """Generate a response to each prompt, with the sampling of the validation section.
+        """Submit the generation of a response to each prompt, with the sampling for validation.
 
         Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
         """

@@ -220,18 +220,18 @@ def _can_answer(worker: Origin, seen: Mapping[tuple[str, int], Sighting]) -> boo
 def _late_producers(
     producers: Sequence[Origin], seen: Mapping[tuple[str, int], Sighting]
 ) -> list[Origin]:
-    """Return the producers that do not wait for other ranks themselves; empty where all wait.
+    """Return the producers that were not seen waiting for other ranks; empty where all wait.
 
-    Only producers of one call, that of the first, and each rank once.
+    Only producers of one call, that of the first such producer, and each rank once.
     """
     late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())
 
 
 def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
-    """Return the error of a dead process with a note that its host ran out of memory.
+    """Return an error like that of a dead process, with a note that its host ran out of memory.
 
-    The error is unchanged where the process did not die, or nothing was killed.
+    The error itself where the process did not die, or `oom_kills` is 0.
     oom_kills: processes that the host's kernel killed for lack of memory since the worker started
     """
     if not error.cause.startswith(DIED) or not oom_kills:

@@ -207,7 +207,8 @@ class WorkerProcess:
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
         """Redirect output to the log, set up network and device, and join the torch world.
 
-        The world is that of the pool or of this rank's part. Waits until all its ranks join.
+        Variables of the network that are set already stay. The world is that of the pool or of this
+        rank's part. Waits until all ranks of the pool join.
 
         ip, port: of the rendezvous store, which rank 0 opened
         assigned: number on the host of the device that Ray gave this process; None = none

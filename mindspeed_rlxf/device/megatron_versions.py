@@ -45,9 +45,10 @@ def gathers_ahead_argument(value: bool) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """Set the global index of the current chunk of a virtual pipeline inside the block, in 0.12.
+    """Set the global index of the current chunk of a virtual pipeline in a `with` block, in 0.12.
 
-    Does nothing from 0.13 on, where the index is an argument, nor for None.
+    Restores the index afterwards. Does nothing from 0.13 on, where the index is an argument, nor
+    for None.
     """
     if chunk is None or not is_before_0_13():
         yield

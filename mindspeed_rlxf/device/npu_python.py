@@ -145,9 +145,10 @@ def find_copies(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
 
 
 def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
-    """Check that all copies of a module have one version; the first on the path is imported.
+    """Check that all copies of a module have one version; else a warning.
 
-    A wheel beside a checkout of the same version is fine.
+    A wheel beside a checkout of the same version is fine. The first on the path is imported.
+    copies: as `find_copies` yields them
     """
     both = [
         f"{module.replace('/', '.')} {version} in {folder.parents[module.count('/')]}"

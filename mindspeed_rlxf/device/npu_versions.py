@@ -138,7 +138,11 @@ def find_set(megatron_core: str) -> VersionSet | None:
 
 
 def pair_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem for each pair of versions that do not fit, or were not tried together."""
+    """Yield a problem for each pair of versions that do not fit, or were not tried together.
+
+    Pairs: torch_npu and torch; Megatron-LM with torch and MindSpeed, unless it is missing;
+    torch_npu and CANN.
+    """
     yield from _torch_problems(versions)
     if CORE not in versions.missing:  # a missing one is reported by itself
         yield from _megatron_problems(versions)

@@ -41,7 +41,10 @@ def from_text(text: str) -> Tensor:
 
 
 def process_state() -> dict[str, Any]:
-    """Return the random states of torch (host, device), numpy and Python, as values for JSON."""
+    """Return the random states of torch (host, device), numpy and Python, as values for JSON.
+
+    The keys are torch, device (None on CPU), numpy and python.
+    """
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, normal = random.getstate()
     library = facade.active_library()

@@ -99,7 +99,7 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
 
 
 def new_file(path: Path, mode: int | None = None, **text: Any) -> IO[Any]:
-    """Delete the file or link at `path`, and create and open a new file for writing.
+    """Delete the file or link at `path`, if any; create and open a new file for writing.
 
     mode: permissions; None = by the umask
     text: arguments of a text file, such as encoding; without any the file is binary

@@ -99,7 +99,11 @@ class DeviceClaim:
         return groups, [name for name in shapes if name in late]
 
     def _list_nodes(self) -> list[Node]:
-        """Return the usable nodes that have devices; [] on our own cluster, which is one host."""
+        """Compare the nodes that have devices with the driver's; return those that may be used.
+
+        `NodeCheck.check` does so and may raise UserError. Returns [] on our own cluster, which is
+        one host.
+        """
         if self._wait_s is None:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
@@ -122,7 +126,7 @@ class DeviceClaim:
         )
 
     def _report_shortage(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
-        """Log a warning that describes the shortage of the late pools, with the nodes that may be used.
+        """Log a warning that describes the shortage of late pools, with the nodes that may be used.
 
         Of the late pools it names those that `find_unplaced_pools` chooses.
         late:    pools that wait for devices

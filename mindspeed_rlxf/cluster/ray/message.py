@@ -89,7 +89,10 @@ def _encode_arguments(args: Sequence[Any]) -> list[Any]:
 
 
 def _encode_argument(arg: Any) -> list[Any]:
-    """Encode an argument as [kind, plain form]."""
+    """Encode an argument as [kind, plain form].
+
+    [ROWS, encoded RowsRef], [INPUTS, encoded fields] of ExperienceInputs, or [UNCHANGED, argument].
+    """
     if type(arg) is RowsRef:
         return [ROWS, _encode_rows(arg)]
     if type(arg) is ExperienceInputs:

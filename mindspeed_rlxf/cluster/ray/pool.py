@@ -170,9 +170,10 @@ class RayCall:
         return [RayHandle(self._rows, origin) for origin in self._origins]
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies of all ranks and return them; it must not be called a second time.
+        """Wait for the replies of all ranks and return them in order; call it only once.
 
-        Raises WorkerError, or at the deadline RuntimeTimeout with the states of the late ranks.
+        The time it took counts for the deadlines of later calls. Raises WorkerError, or at the
+        deadline RuntimeTimeout with the states of the late ranks.
         """
         deadlines, started = self._pool.deadlines, time.monotonic()
         requests = self._pool.under_way[self._key]
@@ -196,7 +197,7 @@ class RayCall:
 
 
 def _list_inputs(requests: Iterable[Request]) -> list[RayHandle]:
-    """Return the handles of all rows that requests read."""
+    """Return the handles of all rows that requests read, in order, with repeats."""
     refs = [ref for request in requests for ref in find_refs(request.args)]
     return [piece.handle for ref in refs for piece in ref.pieces]
 

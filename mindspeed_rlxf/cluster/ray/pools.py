@@ -191,8 +191,10 @@ class RayPools:
             pool.workers.kill()
 
     def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
-        """Kill warm processes, oldest first, until `needed` devices are free or none are left.
+        """Kill warm processes, oldest pool first, until `needed` more fit into `num_devices`.
 
+        All pools, warm processes and `claimed` count. Stops when no warm processes are left.
+        needed:  number of new processes
         claimed: workers of the pools that are being created
         """
         in_use = [pool.workers for pool in self._pools] + list(claimed.values())

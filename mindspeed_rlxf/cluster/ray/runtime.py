@@ -108,7 +108,11 @@ class RayRuntime:
 
 
 def folders_of_workers(config: RunConfig) -> dict[str, str]:
-    """Return the folders that workers read, each with the configuration keys that name it."""
+    """Return {folder that workers read: the configuration keys that name it, joined by ", "}.
+
+    They are each role's `load`, except of a reward by rules, and the tokenizer's, which may be a
+    name of the hub.
+    """
     keys: dict[str, list[str]] = {}
     for role in config.roles:
         if role is Role.REWARD and config.reward.kind is RewardKind.RULE:

@@ -132,8 +132,9 @@ def describe_end(error: RayError) -> str:
 def _find_first_cause(
     failed: list[WorkerError], waiting: list[Any], origins: dict[Any, Origin]
 ) -> WorkerError:
-    """Return the failure that caused the others; wait up to FIRST_CAUSE_S if it is not among them.
+    """Return the failure that caused the others: of those that are no aftermath the lowest rank's.
 
+    While all are aftermath, waits up to FIRST_CAUSE_S for more; then the lowest rank's is returned.
     waiting: tasks that have not ended
     """
     deadline = time.monotonic() + FIRST_CAUSE_S
