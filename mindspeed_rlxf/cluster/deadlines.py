@@ -64,7 +64,7 @@ class Deadlines:
         return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, SHORTEST_S, usual))
 
     def record(self, requests: Sequence[Request], seconds: float) -> None:
-        """Add the seconds of a call without error to the history of its phase."""
+        """Add the seconds of a call without error to the last HISTORY ones of its phase."""
         self._seen[phase_of(requests)].append(seconds)
 
 
@@ -78,5 +78,8 @@ def phase_of(requests: Sequence[Request]) -> Phase:
 
 
 def collective_timeout_s(*deadlines: float) -> float:
-    """Return the timeout of collectives, in seconds: longer than each deadline of the driver."""
+    """Return the timeout of collectives in seconds: the longest deadline and COLLECTIVE_MARGIN_S.
+
+    deadlines: of the driver, which should come first
+    """
     return max(deadlines) + COLLECTIVE_MARGIN_S

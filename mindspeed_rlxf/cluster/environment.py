@@ -35,9 +35,10 @@ class Variable:
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Select the settings of communication libraries and of torch on NPU from `environment`.
+    """Return the variables in `environment` that begin with FORWARDED or are in FORWARDED_NAMES.
 
-    Lists of visible devices are left out. Secret values are withheld, see `config.withheld`.
+    They are settings of communication libraries and of torch on NPU. Lists of visible devices are
+    left out. Secret values are withheld, see `config.withheld`.
     """
     return {
         name: withhold(name, value)
@@ -47,7 +48,7 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, str]:
-    """Return the variables to set for a worker.
+    """Return the variables to set for a worker: `forwarded_environment` of ours, and `given`.
 
     given:    `resource_pool.env`, which takes precedence over the driver's variables
     inherits: True = workers inherit the driver's environment, so that only `given` is returned

@@ -49,7 +49,10 @@ class HostAgent(ABC):
         """
 
     def call(self, function: Function, *args: Any, timeout_s: float) -> Any:
-        """Return the result of `function(*args)` on the host. Raises HostError."""
+        """Run `function(*args)` on the host, wait and return its result. Raises HostError.
+
+        See `start` for the arguments.
+        """
         return self.start(function, *args, timeout_s=timeout_s).result()
 
 
@@ -98,7 +101,7 @@ class ThreadCall:
             self._future.set_exception(error)
 
     def result(self) -> Any:
-        """Wait for the function and return its result; HostError when it failed or is late."""
+        """Wait for the function and return its result; raise HostError if it failed or is late."""
         if not wait([self._future], max(self._deadline - time.monotonic(), 0)).done:
             waits_for = "the function to return"
             raise deadline_error(self._host, self._function, self._timeout_s, waits_for)

@@ -33,7 +33,10 @@ def hash_sources(folder: Path) -> str:
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of this package and of `names`, by name; `none` = not installed."""
+    """Return the versions of this package (`build_id`) and of `names`, by name.
+
+    "none" = not installed.
+    """
     return {OURS: build_id(), **{name: packages.version(name) or NONE for name in names}}
 
 

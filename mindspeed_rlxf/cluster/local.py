@@ -89,7 +89,7 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
 
 
 def _encode_failure(error: Failure | None) -> str:
-    """Return an error as JSON for the other ranks: its class and arguments; None as `null`."""
+    """Return an error as JSON [class name, arguments] for the other ranks; None as `null`."""
     return json.dumps([type(error).__name__, error.__reduce__()[1]] if error else None)
 
 

@@ -218,10 +218,10 @@ class NodeCheck:
             self._driver = self._driver or report_node(list(self._keys), self._run_file)
             reports, silent = self._collect_reports(new)
             self._seen.update(reports)
-            self._judge(new, reports, silent)
+            self._refuse_or_leave_out(new, reports, silent)
         return [node for node in nodes if node.id not in self.left_out]
 
-    def _judge(
+    def _refuse_or_leave_out(
         self, nodes: list[Node], reports: Mapping[str, NodeReport], silent: Mapping[str, str]
     ) -> None:
         """Add faulty nodes to `left_out` with warnings; without `probe` raise UserError instead.
@@ -293,7 +293,7 @@ class NodeCheck:
 
 
 def _describe_silence(node: Node, what: str) -> str:
-    """Return the message for a node that could not report. what: the cause"""
+    """Return the message for a node that could not report, with a remedy. what: the cause"""
     return (
         f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build_id()}): "
         f"{what}; install the same there, and start Ray on that host from that environment again"

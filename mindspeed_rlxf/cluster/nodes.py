@@ -67,7 +67,7 @@ def make_node(
 
 
 def sort_by_address(nodes: Sequence[Node]) -> list[Node]:
-    """Sort nodes by their addresses as numbers, as ranks are numbered."""
+    """Return the nodes sorted by their addresses as numbers, then by host and id."""
     return sorted(nodes, key=lambda node: (address_key(node.ip), node.host, node.id))
 
 

@@ -62,21 +62,21 @@ class RowsRef:
         owner = [bisect_right(starts, row) - 1 for row in wanted]
         used = sorted(set(owner))
         kept = [self.pieces[i] for i in used]
-        new_starts = dict(zip(used, _starts(kept), strict=True))
+        new_starts = dict(zip(used, _first_rows(kept), strict=True))
         moved = [row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True)]
         everything = moved == list(range(sum(piece.num_rows for piece in kept)))
         return RowsRef(tuple(kept), None if everything else tuple(moved))
 
     @cached_property
     def _all_starts(self) -> list[int]:
-        return _starts(self.pieces)
+        return _first_rows(self.pieces)
 
     def __reduce__(self) -> tuple[type[RowsRef], tuple[Any, ...]]:
         return RowsRef, (self.pieces, self.selection)
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
-        """Return a reference to the rows of all `refs`, one after the other (one: itself)."""
+        """Return a reference to the rows of all `refs`, in turn; of one ref that ref itself."""
         if len(refs) == 1:
             return refs[0]
         pieces: list[Piece] = []
@@ -111,7 +111,7 @@ class RowsRef:
               ascending
         """
         everything = range(sum(piece.num_rows for piece in self.pieces))
-        starts = _starts(self.pieces)
+        starts = _first_rows(self.pieces)
         found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
         for position, row in enumerate(everything if self.selection is None else self.selection):
             owner = bisect_right(starts, row) - 1
@@ -242,6 +242,6 @@ def _replace_refs(value: Any, fetch: Fetch) -> Any:
     return dataclasses.replace(value, **{n: _replace_refs(getattr(value, n), fetch) for n in names})
 
 
-def _starts(pieces: Sequence[Piece]) -> list[int]:
-    """Return the index of the first row of each piece among all rows."""
+def _first_rows(pieces: Sequence[Piece]) -> list[int]:
+    """Return the index of each piece's first row among all pieces' rows; [0] without pieces."""
     return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))

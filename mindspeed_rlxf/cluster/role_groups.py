@@ -40,28 +40,28 @@ class TrainedGroup:
         return list(dict.fromkeys(self.learners.pool.hosts))
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
-        """Write the weights as a Hugging Face folder and as a Megatron checkpoint.
+        """Submit writing the weights as a Hugging Face folder and as a Megatron checkpoint.
 
-        None = not in that format
+        hf_folder, megatron_folder: None = not in that format
         """
         return self.learners.call_engine(TrainEngine.export, hf_folder, megatron_folder)
 
     def begin_save(self, folder: Path) -> Pending:
-        """Copy the training state to host memory and start to write it into `folder`.
+        """Submit a copy of the training state to host memory, which is then written into `folder`.
 
         Files are written in the background, until `end_save`.
         """
         return self.learners.call_engine(TrainEngine.begin_save, folder)
 
     def end_save(self) -> Pending:
-        """Wait for the files of `begin_save`.
+        """Submit the wait for the files of `begin_save`.
 
         Reports: Written, which lists the files of all ranks, the same from each replica.
         """
         return self.learners.call_engine(TrainEngine.end_save)
 
     def load_state(self, folder: Path) -> Pending:
-        """Load the role's part of a checkpoint.
+        """Submit loading the role's state from a checkpoint.
 
         Reports: Loaded, which has the problem, or whether the same layout wrote the state.
         """
@@ -88,7 +88,7 @@ class ActorGroup(TrainedGroup):
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute the actor's log-probs of the responses.
+        """Submit the computation of the actor's log-probs of the responses.
 
         Rows: LogProbs, in the order of `rollouts`. Reports: LogProbReport.
         lengths: waits for the lengths of the responses, where they are balanced
@@ -103,7 +103,7 @@ class ActorGroup(TrainedGroup):
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Compute rewards and advantages in a run without a critic.
+        """Submit the computation of rewards and advantages, in a run without a critic.
 
         Rows: Experience. Reports: ExperienceReport.
         """
@@ -235,11 +235,17 @@ class CriticGroup(TrainedGroup):
         return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute the critic's values. Rows: Values, in the order of `rollouts`."""
+        """Submit the computation of the critic's values. Rows: Values, in the order of `rollouts`.
+
+        lengths: see `ActorGroup.log_probs`
+        """
         return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Compute rewards and advantages. Rows: Experience. Reports: ExperienceReport."""
+        """Submit the computation of rewards and advantages.
+
+        Rows: Experience. Reports: ExperienceReport.
+        """
         return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(

@@ -60,7 +60,7 @@ class RoleHost:
             args = resolve_refs(request.args, self._fetch)
             device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
-            output = self._invoke(request, args)
+            output = self._call_method(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
             if request.keeps_rows and output.token_rows is not None:
@@ -73,7 +73,7 @@ class RoleHost:
         except Exception as error:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
-    def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
+    def _call_method(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
         """Build and keep a role, or call a method of a role or of its engine; return the output.
 
         A Peer in `args` is replaced by this process's object of that role. A built role has an
@@ -151,10 +151,10 @@ def to_host(rows: Rows) -> Rows:
     Pickling a view would send the whole storage. Other values are unchanged.
     """
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
-    return type(rows)(**{name: _compact(column) for name, column in columns.items()})
+    return type(rows)(**{name: _with_own_storage(column) for name, column in columns.items()})
 
 
-def _compact(column: Any) -> Any:
+def _with_own_storage(column: Any) -> Any:
     """Return a tensor detached, on the host, with a storage of its own; other values unchanged."""
     if not isinstance(column, torch.Tensor):
         return column

@@ -277,10 +277,10 @@ def smallest_device_memory(kind: DeviceKind) -> int | None:
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
     """Return variables that make gloo, and HCCL on NPU, use the interface with the address `ip`.
 
-    They are GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME and, unless the user has set HCCL_SOCKET_IFNAME,
-    HCCL_IF_IP. {} if no interface of this host has the address. By default gloo uses the address of
-    the host's name, often a loopback address that other hosts cannot reach, and HCCL the first
-    interface. NCCL finds other hosts by itself.
+    They are GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, and on NPU HCCL_IF_IP, unless the user has set
+    HCCL_SOCKET_IFNAME. {} if no interface of this host has the address. By default gloo uses the
+    address of the host's name, often a loopback address that other hosts cannot reach, and HCCL the
+    first interface. NCCL finds other hosts by itself.
     """
     import psutil
 

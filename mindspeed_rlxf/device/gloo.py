@@ -110,7 +110,7 @@ def share_device() -> None:
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = gloo._Options()
-        options._timeout, options._devices = timeout, _devices()
+        options._timeout, options._devices = timeout, _make_devices()
         options._threads = 2 * len(options._devices)  # as torch does
         make(self, store, rank, size, options)
 
@@ -119,8 +119,11 @@ def share_device() -> None:
 
 
 @functools.cache
-def _devices() -> list[Any]:
-    """Make once the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default."""
+def _make_devices() -> list[Any]:
+    """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default.
+
+    Later calls return the same list.
+    """
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     made = [gloo.create_device(interface=name) for name in names]

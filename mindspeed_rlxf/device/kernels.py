@@ -131,7 +131,7 @@ def _noise(device: torch.device, *shape: int) -> Tensor:
     return numbers.to(device=device, dtype=HALF).requires_grad_()
 
 
-def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+def _assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
     """Raise AssertionError unless `found` and its gradients by `inputs` agree with `expected`'s.
 
     The gradients are those of the sums. TOLERANCE is the relative and the absolute tolerance.
@@ -162,14 +162,14 @@ def _probe_attention(
             )
         )
     expected = torch.cat([out[0].transpose(0, 1) for out in outs])
-    _compare(found, expected, (query, key, value))
+    _assert_close(found, expected, (query, key, value))
 
 
 def _probe_norm(norm: Any, device: torch.device) -> None:
     hidden = _noise(device, 8, 1, 64)
     module = norm(64, eps=1e-5, params_dtype=HALF, device=device)
     expected = module.weight * F.rms_norm(hidden.float(), (64,), eps=1e-5).to(HALF)
-    _compare(module(hidden), expected, (hidden, module.weight))
+    _assert_close(module(hidden), expected, (hidden, module.weight))
 
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
@@ -182,13 +182,13 @@ def _probe_rotary(rotate: Any, device: torch.device) -> None:
         query, each = _noise(device, *shape), angles.view(of)
         turned = torch.cat((-query[..., 32:], query[..., :32]), dim=-1)
         expected = query * each.cos().to(HALF) + turned * each.sin().to(HALF)
-        _compare(rotate(query, each), expected, (query,))
+        _assert_close(rotate(query, each), expected, (query,))
 
 
 def _probe_swiglu(activate: Any, device: torch.device) -> None:
     both = _noise(device, 8, 1, 128)
     gate, up = both.chunk(2, dim=-1)
-    _compare(activate(both, None), F.silu(gate) * up, (both,))
+    _assert_close(activate(both, None), F.silu(gate) * up, (both,))
 
 
 def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:

@@ -128,14 +128,14 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
         EVENT: deadline + 1,
     }
     given = {name: environment[name] for name in wanted if name in environment}
-    event = _seconds(environment, EVENT)
+    event = _read_seconds(environment, EVENT)
     environment.setdefault(CONNECT, str(wanted[CONNECT]))
     environment.setdefault(
         EXECUTE, str(max(math.ceil(min(deadline, event - 1)), 1) if event else deadline)
     )
-    environment.setdefault(EVENT, str(_event_timeout(_seconds(environment, EXECUTE))))
+    environment.setdefault(EVENT, str(_event_timeout(_read_seconds(environment, EXECUTE))))
     for name, value in given.items():
-        seconds = _seconds(environment, name)
+        seconds = _read_seconds(environment, name)
         if seconds and seconds < wanted[name]:
             logger.warning(
                 "%s=%s is less than the %s s that this run waits: HCCL gives up first, without "
@@ -160,7 +160,7 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
     0 = no limit: an event timeout of 0 is no problem, an execution timeout of 0 beside another
     event timeout is. None also if one is absent, as `set_timeouts` chooses it to match the other.
     """
-    execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
+    execute, event = _read_seconds(environment, EXECUTE), _read_seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
         return None
     fitting = _event_timeout(execute)
@@ -172,7 +172,7 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
     )
 
 
-def _seconds(environment: Mapping[str, str], name: str) -> float | None:
+def _read_seconds(environment: Mapping[str, str], name: str) -> float | None:
     """Return a variable as seconds; None if absent, negative or no number, which HCCL reports."""
     try:
         found = float(environment.get(name, ""))

@@ -47,7 +47,10 @@ class Installed:
 
 
 def read_versions() -> Installed:
-    """Return the versions that this process would import, from files; imports none of them."""
+    """Return the versions that this process would import, from files; imports none of them.
+
+    None for what is not installed; `missing` names absent packages of Megatron and MindSpeed.
+    """
     return Installed(
         torch=packages.version("torch"),
         torch_npu=packages.version("torch_npu"),
@@ -127,7 +130,7 @@ def _adaptor_problems(mindspeed: Path) -> Iterator[Problem]:
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a file; "" if there is none."""
+    """Return the text of a file, invalid UTF-8 replaced; "" if there is no such file."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 

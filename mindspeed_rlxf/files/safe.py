@@ -187,7 +187,7 @@ def leads_outside(folder: Path, path: Path) -> bool:
 
     In Hugging Face's cache the blobs of the same model count as inside.
     """
-    target = _resolved(path)
+    target = _resolve_links(path)
     return not any(target.is_relative_to(root) for root in _roots(folder))
 
 
@@ -198,7 +198,7 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
     Errors: ValueError for a link that leads out; OSError, with NotPlainError for no regular file.
     """
     path = folder / name
-    target = _resolved(path)
+    target = _resolve_links(path)
     root = next((root for root in _roots(folder) if target.is_relative_to(root)), None)
     if root is None:
         raise ValueError(outside_message(path))
@@ -238,7 +238,7 @@ def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> bytes:
 def outside_message(path: Path) -> str:
     """Return the error message for a link that leads out of its folder."""
     return (
-        f"{path} must not lead out of its folder, it is a link to {_resolved(path)}; "
+        f"{path} must not lead out of its folder, it is a link to {_resolve_links(path)}; "
         "copy the file in its place"
     )
 
@@ -249,7 +249,7 @@ def _roots(folder: Path) -> list[Path]:
     return [root, blobs] if root.parent.name == HUB_SNAPSHOTS else [root]
 
 
-def _resolved(path: Path) -> Path:
+def _resolve_links(path: Path) -> Path:
     """Return the path with all links resolved; links in a circle stay."""
     try:
         return path.resolve()

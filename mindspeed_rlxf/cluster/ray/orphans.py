@@ -28,7 +28,7 @@ class OrphanGuard:
         """
         self._temp_dir, self._pids = temp_dir, ""
         self._lock, self._ending = threading.Lock(), False
-        self._process = self._start()
+        self._process = self._start_guard()
         threading.Thread(target=self._restart_when_killed, name="orphan guard", daemon=True).start()
 
     @property
@@ -58,8 +58,11 @@ class OrphanGuard:
             self._process.kill()
             self._process.wait()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Start a guard process in its own session, which signals to the driver do not reach."""
+    def _start_guard(self) -> subprocess.Popen[bytes]:
+        """Start a guard process in its own session, which signals to the driver do not reach.
+
+        Its stdin is a pipe; what it prints is discarded.
+        """
         return subprocess.Popen(
             [sys.executable, "-S", str(SCRIPT), str(self._temp_dir)],
             stdin=subprocess.PIPE,
@@ -93,6 +96,6 @@ class OrphanGuard:
                     "the guard process of the Ray cluster ended with status %d; starting another",
                     status,
                 )
-                self._process = self._start()
+                self._process = self._start_guard()
                 if self._pids:
                     self._send_pids()

@@ -190,7 +190,7 @@ class RayCall:
         return replies
 
     def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
-        """Return the handles of input rows of these ranks' calls, of rows that do not exist yet."""
+        """Return the handles of rows that these ranks' calls read and that do not exist yet."""
         requests = self._pool.under_way[self._key]
         both = zip(self._origins, requests, strict=True)
         return find_missing(_list_inputs(request for o, request in both if o.rank in ranks))

@@ -110,7 +110,12 @@ class RayPools:
             raise
         pools = {
             name: RayPool(
-                name, claimed[name], setups[name], self._hosts(claimed[name]), self.deadlines, self
+                name,
+                claimed[name],
+                setups[name],
+                self._agents_of(claimed[name]),
+                self.deadlines,
+                self,
             )
             for name in processes_per_node
         }
@@ -118,8 +123,8 @@ class RayPools:
         self._agents.end(but=[agent for pool in self._pools for agent in pool.hosts])
         return pools
 
-    def _hosts(self, workers: RayWorkers) -> list[RayAgent]:
-        """Return the agent of each rank's host."""
+    def _agents_of(self, workers: RayWorkers) -> list[RayAgent]:
+        """Return the agent of each rank's host, in the order of ranks."""
         return [self._agents.on(place.node, place.host) for place in workers.places]
 
     def end(self) -> None:
@@ -223,7 +228,7 @@ class RayPools:
         for name, found in actors.items():
             ordered = order_ranks([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
-            for agent in self._hosts(workers[name]):
+            for agent in self._agents_of(workers[name]):
                 agent.open()  # starts while the ranks import what they need
             if not self._cluster.own:
                 logger.info("pool %s: %s", name, describe_places(workers[name].places))
@@ -264,7 +269,8 @@ class RayPools:
         ]
         ports = dict(zip(workers, gather(opening, limit), strict=True))
         setups = {
-            name: self._setups(name, w, tuple(parts.get(name, ()))) for name, w in workers.items()
+            name: self._make_setups(name, w, tuple(parts.get(name, ())))
+            for name, w in workers.items()
         }
         starting = [
             (
@@ -277,8 +283,13 @@ class RayPools:
         gather(starting, limit)
         return setups
 
-    def _setups(self, name: str, workers: RayWorkers, parts: tuple[int, ...]) -> list[ProcessSetup]:
-        """Return the settings with which each rank joins its pool's world."""
+    def _make_setups(
+        self, name: str, workers: RayWorkers, parts: tuple[int, ...]
+    ) -> list[ProcessSetup]:
+        """Return the settings with which each rank joins its pool's world, in the order of ranks.
+
+        parts: number of ranks of each part; () = the pool is not split
+        """
         return [
             ProcessSetup(
                 pool=name,

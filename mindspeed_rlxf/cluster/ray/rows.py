@@ -130,9 +130,9 @@ class WorkerRows:
             if waits:
                 self._may_wait.release()
         with self._sharing:  # one reader moves the rows, the others find them moved
-            return {key: self._share(key, outcome) for key, outcome in found.items()}
+            return {key: self._move_if_large(key, outcome) for key, outcome in found.items()}
 
-    def _share(self, key: int, outcome: Outcome) -> Any:
+    def _move_if_large(self, key: int, outcome: Outcome) -> Any:
         """Move rows of SHARED_BYTES or more to shared memory and return their ObjectRef.
 
         Rows that another reader has moved are not moved again; other outcomes are returned

@@ -93,7 +93,10 @@ class RayRuntime:
         return pools
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return the error, with a note if its host lacked memory; copy other hosts' logs here."""
+        """Return `error`, or a new one that says its host ran out of memory.
+
+        See `RayPools.explain_death`. Copies the logs of other hosts to this one.
+        """
         return self.pools.explain_death(error)
 
     def shutdown(self) -> None:
