@@ -76,7 +76,7 @@ def join(
     rank of the pool has called it.
     rank:    in the pool
     parts:   number of ranks of each part, in the order of ranks; one number = the pool is not split
-    timeout: of every group, also of those created later
+    timeout: of these groups; `timeout_minutes` returns it for groups that are created later
     """
     global _whole_pool, _timeout
     _timeout = timeout
