@@ -23,7 +23,8 @@ def balanced_steps(
 ) -> list[RankSteps]:
     """Return, for each replica, the rows of its samples and their optimizer steps.
 
-    Samples are given out so that the replicas have equal work; waits for `lengths` for that.
+    Replicas get samples of equal work, for which `lengths` is waited for; with `balance_by_length`
+    off, or one replica, they get consecutive samples without waiting.
     orders: the order of the samples in each epoch
     """
     replicas, together = config.layout(role).dp, config.kept_together(role)
@@ -41,7 +42,9 @@ def call_balanced(
 ) -> Pending:
     """Submit a method that computes each row by itself, with equal work for each replica.
 
-    The resulting rows have the order of `rollouts`. args: further arguments, the same for all
+    The resulting rows have the order of `rollouts`. Where `_estimate_costs` returns None, replicas
+    get equal contiguous parts.
+    args: further arguments, the same for all
     """
     costs = _estimate_costs(config, group.role, lengths)
     if costs is None:
@@ -53,10 +56,11 @@ def call_balanced(
 
 
 def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
-    """Return the floating-point operations of each sample; waits for the lengths.
+    """Return the estimated floating-point operations of each sample; waits for the lengths.
 
-    None where the role's `balance_by_length` is off (the actor's for roles that do not learn), or
-    there is one replica: replicas then get consecutive samples.
+    Logits of the responses count except for the critic. None, without waiting, where the role's
+    `balance_by_length` is off (the actor's for roles that do not learn), or there is one replica:
+    replicas then get consecutive samples.
     """
     section = config.role(role)
     learner = section if isinstance(section, LearningConfig) else config.actor_rollout

@@ -50,8 +50,9 @@ class Deadlines:
     def seconds_for(self, requests: Sequence[Request]) -> float:
         """Return the deadline of a call in seconds, from the median of earlier calls of its phase.
 
-        It is MEDIAN_FACTOR x the median; at least SHORTEST_S and a tenth of `longest_s`; at most
-        `longest_s`. The first call of a phase, methods on storage, and scorers get `longest_s`.
+        It is MEDIAN_FACTOR x the median, but at least SHORTEST_S and a tenth of `longest_s`, and
+        never more than `longest_s`. `longest_s` itself for the first call of a phase, methods in
+        ON_STORAGE and calls of the scorers.
         requests: of all ranks
         """
         phase = phase_of(requests)
@@ -63,16 +64,22 @@ class Deadlines:
         return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, SHORTEST_S, usual))
 
     def record(self, requests: Sequence[Request], seconds: float) -> None:
-        """Add the seconds of a call without error to the history of its phase."""
+        """Add the seconds of a call without error to the last HISTORY ones of its phase."""
         self._seen[phase_of(requests)].append(seconds)
 
 
 def phase_of(requests: Sequence[Request]) -> Phase:
-    """Return (role, method, bit length of the number of rows of all leaders)."""
+    """Return (role, method, bit length of the sum of `num_rows` of the requests that keep rows).
+
+    Role and method are those of the first request; None counts as 0 rows.
+    """
     rows = sum(request.num_rows or 0 for request in requests if request.keeps_rows)
     return requests[0].role.value, requests[0].method, rows.bit_length()
 
 
 def collective_timeout_s(*deadlines: float) -> float:
-    """Return the timeout of collectives, in seconds: longer than each deadline of the driver."""
+    """Return the timeout of collectives in seconds: the longest deadline and COLLECTIVE_MARGIN_S.
+
+    deadlines: of the driver, which should come first
+    """
     return max(deadlines) + COLLECTIVE_MARGIN_S

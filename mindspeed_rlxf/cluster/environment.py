@@ -35,9 +35,10 @@ class Variable:
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Select the settings of communication libraries and of torch on NPU from `environment`.
+    """Return the variables in `environment` that begin with FORWARDED or are in FORWARDED_NAMES.
 
-    Lists of visible devices are left out. Secret values are withheld, see `config.withheld`.
+    They are settings of communication libraries and of torch on NPU. Lists of visible devices are
+    left out. Secret values are withheld, see `config.withheld`.
     """
     return {
         name: withhold(name, value)
@@ -47,7 +48,7 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, str]:
-    """Return the variables to set for a worker.
+    """Return the variables to set for a worker: `forwarded_environment` of ours, and `given`.
 
     given:    `resource_pool.env`, which takes precedence over the driver's variables
     inherits: True = workers inherit the driver's environment, so that only `given` is returned
@@ -65,9 +66,10 @@ def find_problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
-    """Return the allocator's environment variables for a run that offloads; else none.
+    """Return the allocator's environment variables for a run with offload of weights or optimizer.
 
-    Variables that the user has set, here or in `resource_pool.env`, are left out.
+    {} for other runs. Variables that the user has set, here or in `resource_pool.env`, are left
+    out.
     """
     offloads = [config.role(role).offload for role in config.roles]
     if not any(offload.weights or offload.optimizer for offload in offloads):
@@ -80,8 +82,9 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
 def list_variables(
     given: Mapping[str, str], offloading: Mapping[str, str] | None = None
 ) -> list[Variable]:
-    """List the variables that workers get, sorted by name, each with its source.
+    """Return the variables that workers get, sorted by name, each with its source.
 
+    The driver's are those that `forwarded_environment` selects from its own.
     given:      `resource_pool.env`, which replaces the driver's variables of the same names
     offloading: what `offload_environment` returned
     """

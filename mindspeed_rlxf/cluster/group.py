@@ -71,7 +71,7 @@ class Pending:
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
         """Make `result` call `check` with the reports before it returns them; returns self.
 
-        check: raises where the reports are not acceptable
+        check: raises where the reports are not acceptable; replaces the check of an earlier call
         """
         self._check = check
         return self
@@ -79,7 +79,8 @@ class Pending:
     def rows(self) -> RowsRef:
         """Return a reference to the leaders' rows in data-parallel order, or as set by `reorder`.
 
-        Does not wait for the call, unless the number of rows is unknown.
+        Waits for the call only if the number of rows is unknown; asserts that every leader returned
+        rows.
         """
         counts = list(self._num_rows)
         if None in counts:
@@ -178,8 +179,9 @@ class RoleGroup:
     def _make_requests(
         self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Return a request for each rank, and the number of rows that each replica has to return.
+        """Return a request for each rank, and for each replica the number of rows that it returns.
 
+        The number is None where no split argument has rows. Only leaders keep rows.
         how: further fields of `Request`
         """
         shards = [self._split_argument(arg) for arg in args]
@@ -195,7 +197,8 @@ class RoleGroup:
     def _split_argument(self, arg: Any) -> Sequence[Any]:
         """Return the value of an argument for each data-parallel rank.
 
-        The parts of a Sharded; rows of a RowsRef in equal parts; any other value for every rank.
+        They are the parts of a Sharded, whose number is asserted; equal contiguous parts of a
+        RowsRef (see `split_refs`); any other value for every rank.
         """
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
@@ -207,9 +210,9 @@ class RoleGroup:
 
     @staticmethod
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
-        """Return how many rows replica `dp` gets of the first argument that is split.
+        """Return how many rows replica `dp` gets of the first split argument that has rows.
 
-        None where no argument has rows.
+        Split arguments are Sharded or contain a RowsRef. None where none of them has rows.
         """
         for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, Sharded) or find_refs(arg):

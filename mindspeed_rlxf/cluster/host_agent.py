@@ -49,7 +49,10 @@ class HostAgent(ABC):
         """
 
     def call(self, function: Function, *args: Any, timeout_s: float) -> Any:
-        """Return the result of `function(*args)` on the host. Raises HostError."""
+        """Run `function(*args)` on the host, wait and return its result. Raises HostError.
+
+        See `start` for the arguments.
+        """
         return self.start(function, *args, timeout_s=timeout_s).result()
 
 
@@ -65,7 +68,7 @@ def call_each(
 
 
 def collect_outcomes(calls: Sequence[HostCall]) -> list[Any]:
-    """Wait for all calls; return, in order, each one's result or its HostError. Raises nothing."""
+    """Wait for all calls; return, in order, the result of each or its HostError (not raised)."""
     found: list[Any] = []
     for call in calls:
         try:
@@ -98,7 +101,7 @@ class ThreadCall:
             self._future.set_exception(error)
 
     def result(self) -> Any:
-        """Wait for the result. Raises HostError when the function failed or is late."""
+        """Wait for the function and return its result; raise HostError if it failed or is late."""
         if not wait([self._future], max(self._deadline - time.monotonic(), 0)).done:
             waits_for = "the function to return"
             raise deadline_error(self._host, self._function, self._timeout_s, waits_for)

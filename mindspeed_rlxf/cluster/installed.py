@@ -33,7 +33,10 @@ def hash_sources(folder: Path) -> str:
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of this package and of `names`, by name; `none` = not installed."""
+    """Return the versions of this package (`build_id`) and of `names`, by name.
+
+    "none" = not installed.
+    """
     return {OURS: build_id(), **{name: packages.version(name) or NONE for name in names}}
 
 
@@ -56,12 +59,12 @@ class Difference:
 def find_differences(
     by_host: Iterable[tuple[str, Mapping[str, str]]], expected: Mapping[str, str] | None = None
 ) -> list[Difference]:
-    """Return each version that differs from the expected one; the default is that of most hosts.
+    """Return a Difference for each package and each version of it that is not the expected one.
 
-    Builds of one version are equal: 2.7.1+cpu, as on a head node without devices, is 2.7.1.
-
+    It lists the hosts with that version. A package that a host does not list has version NONE
+    there. Builds of one version are equal: 2.7.1+cpu, as on a head node without devices, is 2.7.1.
     by_host:  (host, its versions by package name)
-    expected: version by package name
+    expected: version by package name; a package not in it is expected as on most hosts
     """
     by_host, found = list(by_host), []
     for name in dict.fromkeys(name for _, installed in by_host for name in installed):

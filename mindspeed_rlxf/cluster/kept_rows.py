@@ -28,7 +28,7 @@ class KeptRows:
         self._changed = threading.Condition()
 
     def put(self, key: int, outcome: Outcome) -> None:
-        """Store an outcome and wake the threads that wait for it.
+        """Store an outcome, in place of an earlier one of `key`, and wake the threads that wait.
 
         Rows are copied, as the role may change its own later.
         """

@@ -75,9 +75,11 @@ class LocalCall:
 
 
 def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
-    """Set up this process's device, by LOCAL_RANK of torchrun, before Megatron is imported.
+    """Set up the device with index LOCAL_RANK of torchrun (default 0), before Megatron is imported.
 
-    Raises UserError where the installation lacks something. threads: CPU threads of torch
+    Raises UserError where the installation lacks something.
+    threads:   CPU threads of torch
+    timeout_s: longest call; the timeout of collectives follows from it
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -87,7 +89,7 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
 
 
 def _encode_failure(error: Failure | None) -> str:
-    """Return an error as JSON for the other ranks: its class and arguments; None as `null`."""
+    """Return an error as JSON [class name, arguments] for the other ranks; None as `null`."""
     return json.dumps([type(error).__name__, error.__reduce__()[1]] if error else None)
 
 
@@ -105,8 +107,9 @@ class LocalWorld:
     """The ranks of torchrun, or this process alone, and how they exchange results."""
 
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
-        """Set up the device and join the torch world of all ranks; waits for them.
+        """Set up the device, join the torch world of all ranks and exchange the names of hosts.
 
+        Waits for the other ranks. RANK and WORLD_SIZE of torchrun are 0 and 1 by default.
         timeout_s: longest wait for the other ranks in an exchange
         """
         self.rank = int(os.environ.get("RANK", "0"))
@@ -175,7 +178,8 @@ class LocalWorld:
     def _await_all(self, number: int, what: str) -> None:
         """Wait until all ranks have written the flag of call `number`.
 
-        Raises RuntimeTimeout with the missing ranks. what: what is waited for, for its message
+        Raises RuntimeTimeout with the missing ranks after `timeout_s`. what: what is waited for,
+        for the message
         """
         keys = [self._key(number, rank) for rank in range(self.size)]
         try:
@@ -200,8 +204,9 @@ class LocalAgent(HostAgent):
         self._rank, self._world = rank, world
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
-        """Wait for all ranks, then start the function in a thread of the host's rank; a collective.
+        """Wait for all ranks, then start the function in a thread of this agent's rank only.
 
+        All ranks must call it, and each gets a LocalHostCall.
         args: the `LocalHostCall`s among them are waited for and replaced by their results
         """
         what = f"{function.__name__} on {self.host}"
@@ -240,7 +245,7 @@ class LocalPool:
         """Run this rank's request, wait for the other ranks, and return the ended call.
 
         Raises WorkerError, or RuntimeTimeout at the deadline, on every rank. A rank that exceeds
-        the deadline writes its stacks to stderr.
+        the deadline writes its stacks to stderr. Asserts that there is a request for every rank.
         """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
@@ -288,8 +293,8 @@ class LocalRuntime:
     ) -> dict[str, LocalPool]:
         """Return one pool for each name, all of the same processes.
 
-        parts: must be empty, because these pools cannot be split
-        Raises UserError where a pool has another size than the world of torchrun.
+        Raises UserError where the counts of a pool do not add up to the world size of torchrun.
+        parts: asserted to be empty, because these pools cannot be split
         """
         assert not parts, "the rules of the configuration refuse split pools"
         size = self.world.size

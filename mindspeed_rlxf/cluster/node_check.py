@@ -57,11 +57,12 @@ class NodeReport:
 def report_node(
     folders: Sequence[str], run_file: str | None, probe: DeviceKind | None = None
 ) -> NodeReport:
-    """Report the installation, files and devices of this node.
+    """Return the report of this node: host name, versions, files, whether it sees the run, devices.
 
-    folders:  read by workers
-    run_file: a file of the run directory, written by the driver process
-    probe:    ask the tool of the device driver about this kind of device, which takes seconds
+    folders:  read by workers; their files are listed
+    run_file: a file of the run directory, written by the driver process; None counts as seen
+    probe:    ask the tool of the device driver about this kind of device, which takes seconds;
+              None = report no devices
     """
     devices, sick = _probe_devices(probe) if probe is not None else (None, ())
     return NodeReport(
@@ -77,7 +78,7 @@ def report_node(
 def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
     """Return the number of devices of this host, and a text for each unhealthy one.
 
-    (None, ()) where the driver's tool is missing or fails.
+    (None, ()) where the kind has no driver, or the driver's tool is missing or fails.
     """
     from mindspeed_rlxf.device.driver import query_driver  # brings in torch
 
@@ -89,10 +90,11 @@ def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
 
 
 def list_files(folder: str) -> dict[str, str] | None:
-    """Map each model or tokenizer file of a folder to its hash or size; None = no such folder.
+    """Return {path in the folder: fingerprint} of its model and tokenizer files; None = no folder.
 
-    Files of Megatron's iteration and rank folders are included. The entry `weights` has the
-    format and folder of the weights, or why none were found.
+    Files of the folder that `find_weights` names, and of its rank folders, are included; the others
+    are not searched below the top. `_fingerprint` chooses the files, and hash or size. The entry
+    `weights` has the format and folder of the weights, or why none were found.
     """
     root = Path(folder)
     if not os.path.isdir(root):
@@ -116,7 +118,8 @@ def list_files(folder: str) -> dict[str, str] | None:
 def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
     """Return the hash of a small file with a suffix of HASHED, or the size of a file like `sized`.
 
-    None for other files. The error's text for a file that cannot be read.
+    The hash has 12 hexadecimal digits, the size is "N bytes"; the error's text for a file that
+    cannot be read. None for other files and what is no file.
     sized: endings of the names of files that are compared by size
     """
     try:
@@ -133,9 +136,11 @@ def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
 def find_node_problems(
     driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]
 ) -> list[str]:
-    """List differences in versions and files between nodes that would change or fail a run.
+    """Return texts on differences in versions and files that would change or fail a run, once each.
 
-    Empty where there is none. keys: folder -> the configuration keys that name it
+    Versions of our package and of PACKAGES are compared with the driver's, those of other packages
+    among the nodes. Files are compared in folders that exist on the driver.
+    keys: folder -> the configuration keys that name it
     """
     expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
     found = [  # packages for devices are compared among the nodes: a driver may lack them
@@ -203,23 +208,26 @@ class NodeCheck:
         self._seen: dict[str, NodeReport] = {}
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """Collect the reports of nodes not seen before; return the nodes that may be used.
+        """Compare nodes not seen before with the driver's; return `nodes` without those left out.
 
-        A faulty node is left out with a warning, or without `probe` raises UserError.
+        With `probe` a faulty node is left out with a warning, in later calls too; without `probe`
+        it raises UserError.
         """
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
             self._driver = self._driver or report_node(list(self._keys), self._run_file)
             reports, silent = self._collect_reports(new)
             self._seen.update(reports)
-            self._judge(new, reports, silent)
+            self._refuse_or_leave_out(new, reports, silent)
         return [node for node in nodes if node.id not in self.left_out]
 
-    def _judge(
+    def _refuse_or_leave_out(
         self, nodes: list[Node], reports: Mapping[str, NodeReport], silent: Mapping[str, str]
     ) -> None:
-        """Add faulty nodes to `left_out` and warn; without `probe` raise UserError with all faults.
+        """Add faulty nodes to `left_out` with warnings; without `probe` raise UserError instead.
 
+        Nodes are faulty that gave no report, or whose report differs from the driver's or, with
+        `probe`, names sick devices.
         silent: node id -> message, for nodes that gave no report
         """
         assert self._driver is not None, "asked first"
@@ -240,7 +248,10 @@ class NodeCheck:
                 logger.warning("%s (%s) is left out: %s", node.host, node.ip, "; ".join(found))
 
     def _find_faults(self, node: Node, seen: NodeReport) -> list[str]:
-        """List a node's faults: sick devices, missing devices, and what differs from the driver."""
+        """Return texts on a node's faults; [] without any.
+
+        These are sick devices, what differs from the driver, and fewer devices than Ray counts.
+        """
         assert self._driver is not None, "asked first"
         found = [*seen.sick, *find_node_problems(self._driver, [seen], self._keys)]
         if seen.devices is not None and seen.devices < node.count:
@@ -282,7 +293,7 @@ class NodeCheck:
 
 
 def _describe_silence(node: Node, what: str) -> str:
-    """Return the message for a node that could not report. what: the cause"""
+    """Return the message for a node that could not report, with a remedy. what: the cause"""
     return (
         f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build_id()}): "
         f"{what}; install the same there, and start Ray on that host from that environment again"

@@ -48,10 +48,12 @@ class Node:
 def make_node(
     facts: Mapping[str, object], resource: str, totals: Mapping[str, float], free: float
 ) -> Node:
-    """Make a Node from Ray's description.
+    """Return a Node from Ray's description.
 
-    facts: NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`
-    totals: its resources by name; free: devices that are not in use
+    facts:    NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`
+    resource: Ray's name of a device
+    totals:   the node's resources by name; the device model is one of the names, else ""
+    free:     devices that are not in use; rounded down
     """
     models = sorted(name for name in totals if name.startswith(MODEL_PREFIX))
     return Node(
@@ -65,12 +67,12 @@ def make_node(
 
 
 def sort_by_address(nodes: Sequence[Node]) -> list[Node]:
-    """Sort nodes by their addresses as numbers, as ranks are numbered."""
+    """Return the nodes sorted by their addresses as numbers, then by host and id."""
     return sorted(nodes, key=lambda node: (address_key(node.ip), node.host, node.id))
 
 
 def address_key(ip: str) -> tuple[int, int]:
-    """Return a sort key that orders addresses as numbers: 10.0.0.9 before 10.0.0.10."""
+    """Return (IP version, address as a number), to sort 10.0.0.9 before 10.0.0.10."""
     address = ipaddress.ip_address(ip)
     return address.version, int(address)
 
@@ -157,9 +159,10 @@ def describe_shortage(
 
 
 def list_nodes(nodes: Sequence[Node]) -> str:
-    """Format nodes for a message, sorted by address; those beyond MAX_SHOWN are only counted.
+    """Return the nodes as text, joined by ", " in the order of addresses.
 
-    "no node that has any" where there are none.
+    Only the first MAX_SHOWN are named; "and N more nodes" counts the others. Without nodes the text
+    is "no node that has any".
     """
     shown = [str(node) for node in sort_by_address(nodes)[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
@@ -182,10 +185,11 @@ class Place:
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
-    """Sort processes and their places into the order of ranks: by node, then by device id.
+    """Sort processes into the order of ranks, by node and device ids; return (processes, places).
 
-    Nodes have the order of `processes_per_node`, as the plan shows it. Among entries of equal size,
-    which Ray may swap between nodes, the lower address comes first: a restart gives the same ranks.
+    Nodes come in the order of `processes_per_node`, by `Place.entry`. Ray may swap nodes among
+    entries with equally many processes; these nodes are ordered by address, so that a restart gives
+    the same ranks.
     """
     sizes = Counter(place.entry for _, place in found)
     address = {place.entry: address_key(place.ip) for _, place in found}
@@ -198,7 +202,7 @@ def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[
 
 
 def describe_places(places: Sequence[Place]) -> str:
-    """Format places in the order of ranks: `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
+    """Return places, in the order of ranks, as `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
     parts, first = [], 0
     for (host, ip), group in groupby(places, key=lambda place: (place.host, place.ip)):
         last = first + len(list(group)) - 1

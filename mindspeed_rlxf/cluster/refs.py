@@ -62,21 +62,21 @@ class RowsRef:
         owner = [bisect_right(starts, row) - 1 for row in wanted]
         used = sorted(set(owner))
         kept = [self.pieces[i] for i in used]
-        new_starts = dict(zip(used, _starts(kept), strict=True))
+        new_starts = dict(zip(used, _first_rows(kept), strict=True))
         moved = [row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True)]
         everything = moved == list(range(sum(piece.num_rows for piece in kept)))
         return RowsRef(tuple(kept), None if everything else tuple(moved))
 
     @cached_property
     def _all_starts(self) -> list[int]:
-        return _starts(self.pieces)
+        return _first_rows(self.pieces)
 
     def __reduce__(self) -> tuple[type[RowsRef], tuple[Any, ...]]:
         return RowsRef, (self.pieces, self.selection)
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
-        """Return a reference to the rows of all `refs`, one after the other."""
+        """Return a reference to the rows of all `refs`, in turn; of one ref that ref itself."""
         if len(refs) == 1:
             return refs[0]
         pieces: list[Piece] = []
@@ -105,12 +105,13 @@ class RowsRef:
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
-        """Return (piece, rows, positions) for each piece that has a selected row.
+        """Return (piece, rows, positions) for each piece with a selected row, in order of pieces.
 
-        rows: indices within the piece; positions: indices of the same rows in this reference
+        rows: indices within the piece; positions: indices of the same rows in this reference,
+              ascending
         """
         everything = range(sum(piece.num_rows for piece in self.pieces))
-        starts = _starts(self.pieces)
+        starts = _first_rows(self.pieces)
         found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
         for position, row in enumerate(everything if self.selection is None else self.selection):
             owner = bisect_right(starts, row) - 1
@@ -160,7 +161,10 @@ def list_items(value: Any) -> list[tuple[str, Any]]:
 
 
 def find_refs(value: Any) -> list[RowsRef]:
-    """Return every RowsRef inside lists, tuples, dicts and dataclasses."""
+    """Return every RowsRef in a value: itself, or inside containers and dataclasses; with repeats.
+
+    In the order of `list_items`; Rows are not searched.
+    """
     if isinstance(value, RowsRef):
         return [value]
     if isinstance(value, (Rows, *PLAIN)):
@@ -184,7 +188,7 @@ def find_array(value: Any, path: str = "report") -> str | None:
 
 
 def check_report(report: Any, role: str, method: str) -> None:
-    """Raise TypeError where a report contains a tensor or a numpy array."""
+    """Raise TypeError where a report contains a tensor or numpy array, also inside containers."""
     if found := find_array(report):
         raise TypeError(
             f"{role}.{method} must report plain Python values, got {found}; "
@@ -221,7 +225,10 @@ def split_refs(value: Any, n: int) -> list[Any]:
 
 
 def _replace_refs(value: Any, fetch: Fetch) -> Any:
-    """Return the value with every RowsRef in it replaced by its rows."""
+    """Return the value with every RowsRef in it replaced by its rows.
+
+    Containers with a RowsRef are copied; values without one are returned as they are.
+    """
     if isinstance(value, RowsRef):
         return resolve(value, fetch)
     if not find_refs(value):
@@ -235,6 +242,6 @@ def _replace_refs(value: Any, fetch: Fetch) -> Any:
     return dataclasses.replace(value, **{n: _replace_refs(getattr(value, n), fetch) for n in names})
 
 
-def _starts(pieces: Sequence[Piece]) -> list[int]:
-    """Return the index of the first row of each piece among all rows."""
+def _first_rows(pieces: Sequence[Piece]) -> list[int]:
+    """Return the index of each piece's first row among all pieces' rows; [0] without pieces."""
     return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))

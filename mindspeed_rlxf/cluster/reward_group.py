@@ -54,7 +54,7 @@ class RewardGroup:
         return [self.group.build(RewardRole, self.run)]
 
     def score(self, rollouts: RowsRef) -> Pending:
-        """Score the responses. Rows: Scores. Reports: ScoreReport per replica.
+        """Submit the scoring of the responses. Rows: Scores. Reports: ScoreReport per replica.
 
         Where functions score, `Pending.result` raises RewardsFailed if too many samples failed.
         """
@@ -67,7 +67,7 @@ class RewardGroup:
         return both.after(scored).require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """Score by the rules or functions alone, even when the reward is a model.
+        """Submit scoring by the rules or functions alone, even when the reward is a model.
 
         Rows: Scores. Reports: ScoreReport, with the answers found in the responses.
         With scorers, `Pending.result` raises RewardsFailed if too many samples failed.
@@ -77,8 +77,10 @@ class RewardGroup:
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
     def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
-        """Start scoring by the scorers; a whole generation is scored where it was generated.
+        """Submit scoring by the scorers.
 
+        Whole rollouts with one piece per data-parallel rank stay on the ranks that generated them;
+        others are split equally.
         find_answers: also report the answer extracted from each response
         `Pending.result` raises RewardsFailed if too many samples failed.
         """
@@ -94,10 +96,10 @@ class RewardGroup:
 
 
 def check_failures(failures: list[FailedSample | None], max_failed: int | None) -> None:
-    """Raise RewardsFailed, which names the first failed samples, where too many failed.
+    """Raise RewardsFailed, with the first failed samples, if more than `max_failed` failed.
 
     failures:   one entry per sample; None = it was scored
-    max_failed: None = a tenth of the samples, at least one
+    max_failed: None = a tenth of the samples (FAILED_SHARE), rounded down, at least one
     """
     failed = [failure for failure in failures if failure is not None]
     allowed = max(1, int(FAILED_SHARE * len(failures))) if max_failed is None else max_failed

@@ -40,28 +40,28 @@ class TrainedGroup:
         return list(dict.fromkeys(self.learners.pool.hosts))
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
-        """Write the weights as a Hugging Face folder and as a Megatron checkpoint.
+        """Submit writing the weights as a Hugging Face folder and as a Megatron checkpoint.
 
-        None = not in that format
+        hf_folder, megatron_folder: None = not in that format
         """
         return self.learners.call_engine(TrainEngine.export, hf_folder, megatron_folder)
 
     def begin_save(self, folder: Path) -> Pending:
-        """Copy the training state to host memory and start to write it into `folder`.
+        """Submit a copy of the training state to host memory, which is then written into `folder`.
 
         Files are written in the background, until `end_save`.
         """
         return self.learners.call_engine(TrainEngine.begin_save, folder)
 
     def end_save(self) -> Pending:
-        """Wait for the files of `begin_save`.
+        """Submit the wait for the files of `begin_save`.
 
         Reports: Written, which lists the files of all ranks, the same from each replica.
         """
         return self.learners.call_engine(TrainEngine.end_save)
 
     def load_state(self, folder: Path) -> Pending:
-        """Load the role's part of a checkpoint.
+        """Submit loading the role's state from a checkpoint.
 
         Reports: Loaded, which has the problem, or whether the same layout wrote the state.
         """
@@ -88,7 +88,7 @@ class ActorGroup(TrainedGroup):
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute the actor's log-probs of the responses.
+        """Submit the computation of the actor's log-probs of the responses.
 
         Rows: LogProbs, in the order of `rollouts`. Reports: LogProbReport.
         lengths: waits for the lengths of the responses, where they are balanced
@@ -103,7 +103,7 @@ class ActorGroup(TrainedGroup):
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Compute rewards and advantages in a run without a critic.
+        """Submit the computation of rewards and advantages, in a run without a critic.
 
         Rows: Experience. Reports: ExperienceReport.
         """
@@ -117,8 +117,9 @@ class ActorGroup(TrainedGroup):
         iteration: int,
         kl_coef: float,
     ) -> Pending:
-        """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
+        """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
 
+        In online DPO the two responses of a pair stay together.
         lengths:   waits for the lengths of the responses, where they are balanced
         iteration: shuffles the mini-batches, together with the seed
         kl_coef:   coefficient of a KL term in the loss
@@ -180,8 +181,9 @@ class RolloutGroup:
         self._version = version
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Generate a response to each prompt, with the sampling of training.
+        """Submit the generation of a response to each prompt, with the sampling of training.
 
+        The prompts are split among the data-parallel ranks.
         greedy: take the most probable token each time
         Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
         """
@@ -189,7 +191,7 @@ class RolloutGroup:
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> Pending:
-        """Generate a response to each prompt, with the sampling of the validation section.
+        """Submit the generation of a response to each prompt, with the sampling for validation.
 
         Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
         """
@@ -208,10 +210,12 @@ class ReferenceGroup:
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute the reference's log-probs of the responses.
+        """Submit the computation of the reference's log-probs of the responses.
 
         Rows, in the order of `rollouts`: LogProbs; with `algorithm.kl_penalty: full`
-        LogProbsWithKl, whose KL to the actor in the same processes is over the vocabulary.
+        LogProbsWithKl, which adds the KL to the actor (of the same processes) over the whole
+        vocabulary.
+        lengths: called for balancing the work, which waits for them (see `balance.call_balanced`)
         """
         group = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
@@ -231,17 +235,23 @@ class CriticGroup(TrainedGroup):
         return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Compute the critic's values. Rows: Values, in the order of `rollouts`."""
+        """Submit the computation of the critic's values. Rows: Values, in the order of `rollouts`.
+
+        lengths: see `ActorGroup.log_probs`
+        """
         return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Compute rewards and advantages. Rows: Experience. Reports: ExperienceReport."""
+        """Submit the computation of rewards and advantages.
+
+        Rows: Experience. Reports: ExperienceReport.
+        """
         return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(
         self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
     ) -> Pending:
-        """Take an optimizer step per mini-batch and epoch, then advance the learning rate.
+        """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
 
         lengths, iteration: see `ActorGroup.update_policy`
         Reports: UpdateReport, the same from each replica.

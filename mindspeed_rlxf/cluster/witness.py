@@ -102,10 +102,10 @@ def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, i
 
 
 def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
-    """Return the states of workers of this host, with the ends of their logs.
+    """Return the states of workers of this host, in order, with the ends of their logs.
 
-    stacks: True = signal each worker to write the stacks of its threads to its log, and wait up to
-            STACK_S for them
+    stacks: True = signal each worker, unless it is stopped or gone, to write the stacks of its
+            threads to its log; wait up to STACK_S for them
     """
     kills = oom_kills()
     before = {subject.rank: _log_size(subject.log) for subject in subjects}
@@ -130,8 +130,10 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
 
 
 def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, bool]:
-    """Return the state of a process, as words for a message, and whether it waits for other ranks.
+    """Return (a process's state in words for a message, whether it waits for other ranks).
 
+    Only stacks can show that it waits. Ended and stopped processes are called so; others are just
+    "alive" if they were not asked or have no log, SILENT if they were asked and wrote no stacks.
     stack: the stacks that it wrote to its log; empty = none
     asked: whether it was signalled to write them
     """
@@ -175,10 +177,10 @@ def explain_timeout(
     seen: Mapping[tuple[str, int], Sighting],
     keepers: Sequence[Origin] = (),
 ) -> RuntimeTimeout:
-    """Return a new RuntimeTimeout, whose message has the states of the missing ranks.
+    """Return a new RuntimeTimeout, with the states of the missing ranks in its message.
 
-    Missing ranks that only wait for other ranks are not named as late. If all wait for rows, the
-    late ranks are the producers of the rows, and keepers of rows that cannot give them any more.
+    Its `missing` leaves out ranks that only wait for other ranks. If all do so for rows, its ranks
+    are the producers of the rows, and keepers of rows that cannot answer any more.
 
     pool:      pool of the missing ranks
     producers: ranks that make the rows which the missing ranks wait for
@@ -218,18 +220,18 @@ def _can_answer(worker: Origin, seen: Mapping[tuple[str, int], Sighting]) -> boo
 def _late_producers(
     producers: Sequence[Origin], seen: Mapping[tuple[str, int], Sighting]
 ) -> list[Origin]:
-    """Return the producers that do not wait for other ranks themselves; empty where all wait.
+    """Return the producers that were not seen waiting for other ranks; empty where all wait.
 
-    Only producers of one call, that of the first, and each rank once.
+    Only producers of one call, that of the first such producer, and each rank once.
     """
     late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())
 
 
 def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
-    """Return the error of a dead process with a note that its host ran out of memory.
+    """Return an error like that of a dead process, with a note that its host ran out of memory.
 
-    The error is unchanged where the process did not die, or nothing was killed.
+    The error itself where the process did not die, or `oom_kills` is 0.
     oom_kills: processes that the host's kernel killed for lack of memory since the worker started
     """
     if not error.cause.startswith(DIED) or not oom_kills:
@@ -242,9 +244,9 @@ def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
 
 
 def _describe_states(seen: Mapping[int, Sighting | None]) -> list[str]:
-    """Describe ranks by state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`.
+    """Return a text for each state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`.
 
-    None = the rank's host did not answer
+    seen: by rank; None = "is on a node that does not answer"
     """
     by_state: dict[str, list[int]] = {}
     for rank, sighting in seen.items():
@@ -272,9 +274,11 @@ def _read_from(log: str, offset: int) -> str:
 
 
 def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sighting]) -> None:
-    """Write the ends of logs of other hosts to the same paths on this host.
+    """Write the ends of logs that are not on this host to the same paths here.
 
-    Logs of this host's workers are not changed; earlier copies are replaced.
+    A heading with FETCHED and the host comes first. Earlier copies are replaced; other existing
+    files, as the logs of this host's workers, are not changed. Workers without a log, or not in
+    `seen`, are left out.
     """
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))
@@ -295,7 +299,10 @@ def _is_copy(file: Path) -> bool:
 
 
 def oom_kills() -> int:
-    """Count the processes of this host or container that the kernel killed for lack of memory."""
+    """Return how many processes of this host or container the kernel killed for lack of memory.
+
+    It is the larger count of /proc/vmstat and the cgroup's memory.events; 0 if neither is readable.
+    """
     found = 0
     for name in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         try:
@@ -308,7 +315,10 @@ def oom_kills() -> int:
 
 
 def _state_letter(pid: int) -> str:
-    """Return the process state of /proc: R, S, D, T = stopped, Z = zombie; X = no such process."""
+    """Return the one-letter state of a process in /proc, such as R, S, D, T = stopped, Z = zombie.
+
+    X = no such process.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

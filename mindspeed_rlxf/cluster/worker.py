@@ -51,15 +51,16 @@ class RoleHost:
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
         """Fetch the inputs and run the method; return the rows to keep and the reply to the driver.
 
-        Logged samples are appended to this rank's file. Any Exception becomes a WorkerError, whose
-        traceback is printed; the WorkerError of a rank whose rows are needed is raised unchanged.
+        Logged samples are appended to this rank's file if the request keeps rows. Any Exception
+        becomes a WorkerError, whose traceback is printed; the WorkerError of a rank whose rows are
+        needed is raised unchanged.
         """
         try:
             asked = time.perf_counter()
             args = resolve_refs(request.args, self._fetch)
             device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
-            output = self._invoke(request, args)
+            output = self._call_method(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
             if request.keeps_rows and output.token_rows is not None:
@@ -72,10 +73,12 @@ class RoleHost:
         except Exception as error:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
-    def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
+    def _call_method(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
         """Build and keep a role, or call a method of a role or of its engine; return the output.
 
-        A built role has an empty output; the result of an engine becomes the report.
+        A Peer in `args` is replaced by this process's object of that role. A built role has an
+        empty output; an engine's result becomes the report; a role's method must return a
+        RoleOutput (asserted).
         """
         args = tuple(self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args)
         if request.factory is not None:
@@ -101,7 +104,9 @@ class RoleHost:
     ) -> tuple[Rows | None, Reply]:
         """Split a method's output into the rows to keep, on the host, and the reply to the driver.
 
-        A rank that keeps no rows sends no report. Raises TypeError where a report has a tensor.
+        A request that keeps no rows gets no rows and no report. Raises TypeError where a report has
+        a tensor or array; asserts that the number of rows is `request.num_rows`, unless that is
+        None.
         """
         check_report(output.report, request.role.value, request.method)
         if not request.keeps_rows:
@@ -141,12 +146,15 @@ def write_token_rows(rows: TokenRows, rank: int) -> None:
 
 
 def to_host(rows: Rows) -> Rows:
-    """Return the rows with tensors on the host, none a view: pickling sends a whole storage."""
+    """Return the rows with each tensor detached and on the host, in a storage of exactly its size.
+
+    Pickling a view would send the whole storage. Other values are unchanged.
+    """
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
-    return type(rows)(**{name: _compact(column) for name, column in columns.items()})
+    return type(rows)(**{name: _with_own_storage(column) for name, column in columns.items()})
 
 
-def _compact(column: Any) -> Any:
+def _with_own_storage(column: Any) -> Any:
     """Return a tensor detached, on the host, with a storage of its own; other values unchanged."""
     if not isinstance(column, torch.Tensor):
         return column
@@ -199,7 +207,8 @@ class WorkerProcess:
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
         """Redirect output to the log, set up network and device, and join the torch world.
 
-        The world is that of the pool or of this rank's part. Waits until all its ranks join.
+        Variables of the network that are set already stay. The world is that of the pool or of this
+        rank's part. Waits until all ranks of the pool join.
 
         ip, port: of the rendezvous store, which rank 0 opened
         assigned: number on the host of the device that Ray gave this process; None = none
@@ -218,12 +227,15 @@ class WorkerProcess:
         self._host = RoleHost(setup.rank, self._fetch)
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """Run a request (see `RoleHost.run`)."""
+        """Run a request (see `RoleHost.run`); asserts that this process belongs to a pool."""
         assert self._host is not None, "this process belongs to no pool"
         return self._host.run(request)
 
     def reset(self) -> None:
-        """Leave the pool: drop all roles, groups and the torch world; the process stays usable."""
+        """Leave the pool: drop all roles, the store, groups and the torch world.
+
+        The process can join another pool. Collects garbage and calls `freeze_imports`.
+        """
         self._host = self._store = None
         shared_groups.forget()
         residency.forget()
@@ -245,7 +257,9 @@ def freeze_imports() -> None:
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:
     """Append all further stdout and stderr of this process, C++ included, to the file `path`.
 
-    Missing folders are made. mode: of the file and the folders
+    Python's output is written with control characters escaped (CODEC). Folders are made by
+    `make_private_folder`, which also sets the mode of an existing parent.
+    mode: of the file; the folders' follows from it
     """
     if not path.parent.parent.exists():
         make_private_folder(path.parent.parent, mode)  # on a host with folders of its own

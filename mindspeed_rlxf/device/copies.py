@@ -33,9 +33,10 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Launch the copies of the block in this stream; the host does not wait for them.
+        """Launch the copies of a `with` block in this stream; the host does not wait for them.
 
-        They start after all work that the current stream has when the block is entered.
+        They start after all work that the current stream has when the block is entered. On a CPU
+        the block just runs.
         """
         if self._library is None:
             yield
@@ -57,6 +58,6 @@ class CopyStream:
             self._library.current_stream().wait_event(event)
 
     def finish(self) -> None:
-        """Block the host until all copies have ended."""
+        """Block the host until all copies have ended; on a CPU return at once."""
         if self._library is not None:
             self._stream.synchronize()

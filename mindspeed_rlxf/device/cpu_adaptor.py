@@ -50,7 +50,10 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that a CUDA device among its arguments becomes the CPU."""
+    """Return the function wrapped to get the CPU for a CUDA device among its arguments.
+
+    Looks at all positional arguments and at the keyword `device`.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -64,9 +67,10 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Tensor.type()` so that it returns names such as `torch.cuda.FloatTensor`.
+    """Return `Tensor.type` wrapped to return names such as `torch.cuda.FloatTensor`.
 
-    Megatron's distributed optimizer compares these names.
+    Megatron's distributed optimizer compares these names. Calls with a type still convert the
+    tensor.
     """
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +92,11 @@ class _Stream(torch.cpu.Stream):
 
 
 def _patch_runtime() -> None:
-    """Replace the functions of `torch.cuda` that Megatron calls; most of them do nothing here."""
+    """Replace the functions of `torch.cuda` that Megatron calls by ones for the CPU.
+
+    The current device is the CPU, current streams are those of torch.cpu, the device capability is
+    (0, 0); the others, such as `synchronize`, do nothing.
+    """
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda device: None
@@ -102,7 +110,11 @@ def _patch_runtime() -> None:
 
 
 def _patch_random_state() -> None:
-    """Replace the random functions of `torch.cuda` by those of the CPU's generator."""
+    """Make the seeds and random states of `torch.cuda` those of the CPU's default generator.
+
+    Replaces get_rng_state, set_rng_state, manual_seed, manual_seed_all and initial_seed; `device`
+    arguments are ignored.
+    """
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

@@ -94,9 +94,10 @@ def run_tool(command: Sequence[str]) -> str:
 
 
 def parse_nvidia(text: str) -> Parsed:
-    """Return driver version and devices from lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`.
+    """Return (driver version, devices) from lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`.
 
-    Other lines are ignored.
+    The columns are index, name, total and used memory (MiB; 0 if no number) and version. Every
+    device is "OK". Other lines are ignored; the version is "" without any.
     """
     version, devices = "", []
     for line in text.splitlines():

@@ -67,9 +67,10 @@ def device_count(kind: DeviceKind) -> int | None:
 
 
 def count_by_torch(kind: DeviceKind) -> int | None:
-    """Return the number of devices that torch sees; None = no limit (CPU).
+    """Return the number of devices of a kind (or of what `auto` stands for) that torch sees.
 
-    On NPU a separate process counts, which takes seconds; ValueError if it fails.
+    None = no limit (CPU). On NPU a separate process counts, which takes seconds; ValueError if it
+    fails.
     """
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
@@ -111,7 +112,7 @@ def setup(
     threads:    CPU threads of torch
     local_rank: index among the devices that this process sees; used if `assigned` is None
     assigned:   the device's number on the host, as Ray gave it to this process
-    deadline_s: longest time that ranks may wait for each other in a collective
+    deadline_s: longest time that ranks may wait for each other in a collective; NPU only
 
     Call it before Megatron is imported. A second call with the same kind only sets the threads; one
     with another kind fails an assertion, because adaptors cannot be removed. Raises ValueError when
@@ -140,13 +141,19 @@ def setup(
 
 
 def load_library(kind: DeviceKind) -> None:
-    """Import torch_npu if the kind is NPU; claims no device. Raises ValueError if that fails."""
+    """Import torch_npu if the kind, or what `auto` stands for, is NPU; claims no device.
+
+    Raises ValueError if torch_npu cannot be imported.
+    """
     if resolve_kind(kind) is DeviceKind.NPU:
         npu.import_torch_npu()  # registers torch.npu
 
 
 def select_first_device(kind: DeviceKind) -> torch.device:
-    """Make the first visible device the current one and return it, without `setup` or adaptor."""
+    """Make the first visible device the current one and return it; on CPU only return the CPU.
+
+    Needs no `setup` and applies no adaptor.
+    """
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return torch.device("cpu")
@@ -156,7 +163,7 @@ def select_first_device(kind: DeviceKind) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Return the device that `setup` selected, which must have run in this process."""
+    """Return the device that `setup` selected; asserts that it has run in this process."""
     assert _active is not None, "device.setup has not run in this process"
     library = active_library()
     if library is None:
@@ -178,7 +185,10 @@ def tries_kernels() -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch; not Megatron's own random streams, which the engine seeds."""
+    """Seed Python, numpy (modulo 2**32) and torch.
+
+    Megatron's own random streams stay as they are; the engine seeds them.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -187,7 +197,7 @@ def seed_all(seed: int) -> None:
 def set_deterministic(wanted: bool | None) -> None:
     """Make kernels and collectives of this process give bitwise equal results for equal inputs.
 
-    wanted: False = change nothing; None = True on CPU, False on other devices
+    wanted: False = change nothing; None = True on CPU and before `setup`, False on other devices
 
     Sets environment variables that are absent, and torch's deterministic mode. Call it before
     anything is computed, as the libraries read their variables when they start. Sources: torch's
@@ -217,7 +227,7 @@ def active_library() -> Any:
 
 
 def synchronize() -> None:
-    """Block until the device has done all launched work, as for measuring time."""
+    """Block until the device has done all launched work, as for measuring time; not on CPU."""
     library = active_library()
     if library is not None:
         library.synchronize()
@@ -255,9 +265,9 @@ def memory_total() -> int:
 
 
 def smallest_device_memory(kind: DeviceKind) -> int | None:
-    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU.
+    """Return the total bytes of memory of this host's smallest device; None = all unknown, or CPU.
 
-    The driver's tool reports it, so no device is claimed.
+    The driver's tool reports it, so no device is claimed. Devices of unknown size do not count.
     """
     view = driver.query_driver(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
@@ -265,11 +275,12 @@ def smallest_device_memory(kind: DeviceKind) -> int | None:
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
-    """Return variables that make gloo and HCCL use the interface with the address `ip`.
+    """Return variables that make gloo, and HCCL on NPU, use the interface with the address `ip`.
 
-    {} if no interface of this host has the address. By default gloo uses the address of the host's
-    name, often a loopback address that other hosts cannot reach, and HCCL the first interface. NCCL
-    finds other hosts by itself. A HCCL_SOCKET_IFNAME of the user stays in force.
+    They are GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, and on NPU HCCL_IF_IP, unless the user has set
+    HCCL_SOCKET_IFNAME. {} if no interface of this host has the address. By default gloo uses the
+    address of the host's name, often a loopback address that other hosts cannot reach, and HCCL the
+    first interface. NCCL finds other hosts by itself.
     """
     import psutil
 
@@ -289,7 +300,10 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 def environment_problems(
     kind: DeviceKind, environment: Mapping[str, str]
 ) -> list[npu.Contradiction]:
-    """Return contradictions between the workers' variables `environment`; [] if not on NPU."""
+    """Return the contradiction between HCCL's timeouts in the workers' variables, or [].
+
+    `npu.timeout_problem` looks for it; [] if not on NPU.
+    """
     if resolve_kind(kind) is not DeviceKind.NPU:
         return []
     problem = npu.timeout_problem(environment)

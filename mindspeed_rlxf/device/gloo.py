@@ -32,9 +32,10 @@ def wrap_collectives() -> None:
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `exchange` wrapped to take split sizes as tensors too, which become lists.
+    """Return `exchange` wrapped to turn split sizes that are tensors into lists.
 
-    Megatron's token dispatcher converts only sizes that are on a device.
+    Only the keyword arguments output_split_sizes and input_split_sizes are converted. Megatron's
+    token dispatcher converts only sizes that are on a device.
     """
 
     @functools.wraps(exchange)
@@ -52,9 +53,10 @@ def _differ_in_shape(tensors: list[Tensor]) -> bool:
 
 
 def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an all_gather that broadcasts tensors of different shapes, one rank after the other.
+    """Return `gather` (all_gather) wrapped to accept outputs of different shapes.
 
-    Equal shapes go to `gather`.
+    These are filled by one broadcast per rank, in turn; the wrapper then returns None, and asserts
+    that the call is not `async_op`. Outputs of equal shape go to `gather`.
     """
 
     @functools.wraps(gather)
@@ -71,10 +73,11 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reduce_scatter that takes inputs of different shapes.
+    """Return `scatter` (reduce_scatter) wrapped to accept inputs of different first dimensions.
 
-    It sums all of them on every rank, which keeps its own. Equal shapes go to `scatter`, unless
-    this version of gloo has no reduce_scatter.
+    These are summed with one all_reduce, of which each rank copies its own slice into the output;
+    the wrapper then returns None, and asserts a synchronous sum. Inputs of equal shape go to
+    `scatter`, unless this version of gloo has no reduce_scatter.
     """
 
     @functools.wraps(scatter)
@@ -107,7 +110,7 @@ def share_device() -> None:
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = gloo._Options()
-        options._timeout, options._devices = timeout, _devices()
+        options._timeout, options._devices = timeout, _make_devices()
         options._threads = 2 * len(options._devices)  # as torch does
         make(self, store, rank, size, options)
 
@@ -116,8 +119,11 @@ def share_device() -> None:
 
 
 @functools.cache
-def _devices() -> list[Any]:
-    """Make once the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default."""
+def _make_devices() -> list[Any]:
+    """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default.
+
+    Later calls return the same list.
+    """
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     made = [gloo.create_device(interface=name) for name in names]

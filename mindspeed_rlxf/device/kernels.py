@@ -56,12 +56,13 @@ class Source:
 
 @functools.cache
 def find(operator: Operator, *shape: int) -> Any:
-    """Return the first source's operator that works on this device; None = use plain torch.
+    """Return the first implementation of an operator in TABLE that works on this device.
 
+    None = use plain torch: on CPU and NPU, in deterministic mode (backward passes of fused
+    attention add in any order), or where no implementation loads and passes its probe.
     shape: sizes of the model for the probe, as an operator may refuse some; () = the probe's own
-    The first call tries them, with a line in the log for each; later calls return its result.
-    Returns None on CPU and NPU too, and in deterministic mode, as backward passes of fused
-    attention add in any order.
+    The first call for an operator and shape tries them and logs a line for each; later calls return
+    the same result, whatever the mode is then.
     """
     if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
         return None
@@ -130,8 +131,11 @@ def _noise(device: torch.device, *shape: int) -> Tensor:
     return numbers.to(device=device, dtype=HALF).requires_grad_()
 
 
-def _compare(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise AssertionError unless `found`, and its gradients by `inputs`, are near `expected`'s."""
+def _assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Raise AssertionError unless `found` and its gradients by `inputs` agree with `expected`'s.
+
+    The gradients are those of the sums. TOLERANCE is the relative and the absolute tolerance.
+    """
     ours, theirs = (
         (out, *torch.autograd.grad(out.float().sum(), inputs)) for out in (found, expected)
     )
@@ -144,6 +148,7 @@ def _probe_attention(
 ) -> None:
     """Raise AssertionError unless causal attention over two packed sequences agrees with torch's.
 
+    Its outputs and gradients must be within TOLERANCE.
     heads, groups, width: attention heads, key-value groups and head size on one rank of the model
     """
     query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
@@ -157,33 +162,33 @@ def _probe_attention(
             )
         )
     expected = torch.cat([out[0].transpose(0, 1) for out in outs])
-    _compare(found, expected, (query, key, value))
+    _assert_close(found, expected, (query, key, value))
 
 
 def _probe_norm(norm: Any, device: torch.device) -> None:
     hidden = _noise(device, 8, 1, 64)
     module = norm(64, eps=1e-5, params_dtype=HALF, device=device)
     expected = module.weight * F.rms_norm(hidden.float(), (64,), eps=1e-5).to(HALF)
-    _compare(module(hidden), expected, (hidden, module.weight))
+    _assert_close(module(hidden), expected, (hidden, module.weight))
 
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
-    """Raise AssertionError unless rotary embeddings agree with torch's.
+    """Raise AssertionError unless rotary embeddings and their gradients agree with torch's.
 
-    Tries padded rows, and packed tokens with an angle each.
+    Tries padded rows, and packed tokens with an angle each, within TOLERANCE.
     """
     angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
     for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):
         query, each = _noise(device, *shape), angles.view(of)
         turned = torch.cat((-query[..., 32:], query[..., :32]), dim=-1)
         expected = query * each.cos().to(HALF) + turned * each.sin().to(HALF)
-        _compare(rotate(query, each), expected, (query,))
+        _assert_close(rotate(query, each), expected, (query,))
 
 
 def _probe_swiglu(activate: Any, device: torch.device) -> None:
     both = _noise(device, 8, 1, 128)
     gate, up = both.chunk(2, dim=-1)
-    _compare(activate(both, None), F.silu(gate) * up, (both,))
+    _assert_close(activate(both, None), F.silu(gate) * up, (both,))
 
 
 def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:

@@ -45,9 +45,10 @@ def gathers_ahead_argument(value: bool) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """Set the global index of the current chunk of a virtual pipeline inside the block, in 0.12.
+    """Set the global index of the current chunk of a virtual pipeline in a `with` block, in 0.12.
 
-    Does nothing from 0.13 on, where the index is an argument, nor for None.
+    Restores the index afterwards. Does nothing from 0.13 on, where the index is an argument, nor
+    for None.
     """
     if chunk is None or not is_before_0_13():
         yield
@@ -80,7 +81,10 @@ def apply_patches() -> None:
 
 
 def list_patches() -> tuple[Patch, ...]:
-    """Return the functions that the imported version needs wrapped; () from 0.13 on."""
+    """Return (module, name, wrapper) for each function to wrap in megatron-core before 0.13.
+
+    The result is () from 0.13 on.
+    """
     if not is_before_0_13():
         return ()
     return (
@@ -121,9 +125,9 @@ class InProcess:
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """Return `quantize`, Megatron's cast to fp8, wrapped to do nothing without parameters.
+    """Return `quantize` wrapped to return None at once where the list of parameters is empty.
 
-    Without Transformer Engine it raises even when there are none.
+    Megatron's cast to fp8 raises without Transformer Engine even then.
     """
 
     @functools.wraps(quantize)
@@ -134,7 +138,10 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """Return torch's writer of checkpoint items, with the file format bound if it takes one."""
+    """Return torch's writer of checkpoint items with `serialization_format` bound to TORCH_SAVE.
+
+    A writer without this parameter is returned unchanged.
+    """
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

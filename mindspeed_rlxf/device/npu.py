@@ -58,13 +58,15 @@ DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
-    """Set up the NPU of this process, before any module of Megatron is imported.
+    """Set up the NPU of this process: select it and apply MindSpeed's adaptor.
 
+    Asserts that no module of Megatron is imported yet; logs warnings about versions.
     index:      index among the devices that the process sees; used if `assigned` is None (torchrun)
     assigned:   the device's number on the host, as Ray assigned it
     deadline_s: longest time that ranks may wait for each other; HCCL's timeouts in os.environ are
                 set from it, None = they stay
-    Raises ValueError with a remedy when a part of the installation is missing or does not fit.
+    Raises ValueError with a remedy when a part of the installation is missing or does not fit, or
+    the process does not see the device.
     """
     # Looking up a version imports the namespace `megatron`, which holds nothing.
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
@@ -84,7 +86,11 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 
 
 def check_cann(environment: Mapping[str, str]) -> None:
-    """Raise ValueError unless CANN's set_env.sh has been sourced and its libraries are there."""
+    """Raise ValueError unless CANN's set_env.sh has been sourced and its library is found.
+
+    A variable in HOME must name an existing folder; LIBRARY must be in a folder of LD_LIBRARY_PATH
+    or where the linker finds it.
+    """
     homes = [environment[name] for name in HOME if environment.get(name)]
     if not homes:
         raise ValueError(f"CANN needs {' or '.join(HOME)}, neither is set; {SOURCE_IT}")
@@ -100,7 +106,7 @@ def check_cann(environment: Mapping[str, str]) -> None:
 
 
 def import_torch_npu() -> Any:
-    """Import and return torch_npu. Raises ValueError if CANN or torch_npu cannot be used."""
+    """Import and return torch_npu; raise ValueError if `check_cann` does or the import fails."""
     check_cann(os.environ)
     try:
         return importlib.import_module("torch_npu")
@@ -109,11 +115,11 @@ def import_torch_npu() -> Any:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Set HCCL's timeouts in `environment` to at least `deadline_s`, where HCCL allows it.
+    """Set HCCL's timeouts (CONNECT, EXECUTE, EVENT) that are absent from `environment`.
 
-    The run's own timeout should come first, because its error names the missing ranks. A variable
-    that is set already stays, with a warning in the log if it is too short. HCCL_EVENT_TIMEOUT must
-    be greater than HCCL_EXEC_TIMEOUT: if only the first is set, it limits the second.
+    They are at least `deadline_s`, where HCCL allows it: the run's own timeout should come first,
+    because its error names the missing ranks. EVENT must be greater than EXECUTE; if only EVENT is
+    set, it limits EXECUTE. Warns in the log of set variables that are too short or contradict.
     """
     deadline = math.ceil(deadline_s)
     wanted = {
@@ -122,14 +128,14 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
         EVENT: deadline + 1,
     }
     given = {name: environment[name] for name in wanted if name in environment}
-    event = _seconds(environment, EVENT)
+    event = _read_seconds(environment, EVENT)
     environment.setdefault(CONNECT, str(wanted[CONNECT]))
     environment.setdefault(
         EXECUTE, str(max(math.ceil(min(deadline, event - 1)), 1) if event else deadline)
     )
-    environment.setdefault(EVENT, str(_event_timeout(_seconds(environment, EXECUTE))))
+    environment.setdefault(EVENT, str(_event_timeout(_read_seconds(environment, EXECUTE))))
     for name, value in given.items():
-        seconds = _seconds(environment, name)
+        seconds = _read_seconds(environment, name)
         if seconds and seconds < wanted[name]:
             logger.warning(
                 "%s=%s is less than the %s s that this run waits: HCCL gives up first, without "
@@ -151,9 +157,10 @@ class Contradiction(NamedTuple):
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
     """Return a problem unless HCCL_EVENT_TIMEOUT is greater than HCCL_EXEC_TIMEOUT, else None.
 
-    None also if one is absent, as `set_timeouts` chooses it to match the other.
+    0 = no limit: an event timeout of 0 is no problem, an execution timeout of 0 beside another
+    event timeout is. None also if one is absent, as `set_timeouts` chooses it to match the other.
     """
-    execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
+    execute, event = _read_seconds(environment, EXECUTE), _read_seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
         return None
     fitting = _event_timeout(execute)
@@ -165,7 +172,7 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
     )
 
 
-def _seconds(environment: Mapping[str, str], name: str) -> float | None:
+def _read_seconds(environment: Mapping[str, str], name: str) -> float | None:
     """Return a variable as seconds; None if absent, negative or no number, which HCCL reports."""
     try:
         found = float(environment.get(name, ""))
@@ -185,13 +192,19 @@ def _event_timeout(execute: float | None) -> int:
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make sums repeatable, LCCL's too if HCCL runs on the vector cores."""
+    """Return the environment variables of DETERMINISTIC, which make sums repeatable.
+
+    DETERMINISTIC_IN_AIV, for LCCL, is added if HCCL_OP_EXPANSION_MODE in `environment` is AIV.
+    """
     on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
     return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:
-    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE or its default."""
+    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE.
+
+    BUFFER_MIB replaces an HCCL_BUFFSIZE that is absent or not digits.
+    """
     given = environment.get("HCCL_BUFFSIZE", "")
     return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
 
@@ -207,7 +220,10 @@ def _patch_megatron() -> None:
 
 @contextmanager
 def _hide_arguments() -> Iterator[None]:
-    """Cut sys.argv to the program name in the block: MindSpeed would parse Ray's arguments."""
+    """Cut sys.argv to the program name in a `with` block, and restore it afterwards.
+
+    MindSpeed would parse Ray's arguments.
+    """
     before = sys.argv
     sys.argv = [before[0] if before else "mindspeed_rlxf"]
     try:
@@ -218,7 +234,7 @@ def _hide_arguments() -> Iterator[None]:
 
 @contextmanager
 def _keep_logging() -> Iterator[None]:
-    """Restore the root logger's handlers and level after the block, as MindSpeed changes them."""
+    """Restore the root logger's handlers and level after a `with` block: MindSpeed changes them."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -233,7 +249,7 @@ def _reduce_fp64_in_place(patched: Callable[..., Any], plain: Callable[..., Any]
 
     patched: MindSpeed's, which reduces a copy of an fp64 tensor and loses the result
     plain:   torch's, which reduces fp64 in gloo on the host; HCCL has no fp64, so on the device it
-             reduces an fp32 copy, which is copied back
+             reduces an fp32 copy, which is copied back (asserts that the call is not `async_op`)
     """
 
     @wraps(plain)

@@ -23,7 +23,7 @@ ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_cou
 
 
 def count_npus() -> int:
-    """Return the number of NPUs that npu-smi lists and ASCEND_RT_VISIBLE_DEVICES does not hide.
+    """Return the number of NPUs that npu-smi lists, or ASCEND_RT_VISIBLE_DEVICES names if fewer.
 
     If npu-smi is missing, fails or lists none, torch_npu counts them in a separate process. Raises
     ValueError when CANN or torch_npu is missing, or neither npu-smi nor torch_npu answers.
@@ -40,7 +40,7 @@ def count_npus() -> int:
 
 
 def check_installed() -> None:
-    """Raise ValueError unless CANN is set up and torch_npu can be found."""
+    """Raise ValueError if `npu.check_cann` does or torch_npu is not on the path; import nothing."""
     npu.check_cann(os.environ)
     if importlib.util.find_spec("torch_npu") is None:
         raise ValueError(npu.NOT_INSTALLED.format("it is not on the path"))

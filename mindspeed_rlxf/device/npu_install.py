@@ -53,7 +53,11 @@ class Host(NamedTuple):
 
 
 def check_driver(host: Host) -> Iterator[Checked]:
-    """Yield the results for the driver, its libraries, the device files and the firmware."""
+    """Yield the results for the driver, its libraries, the device files and the firmware.
+
+    It is an error if the driver's version file has no version, a warning if its libraries are
+    neither in a folder of LD_LIBRARY_PATH nor found by the linker.
+    """
     version = host.path(DRIVER_VERSION)
     found = re.search(r"^Version=(\S+)", read_text(version), re.M)
     yield Checked(
@@ -92,7 +96,10 @@ def _check_device_files(host: Host) -> Checked:
 
 
 def _check_firmware(host: Host) -> Checked:
-    """Check that npu-smi does not call card 0's firmware incompatible; no answer is a warning."""
+    """Check that the firmware's "Compatibility" in npu-smi's facts on card 0 is not NOK.
+
+    Compatibility that is not reported passes as "unknown"; npu-smi without an answer is a warning.
+    """
     name, remedy = "npu.firmware", "install the firmware that the driver's release names"
     try:
         text = host.run((*BOARD, "0"))
@@ -107,7 +114,8 @@ def _check_firmware(host: Host) -> Checked:
 def check_cann(host: Host) -> Iterator[Checked]:
     """Yield the results for CANN's environment, its Python folder, operators, and the library ATB.
 
-    Yields only the first if the environment names no CANN.
+    The environment passes if the variables of HOME name one folder, links followed; if they name
+    none, only this result is yielded. The Python folder passes if it is on PYTHONPATH or absent.
     """
     homes = {name: host.environment[name] for name in npu.HOME if host.environment.get(name)}
     script = _find_script(host)
@@ -138,7 +146,10 @@ def check_cann(host: Host) -> Iterator[Checked]:
 
 
 def _find_script(host: Host) -> str:
-    """Return the path of CANN's set_env.sh: the system's, else the user's, else the usual path."""
+    """Return the path of CANN's set_env.sh: the first in SET_ENV that exists on the host.
+
+    Next come the same paths below ~/Ascend of the user; SET_ENV[0] if none exists.
+    """
     home = f"{host.environment.get('HOME', '~')}/Ascend"
     own = [name.replace("/usr/local/Ascend", home) for name in SET_ENV]
     return next((name for name in (*SET_ENV, *own) if host.path(name).is_file()), SET_ENV[0])
@@ -171,10 +182,12 @@ def _check_atb(host: Host) -> Checked:
 
 
 def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iterator[Checked]:
-    """Yield the results for the devices' network ports: link up, and the same TLS switch on all.
+    """Yield `npu.links` (is every port's link up?) and `npu.tls` (is the TLS switch equal on all?).
 
+    Without hccn_tool yield only `npu.links`, "not looked at": a warning on several hosts, else it
+    passes.
     devices:       numbers of the devices, as npu-smi lists them
-    several_hosts: a link that is down, or an absent hccn_tool, is a fault; else it is not
+    several_hosts: a link that is down is an error; on one host it is only shown
     """
     tool = shutil.which("hccn_tool") or HCCN_TOOL
     if host.root == Path("/") and not Path(tool).is_file():
@@ -215,9 +228,10 @@ def _first(pattern: str, text: str) -> str:
 
 
 def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:
-    """Check that all cards have as many devices; the value says how many to give `ray start`.
+    """Check that all cards have the same number of devices; else a warning.
 
-    On A3 a card has two devices, and each is a rank.
+    The value has the option for `ray start` with the number of devices. On A3 a card has two
+    devices, and each is a rank.
     """
     cards = {each.card for each in devices}
     dies = len(devices) // max(len(cards), 1)

@@ -27,7 +27,9 @@ EDITABLE = ("megatron-core", "mindspeed")
 def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
     """Yield the results for Python, the packages around torch_npu, and the commands on PATH.
 
-    versions: as installed; Megatron's decides which of npu_sets.SETS the others are compared with
+    They are compared with the set of npu_sets.SETS for the installed Megatron, else with DEFAULT.
+    triton-ascend is checked only for SETS[1]; an installed transformer_engine is a warning.
+    versions: as installed
     """
     chosen = npu_versions.find_set(versions.megatron_core) if versions.megatron_core else None
     chosen = chosen or npu_sets.DEFAULT
@@ -51,7 +53,11 @@ def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
 
 
 def _check_torch_build(torch: str | None, machine: str) -> Checked:
-    """Check that torch is not built for CUDA; on x86_64 it must be the build `+cpu`."""
+    """Check that torch is installed and not built for CUDA; else a warning.
+
+    On x86_64 it must be the build `+cpu`; elsewhere any build but `+cu...` passes.
+    torch: installed version, or None
+    """
     local = (torch or "").partition("+")[2]
     number = Version(torch).base_version if torch else npu_sets.DEFAULT.torch[0]
     build = f"{number}+cpu" if machine == "x86_64" else number
@@ -65,10 +71,11 @@ def _check_torch_build(torch: str | None, machine: str) -> Checked:
 
 
 def _check_cann_packages(cann: str | None) -> Iterator[Checked]:
-    """Yield two results for the packages that CANN imports: all installed, and in CANN's ranges.
+    """Yield two results for the packages that CANN imports.
 
+    `npu.cann_packages`: all are installed, else an error, as the first operator would fail;
+    `npu.cann_ranges`: the installed ones are in CANN's ranges, else a warning.
     cann: its version; None = that of the default set
-    Without these packages the first operator fails.
     """
     short = ".".join((cann or npu_sets.DEFAULT.cann).split(".")[:2])
     asked = (*npu_sets.CANN_PYTHON, *npu_sets.CANN_PYTHON_OF.get(short, ()))
@@ -112,10 +119,11 @@ def _check_tested() -> Checked:
 
 
 def find_copies(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
-    """Yield (module, folder, version) of each copy of Megatron and MindSpeed on the path.
+    """Yield (module, folder, version) once for each copy of Megatron and MindSpeed on the path.
 
-    path: as sys.path; the folders of editable installs are searched too
-    Modules are "megatron/core" and "mindspeed"; the version may be "unknown".
+    path: as sys.path; the folders of editable installs are searched too, after it
+    Modules are "megatron/core" and "mindspeed"; the folder has its links resolved; the version may
+    be "unknown".
     """
     roots = [Path(entry or ".") for entry in path]
     for name in EDITABLE:
@@ -137,9 +145,10 @@ def find_copies(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
 
 
 def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
-    """Check that all copies of a module have one version; the first on the path is imported.
+    """Check that all copies of a module have one version; else a warning.
 
-    A wheel beside a checkout of the same version is fine.
+    A wheel beside a checkout of the same version is fine. The first on the path is imported.
+    copies: as `find_copies` yields them
     """
     both = [
         f"{module.replace('/', '.')} {version} in {folder.parents[module.count('/')]}"
@@ -156,9 +165,10 @@ def _check_copies(copies: Sequence[tuple[str, Path, str]]) -> Checked:
 
 
 def _check_triton(ascend: str | None, stock: str | None) -> Checked:
-    """Check that triton-ascend is installed, and is npu_sets.TRITON or newer if triton is too.
+    """Check that triton-ascend is installed, and is npu_sets.TRITON or newer beside a stock triton.
 
-    MindSpeed for megatron-core 0.16 imports it when it starts.
+    MindSpeed for megatron-core 0.16 imports triton-ascend when it starts. A failure is an error.
+    ascend, stock: installed versions of triton-ascend and triton; None = not installed
     """
     install = (
         f"pip install triton-ascend=={npu_sets.TRITON} --extra-index-url={npu_sets.TRITON_INDEX}"
@@ -174,7 +184,10 @@ def _check_triton(ascend: str | None, stock: str | None) -> Checked:
 
 
 def _check_commands(folder: Path) -> Checked:
-    """Check that `ray` and `mindspeed-rlxf` of this environment come first on PATH."""
+    """Check that PATH finds `ray` and `mindspeed-rlxf` in `folder`; else a warning.
+
+    folder: of this environment's commands
+    """
     others = []
     for name in COMMANDS:
         found = shutil.which(name)

@@ -47,7 +47,10 @@ class Installed:
 
 
 def read_versions() -> Installed:
-    """Return the versions that this process would import, from files; imports none of them."""
+    """Return the versions that this process would import, from files; imports none of them.
+
+    None for what is not installed; `missing` names absent packages of Megatron and MindSpeed.
+    """
     return Installed(
         torch=packages.version("torch"),
         torch_npu=packages.version("torch_npu"),
@@ -112,7 +115,7 @@ def source_problems() -> Iterator[Problem]:
 
 
 def _adaptor_problems(mindspeed: Path) -> Iterator[Problem]:
-    """Yield a problem if MindSpeed has no `repatch`, or needs the package MegatronAdaptor.
+    """Yield a fatal problem if MindSpeed needs MegatronAdaptor, else if it lacks `repatch`.
 
     Files are read instead of the version: from core_r0.17.0 on MindSpeed is one of three packages,
     and its setup.py still says 0.12.1.
@@ -127,7 +130,7 @@ def _adaptor_problems(mindspeed: Path) -> Iterator[Problem]:
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a file; "" if there is none."""
+    """Return the text of a file, invalid UTF-8 replaced; "" if there is no such file."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
@@ -138,7 +141,11 @@ def find_set(megatron_core: str) -> VersionSet | None:
 
 
 def pair_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem for each pair of versions that do not fit, or were not tried together."""
+    """Yield a problem for each pair of versions that do not fit, or were not tried together.
+
+    Pairs: torch_npu and torch; Megatron-LM with torch and MindSpeed, unless it is missing;
+    torch_npu and CANN.
+    """
     yield from _torch_problems(versions)
     if CORE not in versions.missing:  # a missing one is reported by itself
         yield from _megatron_problems(versions)
@@ -146,7 +153,10 @@ def pair_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _torch_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem if the release number of torch_npu is not that of torch."""
+    """Yield a problem if torch_npu's release number, such as 2.7.1, is not torch's.
+
+    Nothing if one of both is not installed.
+    """
     if versions.torch and versions.torch_npu:
         torch, npu = Version(versions.torch), Version(versions.torch_npu)
         if torch.release != npu.release:
@@ -157,9 +167,11 @@ def _torch_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _megatron_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem for a Megatron-LM of no known set, or with a torch of another set.
+    """Yield problems with the versions of Megatron-LM and MindSpeed.
 
-    Also for a MindSpeed without a version, or of another minor version than Megatron-LM.
+    Warnings: a Megatron-LM that is in no set, or has a torch of another set; a MindSpeed without a
+    version. Fatal: a MindSpeed of another minor version than Megatron-LM. An absent MindSpeed is
+    not looked at.
     """
     core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
     chosen = find_set(core) if core else None
@@ -180,7 +192,10 @@ def _megatron_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _cann_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem if torch_npu's own table does not pair this torch_npu with this CANN."""
+    """Yield a warning if TORCH_NPU_OF_CANN does not list this torch_npu for this minor CANN.
+
+    Nothing if one of both is unknown. The table is torch_npu's own.
+    """
     torch_npu, cann = versions.torch_npu, versions.cann
     if torch_npu and cann:
         wanted = TORCH_NPU_OF_CANN.get(".".join(cann.split(".")[:2]), ())
@@ -194,9 +209,9 @@ def _cann_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def cann_version() -> str | None:
-    """Return the version of the CANN whose set_env.sh was sourced, else of one in CANN_ROOTS.
+    """Return the first version in the files of CANN; None when no file has one.
 
-    It is read from CANN's files; None when no file has it.
+    Looks in ASCEND_TOOLKIT_HOME and ASCEND_HOME_PATH, which set_env.sh sets, then in CANN_ROOTS.
     """
     named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     for root in (*filter(None, named), *CANN_ROOTS):

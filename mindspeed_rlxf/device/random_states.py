@@ -28,7 +28,10 @@ def to_text(state: Tensor) -> str:
 
 
 def from_text(text: str) -> Tensor:
-    """Return the state, [bytes] uint8, that `to_text` wrote. Raises ValueError if it is no hex."""
+    """Return the state, [bytes] uint8, that `to_text` wrote.
+
+    Raises ValueError for other types than str, empty text, and text that is not hexadecimal.
+    """
     if type(text) is not str or not text:
         raise ValueError("the state of a stream must be text")
     try:
@@ -38,7 +41,10 @@ def from_text(text: str) -> Tensor:
 
 
 def process_state() -> dict[str, Any]:
-    """Return the random states of torch (host, device), numpy and Python, as values for JSON."""
+    """Return the random states of torch (host, device), numpy and Python, as values for JSON.
+
+    The keys are torch, device (None on CPU), numpy and python.
+    """
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, normal = random.getstate()
     library = facade.active_library()
@@ -61,7 +67,11 @@ class ProcessStreams:
 
     @classmethod
     def from_json(cls, state: Any) -> ProcessStreams:
-        """Check and convert a result of `process_state`. Raises ValueError if it is not one."""
+        """Check and convert a result of `process_state`.
+
+        Raises ValueError unless `state` is a dict with exactly the keys torch, device, numpy and
+        python, whose values are valid states; the device's may be None.
+        """
         if type(state) is not dict or state.keys() != {"torch", "device", "numpy", "python"}:
             raise ValueError("the streams of a process must be torch, device, numpy and python")
         host = from_text(state["torch"])
@@ -71,7 +81,10 @@ class ProcessStreams:
 
     @property
     def is_of_this_device(self) -> bool:
-        """Return whether `device` is of this process's kind of device, judged by its size."""
+        """Return whether `device` was saved on the kind of device that this process uses.
+
+        None fits only a CPU process; other states fit if they have the size of the current one.
+        """
         library = facade.active_library()
         if library is None or self.device is None:
             return library is self.device
@@ -80,7 +93,8 @@ class ProcessStreams:
     def load(self) -> None:
         """Set the random states of this process's torch (host, device), numpy and Python.
 
-        Raises ValueError if the device refuses its state; then no state is changed.
+        The device's stays if `device` is None. Raises ValueError if the device refuses its state;
+        then no state is changed.
         """
         library = facade.active_library()
         if self.device is not None:

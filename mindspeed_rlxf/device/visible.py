@@ -16,7 +16,8 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
 
     assigned: the device's number on the host (on CUDA it may be a UUID)
     variable: name of the variable that hides devices. Ray sets it to the one device that it
-              assigned; with RAY_EXPERIMENTAL_NOSET_... Ray leaves it as the node has it
+              assigned; with RAY_EXPERIMENTAL_NOSET_... Ray leaves it as the node has it. Without it
+              the number is the index
     seen:     number of devices that the process sees
     Raises ValueError if the process does not see the device.
     """

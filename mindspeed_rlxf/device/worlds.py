@@ -57,7 +57,10 @@ def open_store(
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
-    """Return (index of the part, rank in it) of a rank of the pool. parts: numbers of ranks"""
+    """Return (index of the part, rank in it) of a rank of the pool.
+
+    AssertionError if the parts have fewer ranks. parts: number of ranks of each part
+    """
     for part, end in enumerate(accumulate(parts)):
         if rank < end:
             return part, rank - (end - parts[part])
@@ -67,11 +70,13 @@ def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
 def join(
     backend: str, store: dist.Store, rank: int, parts: Sequence[int], timeout: timedelta
 ) -> None:
-    """Join the world of this rank's part of the pool, and in a split pool the group over all parts.
+    """Initialise torch.distributed with the ranks of this rank's part of the pool as the world.
 
-    rank:  in the pool
-    parts: numbers of ranks of the parts; one number = the pool is not split
-    Blocks until every rank of the pool has called it.
+    In a pool with several parts, also create the group of all ranks of the pool. Blocks until every
+    rank of the pool has called it.
+    rank:    in the pool
+    parts:   number of ranks of each part, in the order of ranks; one number = the pool is not split
+    timeout: of these groups; `timeout_minutes` returns it for groups that are created later
     """
     global _whole_pool, _timeout
     _timeout = timeout

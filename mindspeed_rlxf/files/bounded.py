@@ -29,6 +29,7 @@ def stream_bounded(
 ) -> Iterator[Any]:
     """Yield the values of `values()`, computed in a forked child process, and kill it at the end.
 
+    The first `next` forks; closing the generator ends the child too.
     cpu_s:        processor seconds for each value
     memory_bytes: address space of the child, beyond what this process has
     Errors: OutOfBoundsError for a value that exceeds a limit or WALL_S, and also where `values`
@@ -41,8 +42,8 @@ def stream_bounded(
         _run_child(values, sink, cpu_s, memory_bytes)
     sink.close()
     try:
-        while frame := _receive(source):
-            yield _unpack(json.loads(frame))
+        while frame := _receive_message(source):
+            yield _unpack_dicts(json.loads(frame))
     finally:
         source.close()
         with contextlib.suppress(ProcessLookupError):
@@ -77,24 +78,27 @@ def _run_child(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process
         for value in values():
-            sink.send_bytes(json.dumps(_pack(value)).encode())
+            sink.send_bytes(json.dumps(_pack_dicts(value)).encode())
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
         sink.send_bytes(b"")
     finally:
         os._exit(0)
 
 
-def _pack(value: Any) -> Any:
-    """Return the value with each dict as a list of items: keys of JSON objects are always text."""
+def _pack_dicts(value: Any) -> Any:
+    """Return the value for JSON, with each dict as {"items": [[key, value], ...]}.
+
+    Keys of JSON objects are always text. Tuples become lists.
+    """
     if isinstance(value, dict):
-        return {"items": [[key, _pack(item)] for key, item in value.items()]}
-    return [_pack(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {"items": [[key, _pack_dicts(item)] for key, item in value.items()]}
+    return [_pack_dicts(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _unpack(value: Any) -> Any:
+def _unpack_dicts(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _unpack(item) for key, item in value["items"]}
-    return [_unpack(item) for item in value] if isinstance(value, list) else value
+        return {key: _unpack_dicts(item) for key, item in value["items"]}
+    return [_unpack_dicts(item) for item in value] if isinstance(value, list) else value
 
 
 def _address_space() -> int:
@@ -102,7 +106,7 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _receive(source: Connection) -> bytes:
+def _receive_message(source: Connection) -> bytes:
     """Return the next message of the child; b"" after the last value.
 
     Errors: OutOfBoundsError where the child has died, or sends nothing for WALL_S.

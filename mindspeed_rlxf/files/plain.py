@@ -124,7 +124,8 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON) -> Any:
 def folder_problem(folder: str | os.PathLike[str]) -> str | None:
     """Return text about the first entry of a folder that is a FIFO, socket, device or link to one.
 
-    None if there is none. Regular files, folders and dangling links are fine.
+    Entries are sorted by name; subfolders are not searched. None if there is none. Regular files,
+    folders and dangling links are fine.
     """
     for entry in sorted(Path(folder).iterdir()):
         if entry.exists() and not entry.is_dir():

@@ -33,7 +33,8 @@ def parse_yaml(text: str) -> Any:
 def check_yaml(text: str, name: str = "<unicode string>") -> None:
     """Raise yaml.YAMLError, with the line, if YAML text exceeds MAX_DEPTH or MAX_NODES.
 
-    MAX_NODES counts values with aliases expanded. name: of the file, for the message
+    MAX_NODES counts values with aliases expanded; text without aliases that cannot nest deep passes
+    uncounted and unparsed. name: of the file, for the message
     """
     if "*" not in text and text.count("[") + text.count("{") <= MAX_DEPTH and not _is_deep(text):
         return  # without aliases nothing expands, and the text cannot nest
@@ -48,7 +49,10 @@ def check_yaml(text: str, name: str = "<unicode string>") -> None:
 
 
 def _is_deep(text: str) -> bool:
-    """Return whether a line begins with so many spaces and marks that it may nest too deep."""
+    """Return whether a line begins with more than MAX_DEPTH characters of " -?:".
+
+    Only such a text can nest too deep in block style.
+    """
     indents = (len(line) - len(line.lstrip(" -?:")) for line in text.splitlines())
     return max(indents, default=0) > MAX_DEPTH
 

@@ -99,7 +99,7 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
 
 
 def new_file(path: Path, mode: int | None = None, **text: Any) -> IO[Any]:
-    """Delete the file or link at `path`, and create and open a new file for writing.
+    """Delete the file or link at `path`, if any; create and open a new file for writing.
 
     mode: permissions; None = by the umask
     text: arguments of a text file, such as encoding; without any the file is binary
@@ -116,9 +116,9 @@ def hidden_name(path: Path) -> Path:
 
 
 def find_hidden_files(path: Path) -> list[Path]:
-    """List the files beside `path` with a name by `hidden_name`, which killed processes left.
+    """Return the files beside `path` whose names `hidden_name` made, left by killed processes.
 
-    Errors: OSError where the folder cannot be read.
+    In no order; [] without any. Errors: OSError where the folder cannot be read.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(SUFFIX)}")
     return [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
@@ -156,7 +156,8 @@ def sync_folder(folder: Path) -> None:
 def is_plain_path(name: object) -> bool:
     """Return whether a name, read from a file, is a relative path in normal form without `..`.
 
-    Appended to a folder it stays inside. False for other types than str, "", `.`, and backslashes.
+    Appended to a folder it stays inside. False for other types than str, "", `.`, and a name with a
+    backslash or NUL.
     """
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
@@ -186,7 +187,7 @@ def leads_outside(folder: Path, path: Path) -> bool:
 
     In Hugging Face's cache the blobs of the same model count as inside.
     """
-    target = _resolved(path)
+    target = _resolve_links(path)
     return not any(target.is_relative_to(root) for root in _roots(folder))
 
 
@@ -197,7 +198,7 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
     Errors: ValueError for a link that leads out; OSError, with NotPlainError for no regular file.
     """
     path = folder / name
-    target = _resolved(path)
+    target = _resolve_links(path)
     root = next((root for root in _roots(folder) if target.is_relative_to(root)), None)
     if root is None:
         raise ValueError(outside_message(path))
@@ -237,7 +238,7 @@ def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> bytes:
 def outside_message(path: Path) -> str:
     """Return the error message for a link that leads out of its folder."""
     return (
-        f"{path} must not lead out of its folder, it is a link to {_resolved(path)}; "
+        f"{path} must not lead out of its folder, it is a link to {_resolve_links(path)}; "
         "copy the file in its place"
     )
 
@@ -248,7 +249,7 @@ def _roots(folder: Path) -> list[Path]:
     return [root, blobs] if root.parent.name == HUB_SNAPSHOTS else [root]
 
 
-def _resolved(path: Path) -> Path:
+def _resolve_links(path: Path) -> Path:
     """Return the path with all links resolved; links in a circle stay."""
     try:
         return path.resolve()

@@ -67,7 +67,7 @@ class RayAgent(HostAgent):
             self.answer = self._actor.call.remote(time.time)
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> RayHostCall:
-        """Start a function on the host, without waiting.
+        """Start a function on the host, and first its process if there is none, without waiting.
 
         args:      a RayHostCall among them is replaced by its result
         timeout_s: deadline of the result, seconds from now
@@ -79,7 +79,7 @@ class RayAgent(HostAgent):
         return RayHostCall(self, function, ref, timeout_s, inputs)
 
     def end(self) -> None:
-        """Kill the process, with the calls in it; the next call starts a new one."""
+        """Kill the process, if it was started, with its calls; the next call starts a new one."""
         if self._actor is not None:
             ray.kill(self._actor)
         self._actor = None
@@ -148,7 +148,8 @@ class RayAgents:
 def device_options(resource: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the options of a Ray actor with one device of `resource`; None = no device.
 
-    environment: variables of its process, none of them secret
+    The actor takes no CPUs and is not restarted.
+    environment: variables of its process; asserts that none of them is secret
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
     if resource == "GPU":

@@ -99,14 +99,20 @@ class DeviceClaim:
         return groups, [name for name in shapes if name in late]
 
     def _list_nodes(self) -> list[Node]:
-        """Return the usable nodes that have devices; [] on our own cluster, which is one host."""
+        """Compare the nodes that have devices with the driver's; return those that may be used.
+
+        `NodeCheck.check` does so and may raise UserError. Returns [] on our own cluster, which is
+        one host.
+        """
         if self._wait_s is None:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
     def _request_group(self, shape: tuple[int, ...], model: str | None) -> Any:
-        """Ask Ray for a placement group, without waiting; nodes that are left out are avoided.
+        """Ask Ray for a placement group with a bundle for each entry of `shape`, without waiting.
 
+        Each bundle goes to a node of its own, except on our own CPU cluster; nodes that are left
+        out are avoided.
         model: the device model that it must have; None = any
         """
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
@@ -120,9 +126,11 @@ class DeviceClaim:
         )
 
     def _report_shortage(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
-        """Log a warning with the pools that wait for devices, and the nodes.
+        """Log a warning that describes the shortage of late pools, with the nodes that may be used.
 
-        is_last: raise it instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
+        Of the late pools it names those that `find_unplaced_pools` chooses.
+        late:    pools that wait for devices
+        is_last: raise the text instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
         """
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]

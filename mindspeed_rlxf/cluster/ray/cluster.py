@@ -86,12 +86,12 @@ def resource_name(device: DeviceConfig) -> str:
 def open_cluster(
     address: str | None, resources: dict[str, float], allow_unauthenticated: bool = False
 ) -> RayCluster:
-    """Join the cluster that `config.cluster.choose_cluster` names, or start our own.
+    """Join the cluster that `config.cluster.choose_cluster` names; if it names none, start our own.
 
-    Sets environment variables of Ray. Raises UserError where the cluster cannot or must not be
-    joined.
+    Sets the environment variables in QUIET that are not set yet. Raises UserError where the cluster
+    cannot or must not be joined.
     address:   `runtime.address`
-    resources: devices that our own cluster registers beside those that Ray finds
+    resources: devices that our own cluster registers beside those that Ray finds; not used to join
     allow_unauthenticated: also join a cluster that asks for no token (see `trust.check_trust`)
     """
     for name, value in QUIET.items():
@@ -202,9 +202,10 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
 
 def _keep_quiet() -> None:
-    """Patch Ray so that it neither prints when a worker dies nor shows this process's command line.
+    """Patch Ray to print nothing when a worker dies, and to show no arguments of this process.
 
-    Ray has no options for these, and a command line may contain secrets.
+    Ray has no options for these. As the entry point of the job Ray now shows only the program's
+    file name; arguments may contain secrets.
     """
     import ray._private.utils
     import ray._private.worker
@@ -221,9 +222,9 @@ def _short_temp_root() -> str:
 
 
 def object_store_bytes() -> int:
-    """Return the size of the object store of our own cluster.
+    """Return the bytes for the object store of our own cluster.
 
-    It is a tenth of this host's memory, at least 100 MiB, at most OBJECT_STORE_LIMIT.
+    They are a tenth of this host's memory, at least 100 MiB, at most OBJECT_STORE_LIMIT.
     """
     tenth = int(psutil.virtual_memory().total) // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)

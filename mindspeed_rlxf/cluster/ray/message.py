@@ -74,7 +74,11 @@ def make_messages(
 
 
 def read_request(message: Message, built: tuple[Any, tuple[Any, ...]] | None) -> Request:
-    """Decode a request. built: the factory and its arguments, of a request that builds a role"""
+    """Decode a request.
+
+    built: the factory and its arguments, of a request that builds a role; None = of other requests,
+           whose arguments are in `message`
+    """
     factory, args = built or (None, tuple(_decode_argument(*arg) for arg in message.args))
     role, how = Role(message.role), (message.keeps_rows, message.num_rows)
     return Request(role, message.method, args, *how, factory, message.of_engine)
@@ -85,7 +89,10 @@ def _encode_arguments(args: Sequence[Any]) -> list[Any]:
 
 
 def _encode_argument(arg: Any) -> list[Any]:
-    """Encode an argument as [kind, plain form]."""
+    """Encode an argument as [kind, plain form].
+
+    [ROWS, encoded RowsRef], [INPUTS, encoded fields] of ExperienceInputs, or [UNCHANGED, argument].
+    """
     if type(arg) is RowsRef:
         return [ROWS, _encode_rows(arg)]
     if type(arg) is ExperienceInputs:
@@ -103,7 +110,10 @@ def _decode_argument(kind: int, data: Any) -> Any:
 
 
 def _encode_rows(rows: RowsRef) -> list[Any]:
-    """Encode a reference as [pieces, selection]."""
+    """Encode a reference as [pieces, selection], each piece as [num_rows, *address of its handle].
+
+    Asserts that the handles are RayHandles. A selection of all rows is None.
+    """
     pieces = []
     for piece in rows.pieces:
         assert isinstance(piece.handle, RayHandle), f"{piece.handle} is of another runtime"

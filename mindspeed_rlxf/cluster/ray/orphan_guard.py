@@ -34,8 +34,9 @@ def start_time(pid: int) -> str:
 def main(temp_dir: str) -> None:
     """Wait until stdin closes, then kill the cluster's processes and remove `temp_dir`.
 
-    The processes are the pids on the first line of stdin, and all that mention `temp_dir` except
-    this one and its parent. Searches again until it has found none for QUIET_S, at most GRACE_S.
+    The processes are the pids on the first line of stdin (not those reused since), and all that
+    mention `temp_dir` except this one and its parent. Searches and removes repeatedly, until no
+    process and no folder was there for QUIET_S, at most GRACE_S.
     """
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
     pids = [int(word) for word in sys.stdin.buffer.readline().split()]
@@ -73,7 +74,10 @@ def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
 
 
 def mentions(pid: int, word: bytes) -> bool:
-    """Return whether the word is in a process's command line, environment, or open files' paths."""
+    """Return whether the word is in a process's command line, environment, or open files' paths.
+
+    What cannot be read does not count: of processes that ended or of other users.
+    """
     for name in ("cmdline", "environ"):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:

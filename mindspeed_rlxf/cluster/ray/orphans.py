@@ -28,7 +28,7 @@ class OrphanGuard:
         """
         self._temp_dir, self._pids = temp_dir, ""
         self._lock, self._ending = threading.Lock(), False
-        self._process = self._start()
+        self._process = self._start_guard()
         threading.Thread(target=self._restart_when_killed, name="orphan guard", daemon=True).start()
 
     @property
@@ -38,7 +38,8 @@ class OrphanGuard:
     def watch(self, pids: Iterable[int]) -> None:
         """Send the pids of Ray's processes to the guard, which kills them when the driver ends.
 
-        The guard reads only the first line that it gets, so call this once.
+        The guard's own pid is left out. The guard reads only the first line that it gets, so call
+        this once.
         """
         with self._lock:
             self._pids = " ".join(str(pid) for pid in pids if pid != self.pid)
@@ -57,8 +58,11 @@ class OrphanGuard:
             self._process.kill()
             self._process.wait()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Start a guard process in its own session, which signals to the driver do not reach."""
+    def _start_guard(self) -> subprocess.Popen[bytes]:
+        """Start a guard process in its own session, which signals to the driver do not reach.
+
+        Its stdin is a pipe; what it prints is discarded.
+        """
         return subprocess.Popen(
             [sys.executable, "-S", str(SCRIPT), str(self._temp_dir)],
             stdin=subprocess.PIPE,
@@ -68,14 +72,18 @@ class OrphanGuard:
         )
 
     def _send_pids(self) -> None:
-        """Write the line of pids to the guard's pipe."""
+        """Write the line of pids to the guard's pipe; do nothing if the guard has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # killed just now: the next guard gets them
             self._process.stdin.write(f"{self._pids}\n".encode())
             self._process.stdin.flush()
 
     def _restart_when_killed(self) -> None:
-        """Wait for the guard's end and start another, with a warning, until `end` is called."""
+        """Until `end` is called, start a new guard each time the process ends, with a warning.
+
+        The new guard is sent the same pids. After a guard that ended within RUSH_S, wait RUSH_S
+        first.
+        """
         while True:
             started = time.monotonic()
             status = self._process.wait()
@@ -88,6 +96,6 @@ class OrphanGuard:
                     "the guard process of the Ray cluster ended with status %d; starting another",
                     status,
                 )
-                self._process = self._start()
+                self._process = self._start_guard()
                 if self._pids:
                     self._send_pids()

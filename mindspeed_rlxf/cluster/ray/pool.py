@@ -64,8 +64,9 @@ class RayWorker(WorkerProcess):
     def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """Set environment variables, join the pool's world; return a WorkerError if that fails.
+        """Set `secrets` in os.environ and join the pool's world; return a WorkerError or None.
 
+        An error of joining is returned, not raised.
         ip, port: of the pool's rendezvous store
         secrets:  environment variables that Ray must not see
         """
@@ -78,9 +79,10 @@ class RayWorker(WorkerProcess):
         return None
 
     def run_request(self, message: list[Any], built: Any = None) -> Reply | WorkerError:
-        """Drop old rows, run a request and keep its rows; return the reply, or the WorkerError.
+        """Drop the rows that the message names, run its request and keep the resulting rows.
 
-        A WorkerError is kept in place of the rows too, so that their readers get it.
+        Returns the reply, or the WorkerError of any failure, which is also kept in place of the
+        rows, so that their readers get it.
         message, built: as `make_messages` returns them
         """
         asked = Message(*message)
@@ -168,9 +170,10 @@ class RayCall:
         return [RayHandle(self._rows, origin) for origin in self._origins]
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies of all ranks and return them; it must not be called a second time.
+        """Wait for the replies of all ranks and return them in order; call it only once.
 
-        Raises WorkerError, or at the deadline RuntimeTimeout with the states of the late ranks.
+        The time it took counts for the deadlines of later calls. Raises WorkerError, or at the
+        deadline RuntimeTimeout with the states of the late ranks.
         """
         deadlines, started = self._pool.deadlines, time.monotonic()
         requests = self._pool.under_way[self._key]
@@ -187,14 +190,14 @@ class RayCall:
         return replies
 
     def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
-        """Return handles of the input rows of these ranks that do not exist yet."""
+        """Return the handles of rows that these ranks' calls read and that do not exist yet."""
         requests = self._pool.under_way[self._key]
         both = zip(self._origins, requests, strict=True)
         return find_missing(_list_inputs(request for o, request in both if o.rank in ranks))
 
 
 def _list_inputs(requests: Iterable[Request]) -> list[RayHandle]:
-    """Return the handles of all rows that requests read."""
+    """Return the handles of all rows that requests read, in order, with repeats."""
     refs = [ref for request in requests for ref in find_refs(request.args)]
     return [piece.handle for ref in refs for piece in ref.pieces]
 
@@ -221,7 +224,10 @@ class RayPool:
         self._run = [actor.run_request.remote for actor in workers.actors]
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
-        """Start one request per rank without waiting; the first goes to `first_rank`."""
+        """Start one request per rank without waiting; rank `first_rank` gets the first request.
+
+        The keys of rows to drop go with the messages.
+        """
         key, ranks = next(_keys), range(first_rank, first_rank + len(requests))
         self.under_way[key] = requests
         messages = make_messages(requests, key, [self._take_dropped(rank) for rank in ranks])
@@ -243,7 +249,7 @@ class RayPool:
         return taken
 
     def _all_origins(self, role: str, phase: str) -> list[Origin]:
-        """Return the Origin of a method on each rank; cached."""
+        """Return the Origin of `role` and `phase` on each rank, in order; later calls reuse it."""
         if (role, phase) not in self._origins:
             ranks = range(self.world_size)
             self._origins[role, phase] = [self.origin(rank, role, phase) for rank in ranks]

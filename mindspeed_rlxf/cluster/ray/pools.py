@@ -110,7 +110,12 @@ class RayPools:
             raise
         pools = {
             name: RayPool(
-                name, claimed[name], setups[name], self._hosts(claimed[name]), self.deadlines, self
+                name,
+                claimed[name],
+                setups[name],
+                self._agents_of(claimed[name]),
+                self.deadlines,
+                self,
             )
             for name in processes_per_node
         }
@@ -118,8 +123,8 @@ class RayPools:
         self._agents.end(but=[agent for pool in self._pools for agent in pool.hosts])
         return pools
 
-    def _hosts(self, workers: RayWorkers) -> list[RayAgent]:
-        """Return the agent of each rank's host."""
+    def _agents_of(self, workers: RayWorkers) -> list[RayAgent]:
+        """Return the agent of each rank's host, in the order of ranks."""
         return [self._agents.on(place.node, place.host) for place in workers.places]
 
     def end(self) -> None:
@@ -152,9 +157,9 @@ class RayPools:
     def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        """Inspect all workers; return the timeout with the states of the late ranks.
+        """Inspect all workers, with stacks; return a new timeout with the states of the late ranks.
 
-        inputs: handles of rows that these ranks wait for
+        See `witness.explain_timeout`. inputs: handles of rows that these ranks wait for
         """
         producers = [handle.origin for handle in inputs]
         made = dict.fromkeys(origin for each in self._pools for origin in each.list_input_origins())
@@ -163,9 +168,10 @@ class RayPools:
         return explain_timeout(error, pool.name, producers, seen, keepers)
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Inspect all workers; return the error, with a note if its host ran out of memory.
+        """Inspect all workers; return `error`, or a new one that says its host ran out of memory.
 
-        Copies the logs of other hosts to this one.
+        It did if the process died and the kernel has killed processes of the host since the workers
+        started. Copies the logs of other hosts to this one.
         """
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
@@ -190,8 +196,10 @@ class RayPools:
             pool.workers.kill()
 
     def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
-        """Kill warm processes, oldest first, until `needed` devices are free or none are left.
+        """Kill warm processes, oldest pool first, until `needed` more fit into `num_devices`.
 
+        All pools, warm processes and `claimed` count. Stops when no warm processes are left.
+        needed:  number of new processes
         claimed: workers of the pools that are being created
         """
         in_use = [pool.workers for pool in self._pools] + list(claimed.values())
@@ -204,9 +212,10 @@ class RayPools:
     def _start_processes(
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> dict[str, RayWorkers]:
-        """Start the processes of pools on their reserved devices and wait; return them by rank.
+        """Start the processes of pools on their reserved devices and wait; return them by pool.
 
-        Also starts the agents of their hosts. On a joined cluster the placement is logged.
+        Each pool's workers are in the order of ranks. Also starts the agents of their hosts. On a
+        joined cluster the placement is logged, with a warning for hosts that do not share the run.
         groups: placement group of each pool
         """
         actors = {name: self._start_actors(shape, groups[name]) for name, shape in shapes.items()}
@@ -219,7 +228,7 @@ class RayPools:
         for name, found in actors.items():
             ordered = order_ranks([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
-            for agent in self._hosts(workers[name]):
+            for agent in self._agents_of(workers[name]):
                 agent.open()  # starts while the ranks import what they need
             if not self._cluster.own:
                 logger.info("pool %s: %s", name, describe_places(workers[name].places))
@@ -229,7 +238,11 @@ class RayPools:
         return workers
 
     def _start_actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
-        """Start an actor for each process of a shape; return (index in the shape, actor)."""
+        """Start an actor for each process of a shape, without waiting.
+
+        Returns (index of its entry in `shape`, actor) for each, in the order of entries.
+        group: placement group, with a bundle for each entry
+        """
         wants = device_options(self._resource, self._environment)
         found = []
         for bundle, count in enumerate(shape):
@@ -243,7 +256,7 @@ class RayPools:
     ) -> dict[str, list[ProcessSetup]]:
         """Make each pool, or each of its parts, a torch.distributed world, and wait.
 
-        Returns the settings with which the ranks joined, by pool.
+        Returns, by pool, the settings with which the ranks joined, in the order of ranks.
         """
         limit = self.start_timeout_s
         ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
@@ -256,7 +269,8 @@ class RayPools:
         ]
         ports = dict(zip(workers, gather(opening, limit), strict=True))
         setups = {
-            name: self._setups(name, w, tuple(parts.get(name, ()))) for name, w in workers.items()
+            name: self._make_setups(name, w, tuple(parts.get(name, ())))
+            for name, w in workers.items()
         }
         starting = [
             (
@@ -269,8 +283,13 @@ class RayPools:
         gather(starting, limit)
         return setups
 
-    def _setups(self, name: str, workers: RayWorkers, parts: tuple[int, ...]) -> list[ProcessSetup]:
-        """Return the settings with which each rank joins its pool's world."""
+    def _make_setups(
+        self, name: str, workers: RayWorkers, parts: tuple[int, ...]
+    ) -> list[ProcessSetup]:
+        """Return the settings with which each rank joins its pool's world, in the order of ranks.
+
+        parts: number of ranks of each part; () = the pool is not split
+        """
         return [
             ProcessSetup(
                 pool=name,

@@ -15,7 +15,9 @@ ANSWER_S = 8
 def main(address: str) -> None:
     """Ask a cluster for its nodes without a token; print the answer as JSON.
 
-    A cluster that does not answer in ANSWER_S ends the process by SIGALRM.
+    It is {"tokens": false, "nodes": addresses of the living nodes}, or, of a cluster that refuses
+    for lack of a token, {"tokens": true, "nodes": []}. Other errors are raised. A cluster that does
+    not answer in ANSWER_S ends the process by SIGALRM.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.gcs_pb2 import GcsNodeInfo

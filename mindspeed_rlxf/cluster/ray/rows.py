@@ -72,7 +72,10 @@ class RayHandle:
 
     @cached_property
     def address(self) -> tuple[Any, ...]:
-        """(actor name, key, fields of the origin), as plain values."""
+        """(actor name, key, role, rank, host, phase, log, pool), as plain values.
+
+        All but the first two are fields of the origin.
+        """
         process, o = self.call.pool.workers.places[self.origin.rank].process, self.origin
         return process, self.call.key, o.role, o.rank, o.host, o.phase, o.log, o.pool
 
@@ -85,7 +88,10 @@ class RayHandle:
 
 
 def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
-    """Return the handles of ranks that have not replied yet; does not wait."""
+    """Return the handles of ranks that have not replied yet, one per reply; does not wait.
+
+    Handles of calls without replies are not returned.
+    """
     late = {}
     for handle in handles:
         if handle.call.replies:
@@ -113,9 +119,9 @@ class WorkerRows:
         self._actors.clear()
 
     def give(self, keys: Sequence[int]) -> dict[int, Any]:
-        """Return the outcomes of these keys; keys that have none within ASK_S are left out.
+        """Wait up to ASK_S for outcomes of these keys; return them by key, without absent ones.
 
-        Large rows are returned as Ray's ObjectRef. Does not wait if WAITING other calls do.
+        Does not wait if WAITING other calls do. Large rows are returned as Ray's ObjectRef.
         """
         waits = self._may_wait.acquire(blocking=False)
         try:
@@ -124,12 +130,13 @@ class WorkerRows:
             if waits:
                 self._may_wait.release()
         with self._sharing:  # one reader moves the rows, the others find them moved
-            return {key: self._share(key, outcome) for key, outcome in found.items()}
+            return {key: self._move_if_large(key, outcome) for key, outcome in found.items()}
 
-    def _share(self, key: int, outcome: Outcome) -> Any:
+    def _move_if_large(self, key: int, outcome: Outcome) -> Any:
         """Move rows of SHARED_BYTES or more to shared memory and return their ObjectRef.
 
-        Other outcomes are returned unchanged.
+        Rows that another reader has moved are not moved again; other outcomes are returned
+        unchanged.
         """
         outcome = self.kept.wait_for([key], 0.0).get(key, outcome)
         if not isinstance(outcome, Rows) or count_bytes(outcome) < SHARED_BYTES:
@@ -139,7 +146,7 @@ class WorkerRows:
         return ref
 
     def fetch_rows(self, handles: Sequence[KeptHandle]) -> list[Any]:
-        """Wait for the rows of these handles and return them in order.
+        """Wait until the rows of all these handles are here; return them in the order of `handles`.
 
         Raises the WorkerError of a rank that failed or died, TimeoutError after `timeout_s`.
         """
@@ -164,7 +171,10 @@ class WorkerRows:
         return [values[handle] for handle in handles]
 
     def _read_own(self, handle: KeptHandle) -> Outcome:
-        """Return an outcome of this process, rows as a copy; calls run in order, so it exists."""
+        """Return an outcome of this process: rows as a copy, a WorkerError as it is; does not wait.
+
+        Calls run in order, so the outcome exists; asserts that it was not dropped.
+        """
         outcomes = self.kept.wait_for([handle.key], 0.0)
         assert handle.key in outcomes, f"{handle} were dropped before they were read"
         outcome = outcomes[handle.key]
@@ -210,7 +220,8 @@ def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
 def _read_answer(ref: Any, handles: Sequence[KeptHandle], deadline: float) -> dict[KeptHandle, Any]:
     """Return the outcomes that a process sent, by handle; if it died, a WorkerError for each.
 
-    Empty where rows in shared memory do not arrive before the deadline.
+    Handles without an outcome are left out. Empty where rows in shared memory do not arrive before
+    the deadline.
     """
     try:
         answer = ray.get(ref)

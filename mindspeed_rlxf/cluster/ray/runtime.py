@@ -32,9 +32,10 @@ class RayRuntime:
     ) -> None:
         """Join the Ray cluster that `settings.address` names, or start our own.
 
-        num_devices: logical devices that our own cluster declares
+        num_devices: devices of the run; our own cluster declares as many if Ray does not find any
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
         keep_warm: keep the processes of ended pools for later pools of the same shape (tests)
+        pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`
         read_by_workers: folder -> the configuration keys that name it; compared on every node
         run_file: a file of the run directory; hosts that see it share the directory
         Raises UserError where the cluster cannot or must not be joined.
@@ -92,11 +93,17 @@ class RayRuntime:
         return pools
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return the error, with a note if its host lacked memory; copy other hosts' logs here."""
+        """Return `error`, or a new one that says its host ran out of memory.
+
+        See `RayPools.explain_death`. Copies the logs of other hosts to this one.
+        """
         return self.pools.explain_death(error)
 
     def shutdown(self) -> None:
-        """Kill all processes of the pools, and leave the cluster; our own cluster ends."""
+        """Kill all processes of the pools, then leave the cluster, even if killing fails.
+
+        If the cluster is our own, it ends.
+        """
         try:
             self.pools.end()
         finally:
@@ -104,7 +111,11 @@ class RayRuntime:
 
 
 def folders_of_workers(config: RunConfig) -> dict[str, str]:
-    """Return the folders that workers read, each with the configuration keys that name it."""
+    """Return {folder that workers read: the configuration keys that name it, joined by ", "}.
+
+    They are each role's `load`, except of a reward by rules, and the tokenizer's, which may be a
+    name of the hub.
+    """
     keys: dict[str, list[str]] = {}
     for role in config.roles:
         if role is Role.REWARD and config.reward.kind is RewardKind.RULE:

@@ -43,8 +43,10 @@ class View:
 def check_trust(address: str, allow_unauthenticated: bool) -> bool:
     """Return whether the cluster asks for a token.
 
-    Logs a warning for a cluster without tokens that may be joined. Raises UserError for a cluster
-    that must not be joined, OSError or ValueError where nothing answers as Ray does.
+    `allow_unauthenticated` permits any cluster. Without it, UserError where other users than this
+    one and root listen at an address of this host; and for a cluster without tokens unless this
+    user started it and all its nodes are this host. Logs a warning for a cluster without tokens.
+    Raises OSError or ValueError where nothing answers as Ray does.
     """
     view, here = ask_without_token(address), is_here(host_and_port(address)[0])
     strangers = find_owners(address) - {os.getuid(), ROOT} if here else frozenset()

@@ -27,8 +27,9 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
     """Wait for all tasks; return their values in order.
 
     tasks: (ObjectRef, the rank that computes it)
-    Raises WorkerError as soon as one task fails or returns one; RuntimeTimeout, with the late
-    ranks, at the deadline.
+    As soon as a task fails or returns a WorkerError, raises the WorkerError that
+    `_find_first_cause` chooses among those known by then; at the deadline RuntimeTimeout with the
+    late ranks.
     """
     origins = dict(tasks)
     values: dict[Any, Any] = {}
@@ -77,7 +78,7 @@ def _read_values(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, A
 
 
 def _read_value(ref: Any, origin: Origin) -> Any:
-    """Return the value of an ended task, or its WorkerError."""
+    """Return the value of an ended task; if Ray raises, return its WorkerError instead."""
     try:
         return ray.get(ref)
     except RayError as error:
@@ -131,8 +132,9 @@ def describe_end(error: RayError) -> str:
 def _find_first_cause(
     failed: list[WorkerError], waiting: list[Any], origins: dict[Any, Origin]
 ) -> WorkerError:
-    """Return the failure that caused the others; wait up to FIRST_CAUSE_S if it is not among them.
+    """Return the failure that caused the others: of those that are no aftermath the lowest rank's.
 
+    While all are aftermath, waits up to FIRST_CAUSE_S for more; then the lowest rank's is returned.
     waiting: tasks that have not ended
     """
     deadline = time.monotonic() + FIRST_CAUSE_S
