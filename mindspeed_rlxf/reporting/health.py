@@ -89,17 +89,17 @@ class History:
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """Add the metrics of an iteration; watched metrics that are None or not finite are skipped.
 
-        If there are validation scores, adds their mean, and the mean of the last BASELINE training
-        scores. Updates `lagging` too.
+        If there are finite validation scores, adds their mean, and the mean of the last BASELINE
+        training scores. Updates `lagging` too.
         """
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
                 self._values[name].append(value)
-        validated = [v for k, v in metrics.items() if _is_validation_score(k) and v is not None]
-        if validated:
-            self._values[VALIDATION].append(sum(validated) / len(validated))
-            scores = self._values[SCORE]
-            self._values[SCORE_THEN].append(statistics.fmean(scores[-BASELINE:] or [math.nan]))
+        scores = [v for k, v in metrics.items() if _is_validation_score(k) and v is not None]
+        if validated := [score for score in scores if math.isfinite(score)]:
+            self._values[VALIDATION].append(statistics.fmean(validated))
+            trained = self._values[SCORE][-BASELINE:]
+            self._values[SCORE_THEN].append(statistics.fmean(trained or [math.nan]))
         self._follow_ranks(metrics)
 
     def first(self, name: str) -> float:

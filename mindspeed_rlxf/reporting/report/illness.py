@@ -48,23 +48,27 @@ def _failure_findings(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding
 def _health_findings(
     run: Path, iterations: Sequence[Iteration], kl_limit: float
 ) -> Iterator[Finding]:
-    """Yield a finding per illness: from health.jsonl, or without this file by the rules.
+    """Yield a finding per illness, in order: from health.jsonl, or without this file by the rules.
 
-    Its level is "watch" if the rule's last end came later than this beginning, else "bad".
+    Its level is "watch" if it ended, and the text says when; else "bad".
     """
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
     else:
         events = [vars(finding) for finding in replay(iterations, kl_limit)[1]]
-    ended = {e.get("rule"): e.get("iteration") for e in events if e.get("event") == "ended"}
+    begun = {}  # rule -> its latest beginning, which the next end of the rule belongs to
     for event in events:
-        if event.get("event") != "began":
-            continue
-        began, end = event.get("iteration"), ended.get(event.get("rule"))
-        over = isinstance(end, int) and isinstance(began, int) and end > began
-        text = f"{event.get('rule')}: {event.get('text')}"
-        text += f" (ended in iteration {end})" if over else ""
-        yield _finding("watch" if over else "bad", began, text, str(event.get("remedy", "")))
+        rule = str(event.get("rule"))
+        if event.get("event") == "began":
+            begun[rule] = event
+        elif rule in begun:
+            begun.pop(rule)["end"] = event.get("iteration")
+    for event in events:
+        if event.get("event") == "began":
+            text, over = f"{event.get('rule')}: {event.get('text')}", "end" in event
+            text += f" (ended in iteration {event['end']})" if over else ""
+            level, remedy = "watch" if over else "bad", str(event.get("remedy", ""))
+            yield _finding(level, event.get("iteration"), text, remedy)
 
 
 def _non_finite_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:

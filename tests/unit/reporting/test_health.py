@@ -88,6 +88,8 @@ def test_validation_that_falls_while_training_rises_is_found() -> None:
     # Validated at 5, 10, 15, 20: the third fall is that of iteration 20.
     fell = ["20 validation_falls began"]
     assert made(lambda i: run(i, 0.01, -0.01), 20) == fell
+    broken = {"val/c/score": math.nan}
+    assert made(lambda i: {**run(i, 0.01, -0.01), **broken}, 20) == fell, "c is left out"
     assert made(lambda i: run(i, -0.01, -0.01), 20) == [], "both fall: the task is lost, not gamed"
     assert made(lambda i: run(i, 0.01, 0.01), 40) == []
     assert made(lambda i: run(i, 0.01, -1e-5), 40) == [], "a fall within noise"

@@ -250,9 +250,15 @@ def test_iterations_that_become_slow_are_found_with_their_phases(tmp_path: Path)
 def test_a_health_finding_names_the_iteration_in_which_it_ended(tmp_path: Path) -> None:
     kl = [0.1] * 5 + [3.0] * 5 + [0.1] * 8
     (found,) = find_illnesses(tmp_path, iterations(kl, "critic/kl"), [])
-    assert (found["level"], found["iteration"]) == ("watch", 8) and "(ended in" in found["text"]
+    assert (found["level"], found["iteration"]) == ("watch", 8)
+    first = found["text"]
+    assert "(ended in" in first
     (found,) = find_illnesses(tmp_path, iterations(kl[:10], "critic/kl"), [])[:1]
     assert found["level"] == "bad" and "algorithm.kl_ctrl.kl_coef" in found["remedy"]
+    again = find_illnesses(tmp_path, iterations(kl * 2, "critic/kl"), [])
+    ends = [re.findall(r"ended in iteration (\d+)", each["text"]) for each in again]
+    assert len(ends) == 2 and ends[0] == re.findall(r"ended in iteration (\d+)", first)
+    assert ends[0] != ends[1]
 
 
 def test_ends_and_milestones_by_hand() -> None:
