@@ -122,7 +122,11 @@ def _load_config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the command line. Raises UserError where it is wrong."""
+    """Parse the command line.
+
+    Raises UserError for unknown options, overrides without --config-name, --to without
+    --calibrate, and a --deadline below 10.
+    """
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf doctor",

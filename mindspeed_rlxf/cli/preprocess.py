@@ -125,7 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for unknown options and missing flags."""
+    """Parse the command line. Raises UserError for unknown options and missing flags.
+
+    --input and --output-prefix are required; --tokenizer-name-or-path too without
+    --merge-group-keys.
+    """
     parser = Parser(
         OPTIONS,
         prog="preprocess",

@@ -27,7 +27,10 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the address and serve the report until Ctrl-C; return 0, or 2 for printed mistakes."""
+    """Serve the live report of a run until Ctrl-C, after a line with its address; return 0.
+
+    Returns 2 for mistakes, which it prints.
+    """
     protect_output()
     try:
         arguments = _parse(argv)

@@ -53,7 +53,8 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
     """Replace the older toolkit's keys in `sections` in place; add problems and notes to `draft`.
 
     nested: the YAML has actor and reference under one key, as only the older toolkit's has
-    If nested, or any key was noted, keys that mean something else there are noted too.
+    If `nested`, or if `draft` has notes by then, it also notes the keys that remain and that have
+    another meaning in the older toolkit.
     """
     for name, values in sections["model"].items():
         if "padded_vocab_size" in values:  # the rows of the checkpoint's embedding

@@ -218,7 +218,10 @@ def _check_model(
 
 
 def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> MegatronLayout:
-    """Return the Megatron layout of the flags. Raises UserError for a wrong layer list."""
+    """Return the Megatron layout that the flags describe.
+
+    Raises UserError if --num-layer-list has anything but integers with commas between.
+    """
     from mindspeed_rlxf.weights.layout import make_layout
 
     given, layer_list = arguments.num_layer_list, None

@@ -160,7 +160,10 @@ class Supervisor:
         return changes
 
     def _run_attempt(self, changes: Sequence[str]) -> int:
-        """Run one training process to its end; return its exit code, negative = a signal."""
+        """Run the command with `changes` appended; return its exit code, negative = a signal.
+
+        A variable of its environment marks it as the child of this supervisor.
+        """
         mark = f"{os.getpid()}:{self._started}:{self._file}"
         environment = {**os.environ, CHILD_OF: mark}
         return self._wait_for(subprocess.Popen([*self._command, *changes], env=environment))
@@ -233,10 +236,10 @@ class Supervisor:
         return Failure(found.get("iteration"), cause, saved)
 
     def _shrink(self, free: Sequence[int]) -> list[str]:
-        """Return overrides for fewer processes that the configuration allows; [] if there are none.
+        """Return the override of the first smaller pool that a dry run accepts; [] without any.
 
         free: devices of each node
-        Also [] without `allow_shrink`, or after a signal. Prints each try, which runs a dry run.
+        Also [] without `allow_shrink`, or after a signal. Prints each try and the outcome.
         """
         if not self._facts.get("allow_shrink"):
             return []

@@ -183,6 +183,7 @@ def _clock_offset(agent: HostAgent, timeout_s: float) -> float | None:
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
     """Return warnings for clocks over CLOCK_S off and for hosts without a reply; `ok` without any.
 
+    Equal warnings of several hosts are merged into one.
     offsets: host -> seconds ahead of this host; None = no reply
     """
     check, found = "cluster.clock", []

@@ -72,7 +72,10 @@ def _is_own(folder: Path) -> bool:
 
 
 def _size_of_files(folder: Path) -> int:
-    """Return the total size of the files below a folder, in bytes."""
+    """Return the total size of the files below a folder, in bytes; 0 if the folder is missing.
+
+    Links count with their own size. Files that cannot be read, as those just removed, count 0.
+    """
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -230,7 +230,10 @@ def ephemeral_ports() -> range:
 
 
 def listening_ports() -> set[int]:
-    """Return the TCP ports that any process on this host listens on, from /proc/net."""
+    """Return the TCP ports, IPv4 and IPv6, that any process on this host listens on.
+
+    Reads /proc/net/tcp and tcp6; a file that does not exist counts as empty.
+    """
     files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     lines = [
         line.split()

@@ -73,8 +73,9 @@ class Report:
         }
 
     def as_text(self, width: int = 100, colour: bool = False) -> str:
-        """Return one entry per finding, worst first, with its remedy below, and a line of counts.
+        """Return one entry per finding, errors first, each with its remedy.
 
+        The last line has the host, the counts of errors, warnings and `ok`, and the build.
         width: columns; colour: add ANSI colours to the status words
         """
         ranked = sorted(self.findings, key=lambda f: list(Status).index(f.status), reverse=True)

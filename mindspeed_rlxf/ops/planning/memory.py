@@ -138,7 +138,11 @@ def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
 
 
 def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of a rank that only generates: all layers, its experts, the KV cache."""
+    """Return the memory of a rank of a split pool's part that only generates.
+
+    It has all layers, divided by the rollout's TP and EP, the buffers that receive weights and
+    the KV cache.
+    """
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     item = memory.itemsize(actor)

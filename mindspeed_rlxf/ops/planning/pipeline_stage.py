@@ -78,9 +78,10 @@ class PipelineStage:
         self.samples = config.samples_per_iteration // self.layout.dp  # on this rank
 
     def communication_bytes(self, trains: bool) -> int:
-        """Return the bytes of buffers of process groups and of sequence parallelism.
+        """Return the bytes of buffers of all process groups, and of sequence parallelism if it is on.
 
-        trains: the role has an optimizer
+        Groups of generation count for an actor whose pool is not split in training and generation.
+        trains: the role has an optimizer, which needs groups of its own
         """
         layout = self.layout
         generates = self.role is Role.ACTOR_ROLLOUT and not self.config.parts

@@ -97,7 +97,7 @@ def _suggestions(
 
 
 def _run(config: RunConfig) -> list[tuple[str, object]]:
-    """Return (title, value) of the plan's section on the run: output, prompts, runtime, reward."""
+    """Return the rows (title, value) of the plan's section on the run, iterations first."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
@@ -132,7 +132,10 @@ def _checkpoints(config: RunConfig) -> str:
 
 
 def _validation(config: RunConfig) -> str:
-    """Describe when and how validation runs."""
+    """Return one line: interval or "and no training", responses per prompt, decoding, reward.
+
+    Neither of the first two is said if the interval is 0.
+    """
     keys, found = config.validation, []
     if keys.only:
         found.append("and no training")
@@ -233,7 +236,10 @@ def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, st
 
 
 def _updates(config: RunConfig) -> list[list[object]]:
-    """Return the table of updates: mini-batches, epochs and steps of actor and critic."""
+    """Return the table of updates: mini-batches, epochs and steps of actor and critic.
+
+    A heading row is first. A run without critic has no row of it.
+    """
     actor = config.actor_rollout
     rows: list[list[object]] = [
         ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",

@@ -123,7 +123,10 @@ class _Search:
         return (slower + LEAST_SHARE * before.seconds) / saved
 
     def _drop_unneeded(self, found: Tried) -> Tried:
-        """Drop each change without which the pool still fits; return what remains."""
+        """Try to drop each change in turn; return the changes that remain.
+
+        A change is dropped if the pool fits without it and no rule forbids that.
+        """
         for key in list(found.changes):
             fewer = {name: value for name, value in found.changes.items() if name != key}
             tried = self._try_changes(fewer)
@@ -132,7 +135,10 @@ class _Search:
         return found
 
     def _try_changes(self, changes: Changes) -> Tried | None:
-        """Apply changes and compute need and time; None if a rule forbids them."""
+        """Return the changed configuration with the pool's bytes and the seconds of an iteration.
+
+        None if a rule of the configuration forbids the changes.
+        """
         try:
             varied = vary(self.config, changes)
         except ConfigError:
@@ -201,10 +207,10 @@ def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterat
 
 
 def _larger_layouts(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes that double one kind of parallelism.
+    """Yield sets of changes, each doubling one kind of parallelism.
 
-    Experts of one role; tensor parallelism of all roles, with sequence parallelism; pipeline
-    parallelism of all roles that learn.
+    First one set per role with experts: its expert parallelism. Then tensor parallelism of all
+    roles, with sequence parallelism; then pipeline parallelism of all roles that learn.
     """
     for role, section in roles.items():
         if section.architecture.num_experts:

@@ -247,8 +247,10 @@ def show_suggestions(
 ) -> str:
     """Return the plan's section on suggestions: predicted time, memory and overrides of each.
 
-    Without suggestions it says that none fits.
-    now: predicted seconds of an iteration with the configuration as it is
+    With an empty `found` it says that no layout fits `limit`.
+    now:    predicted seconds of an iteration with the configuration as it is
+    nested: the YAML has actor and reference under `actor_rollout_ref`
+    limit:  bytes of a device that a layout may use
     """
     if not found:
         return (

@@ -43,7 +43,7 @@ def vary(config: RunConfig, changes: Changes) -> RunConfig:
 def as_overrides(changes: Changes, nested: bool = False) -> list[str]:
     """Format changes as `key=value` arguments of a command.
 
-    nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`
+    nested: keys of `actor_rollout` and `ref` get the prefix `actor_rollout_ref.`
     """
     inside = ("actor_rollout.", "ref.")
     return [

@@ -187,7 +187,11 @@ class _ModelWork:
         return step.times(steps) + self._offload_copies(trains=True)
 
     def _step(self, samples: int, section: LearningConfig) -> Work:
-        """Return the work of one optimizer step on `samples` samples of this rank."""
+        """Return the work of one optimizer step on `samples` samples of this rank.
+
+        It has forward, backward and recomputation of all micro-batches, the head, adding up the
+        gradients on the device, their sum over ranks, and the optimizer.
+        """
         tokens = min(samples, self._samples_at_once(samples)) * self.lengths.response
         # The backward pass computes chunks of the log-prob head a second time.
         head = 4 if self.head is Head.LANGUAGE_MODEL and tokens > CHUNK_TOKENS else 3
@@ -337,7 +341,9 @@ def _exchange_work(config: RunConfig, item: int, tokens: int, passes: int) -> Wo
 def _weight_transfer(config: RunConfig, item: int) -> Work:
     """Return the work of receiving the weights that a generating rank does not train itself.
 
-    item: bytes of a weight. No work if it has all weights.
+    item: bytes of a weight
+    One message over the network if the actor's pool is on several hosts, else over the link. An
+    empty Work if the rank trains all weights that it needs.
     """
     actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
     a, tp = actor.architecture, layout.tp
