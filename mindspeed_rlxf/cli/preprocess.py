@@ -197,7 +197,10 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
 
 
 def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each flag that is refused, has an unknown word, or is out of range."""
+    """Return a problem for each flag that is refused, has an unknown word, or is below 1.
+
+    Also one for --overlong without --seq-length.
+    """
     problems = [
         *refused_flags(arguments, PREPROCESS_FLAGS),
         *_handler_problems(arguments.handler_name),
@@ -250,7 +253,7 @@ def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
 
 
 def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
-    """Return a context whose value is a function that shows the number of rows read on stderr.
+    """Return a context whose value is a function that shows its argument, the rows read, on stderr.
 
     It moves a bar on a terminal; elsewhere it prints lines, at least `log_interval` rows and LINE_S
     seconds apart.

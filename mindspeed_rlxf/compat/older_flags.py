@@ -123,7 +123,10 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -
 def ignored_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (flag, why it has no effect) for each flag that is given with an allowed value."""
+    """Yield (flag, why it has no effect) for each flag whose value is not None and is allowed.
+
+    A flag without a list of allowed values allows all.
+    """
     for name, flag, value in _given_flags(arguments, flags):
         if flag.allowed is None or value in flag.allowed:
             yield name, flag.meaning

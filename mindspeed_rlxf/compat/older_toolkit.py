@@ -102,9 +102,10 @@ def add_vocab_size(draft: Draft, sections: Tree, model: str, architecture: Tree)
 def _translate_query_groups(draft: Draft, path: str, values: Tree) -> None:
     """Remove `group_query_attention`; set or check `num_query_groups` as Megatron reads the flag.
 
+    Without the flag it does nothing.
     true:  the number stays; if there is none, it becomes 1
-    false: every query head has a key head, so a number other than that of the heads is rejected
-    Rejects other values of the flag.
+    false: every query head has a key head: a number other than that of the heads is a problem
+    Other values of the flag are a problem.
     """
     if "group_query_attention" not in values:
         return
@@ -321,11 +322,12 @@ def _translate_algorithm(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_group_norm(draft: Draft, algorithm: Tree) -> None:
-    """Replace `group_norm` by grpo, whitened by default. Rejects a `gamma` other than 1.
+    """Set `adv_estimator` to grpo, in place of group_norm, and whitening to batch if it is unset.
 
-    A `kl_penalty` of kl becomes low_var_kl where `kl_in` is unset or loss, as the older toolkit
-    computes low_var_kl there. It puts the z-score of a group at the last token and sums from there;
-    with gamma=1 that is the z-score on every token.
+    Adds a problem to `draft` for a `gamma` other than 1: the older toolkit puts the z-score of a
+    group at the last token and sums from there, and with 1 that is the z-score on every token.
+    A `kl_penalty` of kl becomes low_var_kl, with a note, if `kl_in` is unset or loss: the older
+    toolkit computes low_var_kl there.
     """
     algorithm["adv_estimator"] = AdvEstimator.GRPO.value
     set_default(algorithm, "advantage_whiten", AdvantageWhiten.BATCH.value)

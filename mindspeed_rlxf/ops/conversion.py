@@ -68,7 +68,8 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Check flags and folders; return the source, the target, and the folder of config.json.
 
-    Raises UserError, also if the target is the source or a parent of it.
+    Raises UserError, also if source or target are given by argument and flag or by neither, and if
+    the target is the source or a parent of it.
     """
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
@@ -189,7 +190,11 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError for flags about the model that are unknown or contradict its config.json."""
+    """Raise UserError for flags about the model that are unknown or contradict its config.json.
+
+    Checks --model-type-hf, against FAMILIES and `model_type`; --add-qkv-bias, which a model with
+    such biases allows; and --true-vocab-size.
+    """
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"

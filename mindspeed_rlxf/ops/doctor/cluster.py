@@ -49,7 +49,10 @@ def survey_host(subject: Subject) -> Facts:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts: packages, Python, CANN."""
+    """Return name -> version of what must be equal on all hosts: packages, `python`, `cann`.
+
+    What is not installed has the version `installed.NONE`.
+    """
     cann = npu_versions.cann_version() or installed.NONE
     found = installed.versions(npu_versions.PACKAGES)
     return {**found, "python": platform.python_version(), "cann": cann}

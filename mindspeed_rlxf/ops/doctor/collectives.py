@@ -185,7 +185,10 @@ def _join_names(group: Group) -> str:
 
 
 def _cause(outcome: Outcome) -> str:
-    """Return ` (absent ranks; first error)` of a failed outcome; "" if neither is known."""
+    """Return ` (absent ranks; first error)` of a failed outcome; "" if neither is known.
+
+    Shows SHOWN_NAMES ranks at most.
+    """
     absent = ", ".join(map(str, outcome.absent[:SHOWN_NAMES]))
     parts = [f"ranks {absent} never came" if absent else "", outcome.cause]
     known = "; ".join(filter(None, parts))

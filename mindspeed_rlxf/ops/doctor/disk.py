@@ -111,7 +111,10 @@ def ray_folder() -> Finding:
 
 
 def model_cache() -> Finding:
-    """Warn if the Hugging Face cache is not writable: tokenizers and lock files go there."""
+    """Warn if the Hugging Face cache is not writable, else return `ok`.
+
+    A folder that does not exist is judged by its nearest parent that does.
+    """
     path = huggingface_home()
     is_writable = os.access(existing_folder(path.absolute()), os.W_OK | os.X_OK)
     offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""

@@ -61,7 +61,10 @@ def _format_limit(limit: float) -> str:
 
 
 def pids(folder: Path = CGROUP) -> Finding:
-    """Warn if the container's control group has room for fewer than PROCESSES more processes."""
+    """Warn if the container's control group has room for fewer than PROCESSES more processes.
+
+    Else `ok`, also if the group has no limit or none can be read.
+    """
     limit, used = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")
     used = 0 if used == math.inf else used
     return judge(
@@ -140,7 +143,7 @@ def text_encoding(encoding: str | None = None) -> Finding:
 
 
 def clock(now: float | None = None) -> Finding:
-    """Report an error if the clock is before RELEASED, as the clock of a run cannot be.
+    """Return an error if the clock is before RELEASED, else `ok`; either shows the time.
 
     now: seconds since 1970; None = read the clock
     """

@@ -189,8 +189,9 @@ class Hunt:
     def _try_together(self) -> Rounds:
         """Yield rounds that try all parties without a known failure; record the result.
 
-        If they fail, yields rounds to find the pair or group at fault. A pair found so is left out
-        and the rest tried again, MAX_FAULTS_TOGETHER times at most.
+        If they fail, yields rounds to find the pair or group at fault. A pair is recorded as link,
+        its first party is left out, and the rest tried again, MAX_FAULTS_TOGETHER times at most. A
+        group of more than two is recorded as undecided, which ends the search.
         """
         verdict = self.verdict()
         out = set(verdict.broken) | {pair[0] for pair in verdict.links}

@@ -28,7 +28,7 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
     """Warn of Ray clusters of this user that run here: any, or with `is_joined` more than one.
 
     commands: command lines of this user's processes; is_joined: RAY_ADDRESS is set
-    Clusters that our own runs started do not count.
+    Counts raylet processes, without those of clusters that our own runs started. Else `ok`.
     """
     programs = [line.partition(" ")[0] for line in commands if OWN_PREFIX not in line]
     count = sum(Path(program).name == RAYLET for program in programs)
@@ -44,9 +44,10 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
 
 
 def check_folders(root: Path, commands: Sequence[str]) -> Finding:
-    """Warn if Ray session folders in `root` that no process uses take MANY_BYTES or more.
+    """Warn if dead Ray session folders of this user take MANY_BYTES or more, else return `ok`.
 
-    commands: command lines of running processes; a folder named in one is in use
+    root:     folder with the session folders of Ray and of our own runs
+    commands: command lines of running processes; a folder named in none of them is dead
     """
     named = "\n".join(commands)
     sessions = [*root.glob(f"{OWN_PREFIX}*"), *root.glob("ray/session_2*")]

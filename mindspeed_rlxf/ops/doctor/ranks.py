@@ -91,11 +91,11 @@ class RayRanks:
 
 
 def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
-    """Merge the replies of a group's processes into one outcome.
+    """Merge the replies of a group's processes into one outcome: passed only if all replies are.
 
     replies: Outcome or HostError by process number
-    The cause of a failure is the first of: a process that died, an error that a process reported,
-    a process that was late.
+    A failed outcome has the numbers of the processes that did not come or died, and one cause, the
+    first of: a process that died, an error that a process reported, a process that was late.
     """
     own = {number: replies[number] for number in group}
     lost = {n: reply for n, reply in own.items() if isinstance(reply, HostError)}

@@ -144,7 +144,7 @@ def _shorten_quote(found: re.Match[str]) -> str:
 def _spellings(texts: Iterable[str]) -> set[str]:
     """Return each text and each of its lines, plain and as Python and JSON would escape them.
 
-    Those under SHORTEST characters are left out.
+    White space around a text or line is removed; those under SHORTEST characters are left out.
     """
     found = set()
     for text in texts:

@@ -100,6 +100,7 @@ def _format_finding(finding: Finding, check_width: int, width: int, colour: bool
     """Format one finding: status, check name, value and hosts; on lines below, the remedy.
 
     check_width: columns of the check name
+    width:       columns of a line; value and remedy have at least 30, however narrow it is
     """
     word = f"{finding.status.value:<7}"
     if colour:

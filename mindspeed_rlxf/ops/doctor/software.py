@@ -65,7 +65,10 @@ def package_findings(
 
 
 def npu_findings() -> Iterator[Finding]:
-    """Check CANN, imported source folders and combinations of versions, as a worker does."""
+    """Yield findings on CANN, imported source folders and combinations of versions on this host.
+
+    A combination without a problem yields nothing.
+    """
     versions = npu_versions.read_versions()
     yield _cann(versions.cann)
     yield from _sources()
@@ -75,7 +78,7 @@ def npu_findings() -> Iterator[Finding]:
 
 
 def _cann(cann: str | None) -> Finding:
-    """Report the version of CANN; None = not installed, an error."""
+    """Return `ok` with the version of CANN; an error for None, which means not installed."""
     if cann is None:
         return error(
             "versions.cann",

@@ -33,9 +33,10 @@ def device_memory(config: RunConfig) -> int | None:
 
 
 def rollout_memory(config: RunConfig) -> int | None:
-    """Return the bytes that a generating process may use; None = unknown.
+    """Return the bytes of memory that a generating process may use; None = unknown.
 
-    On CPU the generating ranks share the host's memory equally, unless `device.memory_gib` is set.
+    On CPU, unless `device.memory_gib` is set, the generating ranks share the host's memory equally
+    (None on a joined cluster). Otherwise it is the memory of a device.
     """
     if config.device.memory_gib is not None or not on_cpu(config):
         return device_memory(config)

@@ -120,7 +120,11 @@ def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> 
 
 
 def _find_mismatch(found: Calibration, kind: DeviceKind, threads: int, bf16: bool) -> str:
-    """Return the rule that the calibration breaks on this host with these settings; "" if none."""
+    """Return the rule that the calibration breaks on this host with these settings; "" if none.
+
+    Compares form, kind and name of the device, versions of torch and megatron-core, CPU threads and
+    bf16, in this order; then it must have the costs of each `Kind`, and of nothing else.
+    """
     there = device_name(kind)
     here = {
         "form": (found.version, VERSION),

@@ -69,6 +69,8 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
     """Compare the needs of a run with the memory of devices and hosts, and with the free disk.
 
     rates: to name the remedy with the shortest predicted time; None = the first that suffices
+    Returns a text per section (each pool and part, host memory, disk) and problems where a need is
+    larger than what is there.
     """
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
@@ -168,7 +170,7 @@ def _host_rows(host: HostMemory) -> list[list[object]]:
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:
-    """Return the table of disk space that the run needs, and the need."""
+    """Return the table of the disk space of final weights and checkpoints, and the need in all."""
     disk, folder = disk_needed(config), RunDirectory.choose(config).path
     rows = {f"final weights of {role.value}": count for role, count in disk.exports.items()}
     checkpoints = f"checkpoints ({disk.num_checkpoints}, one being written)"

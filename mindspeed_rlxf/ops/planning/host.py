@@ -179,7 +179,7 @@ def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
     """Return the bytes of final weights that are written on the host with most writers.
 
     The writers are the first rank of each pipeline stage and, with experts, of each group of
-    experts in it.
+    experts in it; all write the same number of bytes. Without a joined cluster there is one host.
     """
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
@@ -197,7 +197,7 @@ def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _export_bytes(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's final weights on disk."""
+    """Return the bytes of a role's final weights on disk, in Megatron and Hugging Face format."""
     itemsize = memory.itemsize(config.role(role))
     stored = stored_itemsize(config.role(role).load, itemsize)
     return memory.export_bytes(_numbers(config, role), itemsize, stored)

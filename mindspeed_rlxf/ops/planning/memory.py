@@ -257,7 +257,11 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 
 
 def cache_rows(config: RunConfig) -> int:
-    """Return the number of sequences that a rollout replica generates at once."""
+    """Return the number of sequences that a rollout replica generates at once.
+
+    At most `num_samples_per_step`; if unset, as many as fit into the KV cache with half a response
+    each, at least one. Never more than the replica's samples of an iteration.
+    """
     actor = config.actor_rollout
     waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
     sizes = actor.max_prompt_length, actor.max_new_tokens

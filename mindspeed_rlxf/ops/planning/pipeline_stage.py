@@ -78,7 +78,7 @@ class PipelineStage:
         self.samples = config.samples_per_iteration // self.layout.dp  # on this rank
 
     def communication_bytes(self, trains: bool) -> int:
-        """Return the bytes of buffers of all process groups, and of sequence parallelism if it is on.
+        """Return the bytes of buffers of all process groups, and of sequence parallelism if used.
 
         Groups of generation count for an actor whose pool is not split in training and generation.
         trains: the role has an optimizer, which needs groups of its own

@@ -162,7 +162,11 @@ def _environment(config: RunConfig) -> str:
 
 
 def _roles(config: RunConfig) -> list[list[object]]:
-    """Return the table of roles: model, pool, parallel sizes, precision and weights."""
+    """Return the table of roles, a heading row first: model, pool, sizes, precision, weights.
+
+    A reward role without a model has NONE in the columns of models. A split pool adds a row after
+    the actor's, for its ranks that generate.
+    """
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
     ]
@@ -213,7 +217,10 @@ def _at_once(config: RunConfig) -> str:
 
 
 def _forwards(config: RunConfig) -> list[list[object]]:
-    """Return the table of forward passes: samples and micro-batches of each role with a model."""
+    """Return the table of forward passes: a row for each role with a model, below a heading row.
+
+    Columns: role, samples per rank, size of a micro-batch, number of micro-batches.
+    """
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
     for role in config.roles:
         if has_model(config, role):

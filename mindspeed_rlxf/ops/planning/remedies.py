@@ -61,7 +61,10 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
 
 
 def _sort_key(tried: Tried) -> tuple[float, int]:
-    """Return the sort key of changes that suffice: predicted seconds, then number of changes."""
+    """Return the sort key of changes that suffice: predicted seconds, then number of changes.
+
+    The seconds are rounded to ms, and 0 if there is no prediction.
+    """
     seconds = 0.0 if tried.seconds is None else round(tried.seconds, 3)
     return seconds, len(tried.changes)
 
@@ -114,6 +117,7 @@ class _Search:
     def _price(self, before: Tried, tried: Tried) -> float:
         """Return the seconds that a change costs per byte saved; the lower, the better.
 
+        A change costs at least LEAST_SHARE of the seconds before, even if it makes the run faster.
         Bytes saved below the limit do not count. Without predicted seconds: minus the bytes saved.
         """
         saved = min(before.total - tried.total, before.total - self.limit)

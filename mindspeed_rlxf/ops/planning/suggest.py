@@ -128,9 +128,10 @@ def _best_offload(
 
 
 def _offloads(config: RunConfig) -> Iterator[Changes]:
-    """Yield changes that set what to offload, cheapest first.
+    """Yield sets of changes, each with all offload keys of all roles with a model, cheapest first.
 
-    Nothing; the weights of frozen roles; optimizers too; weights of all roles too.
+    First all keys are off. Then on are the weights of frozen roles (if there are any), then
+    optimizers too, then the weights of all roles too.
     """
     roles = [role for role in config.roles if has_model(config, role)]
     learning = [role for role in roles if isinstance(config.role(role), LearningConfig)]
@@ -236,7 +237,7 @@ def _samples_per_replica(config: RunConfig) -> int:
 
 
 def _row_bytes(config: RunConfig) -> int:
-    """Return the bytes of KV cache of a row of full length: one row less frees at least these."""
+    """Return the bytes per device of one row's KV cache, with longest prompt and response."""
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
     return memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))

@@ -81,9 +81,10 @@ def _cut_to_ranks(blocks: list[Block], ranks: range) -> list[Block]:
 
 
 def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: bool) -> str:
-    """Return the table of a pool as text.
+    """Return the table of a pool as text, with a heading row.
 
-    layouts: by role name; whole: a line per device, else per range of hosts with equal layout
+    layouts: by role name
+    whole:   a line per device, else per range of neighbouring hosts with equal layout
     """
     places = list(layouts.values())
     rows: list[list[object]] = [

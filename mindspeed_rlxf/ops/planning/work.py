@@ -90,7 +90,10 @@ class Lengths:
 
 
 def mean_lengths(config: RunConfig) -> Lengths:
-    """Return the mean lengths of `plan`, capped at the actor's limits; the limits where unset."""
+    """Return the mean lengths of prompt and response from `plan`, at most the actor's limits.
+
+    A length that is unset is the limit.
+    """
     actor, given = config.actor_rollout, config.plan
     return Lengths(
         min(given.prompt_tokens or actor.max_prompt_length, actor.max_prompt_length),
@@ -250,9 +253,9 @@ class _ModelWork:
         return Work(moved=mine * state + 4 * self.numbers * memory.FP32, calls=self.layers)
 
     def _sum_of_gradients(self, section: LearningConfig) -> Work:
-        """Return the work of summing gradients over data-parallel ranks.
+        """Return the work of summing gradients over data-parallel ranks; empty for one rank.
 
-        With a distributed optimizer, also of gathering the weights.
+        With a distributed optimizer, it includes gathering the weights.
         """
         dp = self.layout.dp
         if dp == 1:
@@ -272,10 +275,10 @@ class _ModelWork:
         return Work(link=count, messages=messages)
 
     def _offload_copies(self, trains: bool) -> Work:
-        """Return the bytes that offloading copies between device and host in one phase.
+        """Return the bytes copied between device and host in a phase for what the role offloads.
 
-        trains: the phase updates the weights; they are then copied to the device and back, like the
-        optimizer's state. Otherwise only weights are copied, to the device.
+        trains: the phase updates the weights. Offloaded weights and optimizer state are then copied
+        to the device and back; otherwise only the weights are copied, to the device.
         """
         found, copied = self.section.offload, 0.0
         if found.weights:
