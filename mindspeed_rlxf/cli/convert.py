@@ -145,7 +145,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _note_ignored(arguments: argparse.Namespace) -> None:
-    """Print the given flags that have no effect, and why, in one line to stderr."""
+    """Print a line to stderr with the given flags that have no effect; nothing without any."""
     if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
         print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
 

@@ -45,10 +45,11 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this host, or with --cluster every host; print the findings; return the exit code.
+    """Check this host, or with --cluster every host; print the findings.
 
-    With --bundle, pack the findings and a run's logs into an archive instead; with --calibrate,
-    measure a device instead. Mistakes of the user are printed, not raised.
+    Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
+    With --bundle it packs the findings and a run's logs into an archive instead, and returns 0;
+    with --calibrate it measures a device instead.
     """
     protect_output()
     try:

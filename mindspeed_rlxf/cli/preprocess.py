@@ -86,10 +86,11 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data set, print how many rows were written or dropped; return the exit code.
+    """Write the data set and print how many rows were written or dropped; return 0.
 
-    With --merge-group-keys, merge existing data sets instead. Sets environment variables of the
-    process. Errors are printed, not raised.
+    With --merge-group-keys, merge existing data sets instead. Errors are printed, not raised: it
+    returns 2 for mistakes, 75 if interrupted, 1 if a worker process was killed.
+    Sets environment variables of this process.
     """
     protect_output()
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
@@ -245,7 +246,10 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
-    """Return one problem, with the nearest known value; [] if `value` is in `known`."""
+    """Return one problem, which suggests the nearest word of `known`; [] if `value` is in `known`.
+
+    It suggests the first word if none is near.
+    """
     if value in known:
         return []
     guess = closest(value, known) or next(iter(known))

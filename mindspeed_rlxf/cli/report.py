@@ -22,7 +22,7 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report, print its path and size; return the exit code, 2 for printed mistakes."""
+    """Write the report, print its path and size; return 0, or 2 for mistakes, which it prints."""
     protect_output()
     try:
         arguments = _parse(argv)

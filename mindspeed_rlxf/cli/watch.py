@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listen(run: LiveRun, port: int) -> LiveServer:
-    """Return a server bound to this port of 127.0.0.1. Raises UserError if the port is taken."""
+    """Return a server bound to this port of 127.0.0.1.
+
+    Raises UserError if it cannot be bound, as a port that is taken or over 65535.
+    """
     try:
         return LiveServer(run, port)
     except (OSError, OverflowError) as error:
@@ -58,7 +61,7 @@ def _listen(run: LiveRun, port: int) -> LiveServer:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError where it is wrong."""
+    """Parse the command line. Raises UserError for unknown options and a negative --samples."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf watch",

@@ -127,7 +127,10 @@ def _role_sections(sections: Tree) -> Tree:
 
 
 def _rename_recompute(draft: Draft, sections: Tree) -> None:
-    """Rename `recompute_granularity` to `recompute`; remove recompute keys that are null."""
+    """Rename `recompute_granularity` to `recompute` in models, `training` and roles.
+
+    That key, and those of the method and number of layers, are removed where they are null.
+    """
     for name, values in _role_sections(sections).items():
         for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
             if values.get(key, "") is None:
@@ -238,7 +241,11 @@ def _translate_value_clip(draft: Draft, sections: Tree) -> None:
 
 
 def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
-    """Return the prefixes of `a,b` or `weight,a`, or a list as it is; reject several weights."""
+    """Return the list of prefixes in a string `a,b` or `weight,a`; other types as they are.
+
+    Several pairs of weight and prefix are a problem, added to `draft`; it still returns the
+    prefixes.
+    """
     if not isinstance(value, str):
         return value
     parts = [part for part in value.split(",") if part]
@@ -361,7 +368,11 @@ def _remove_older_keys(draft: Draft, sections: Tree) -> None:
 
 
 def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
-    """Note a key without effect, ignore a neutral value of a refused key, reject all others."""
+    """Add a note or a problem to `draft` for a key of REFUSED or NO_OPS; do nothing for others.
+
+    A refused key is a problem unless its value is neutral. A key without effect is noted if its
+    value is allowed, else a problem.
+    """
     refusal, entry = REFUSED.get(key), NO_OPS.get(key)
     if refusal and not refusal.is_neutral(value):
         draft.reject(

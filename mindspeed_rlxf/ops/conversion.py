@@ -121,10 +121,11 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
 def _find_config_and_target(
     arguments: argparse.Namespace, source: Path, is_hf: bool
 ) -> tuple[Path, Path]:
-    """Return the folder of config.json, and the target.
+    """Return the folder of config.json (--hf-config, else the source), and the target.
 
-    As in the old tool, --save-dir may be the original Hugging Face folder; the result then goes to
-    a folder inside it. Raises UserError if there is no config.json.
+    To Hugging Face, --save-dir may be the original folder, as in the old tool: that is then the
+    folder of config.json, and the target is a folder in it.
+    Raises UserError if source or --save-dir lack a needed config.json; does not check --hf-config.
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source
@@ -163,7 +164,11 @@ def _original_of(source: Path) -> str:
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems of flags whose values exclude each other or are not supported."""
+    """Return a problem for each flag whose value is not supported or excludes another.
+
+    They are: optimizer states to load, the format zarr, a --shard-size-gb of 0 or less, and
+    parallel sizes or a layer list with --to=hf.
+    """
     size, ranks = arguments.shard_size_gb, vars(arguments)
     given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
     given += ["--num-layer-list"] if arguments.num_layer_list else []

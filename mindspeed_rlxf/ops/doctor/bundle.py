@@ -85,7 +85,11 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
 
 
 def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the files of a bundle; secrets and private texts are removed."""
+    """Yield (name, text) of the files of a bundle: note, report, environment, list of files, newest
+    configurations, failure, metrics, the end of each log and its stacks.
+
+    Secrets and private texts are removed. Files that a run does not have are left out.
+    """
     variables = {k: v for k, v in sorted(os.environ.items()) if is_open_variable(k)}
     yield "README.txt", NOTE
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
@@ -166,7 +170,11 @@ def _is_regular(file: Path) -> bool:
 
 
 def _read_tail(file: Path, size: int) -> str:
-    """Return the last whole lines of a file, `size` bytes at most; "" if unreadable or a link."""
+    """Return the end of a file, `size` bytes at most, without a first line that is cut off.
+
+    Returns "" if it is unreadable or no regular file, as a link. Bytes that are not UTF-8 are
+    replaced.
+    """
     try:
         if not _is_regular(file):
             return ""
@@ -191,7 +199,8 @@ def _stacks(file: Path) -> Iterator[str]:
 def _listing(folder: Path) -> str:
     """Return size, UTC time and path of the files below `folder`, one per line.
 
-    At most MOST_FILES; a last line `and more` says that others exist.
+    Links are not followed. At most MOST_FILES lines; then a last line `and more` says that others
+    exist.
     """
     lines: list[str] = []
     for parent, folders, names in os.walk(folder):
@@ -209,7 +218,8 @@ def _listing(folder: Path) -> str:
 def private_texts(run: RunDirectory) -> set[str]:
     """Return the strings that a bundle must not contain: those of logged samples and of data.
 
-    Reads the first data rows, and the samples from the newest on; stops at about 2 x MOST_TEXTS.
+    Reads the first data rows, then the samples from the newest on until it has 2 x MOST_TEXTS
+    strings.
     """
     texts = _data_texts(_config(run))
     for file in (run.samples, run.val_samples):
@@ -246,7 +256,7 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
-    """Read the run's configuration; {} if it cannot be read."""
+    """Read the run's configuration; {} if it cannot be read or is no mapping."""
     try:
         found = parse_yaml(_read_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):
@@ -261,7 +271,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _file_mode(config: dict[str, Any]) -> int:
-    """Return the permission bits for the bundle: `training.file_mode`, else owner only."""
+    """Return the permission bits for the bundle: `training.file_mode`, if valid, else PRIVATE."""
     found = str(_section(config, "training").get("file_mode"))
     return int(found, 8) if FILE_MODE.fullmatch(found) else PRIVATE
 
@@ -282,7 +292,7 @@ def _free_name(folder: Path, run: str) -> Path:
 
 
 def _add_file(archive: tarfile.TarFile, name: str, text: str) -> None:
-    """Add a text as a file to the archive."""
+    """Add a text to the archive as a file that all may read, changed now."""
     content = text.encode("utf-8", "replace")
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = len(content), int(time.time()), 0o644

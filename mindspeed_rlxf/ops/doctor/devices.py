@@ -54,8 +54,9 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 def driver_findings(view: DriverView) -> Iterator[Finding]:
     """Yield findings on the driver's devices: number (none: an error), sick ones, busy ones.
 
-    Sick ones are an error, busy ones (memory in use) a warning; without any, nothing is yielded on
-    them. A driver's tool that failed is one warning and nothing else.
+    Sick ones are an error; busy ones, with over BUSY_MIB and a tenth of the memory in use, are a
+    warning. Without any, nothing is yielded on them. A driver's tool that failed is one warning and
+    nothing else.
     """
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"

@@ -23,7 +23,8 @@ CHUNK = b"\xa5" * MIB
 def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
     """Check free space, write speed and clock of the disk that the run directory will be on.
 
-    path: need not exist, its nearest existing parent is checked; wanted: free bytes
+    path: need not exist, its nearest existing parent is checked
+    wanted: free bytes; less is a warning
     Writes a temporary file, see `write_speed`.
     """
     folder = existing_folder(path.absolute())

@@ -158,7 +158,7 @@ def clock(now: float | None = None) -> Finding:
 
 
 def threads() -> Finding:
-    """Warn if OMP_NUM_THREADS is set to something else than a whole number from 1 on."""
+    """Warn if OMP_NUM_THREADS is set to something else than a whole number from 1 on; else `ok`."""
     found = os.environ.get("OMP_NUM_THREADS", "unset")
     is_number = found.isdigit() and int(found) >= 1
     return judge(

@@ -86,9 +86,10 @@ def interface_findings(
 
 
 def _select_interfaces(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
-    """Return the existing interfaces that a variable's value selects.
+    """Return the names in `existing` that a variable's value selects.
 
-    Variables in EXACT list names; others list prefixes, `=` before them means names, `^` all but.
+    The value of a variable in EXACT lists names. Others list prefixes, after `=` names; a `^` at
+    the start selects all but those. A port after a colon is ignored.
     """
     if variable in EXACT:
         return [name for name in value.split(",") if name in existing]
@@ -119,7 +120,10 @@ def host_name(several_hosts: bool) -> Finding:
 
 
 def proxy_finding(environment: Mapping[str, str]) -> Finding:
-    """Warn if proxy variables also apply to connections to this host. Passwords are not shown."""
+    """Warn if proxy variables also apply to OWN_NAMES, as no_proxy lacks them; else return `ok`.
+
+    Passwords are not shown. no_proxy in lower case has priority.
+    """
     named = {k: v for k, v in environment.items() if k.lower() in PROXIES and v}
     if not named:
         return ok("network.proxy", "none set")

@@ -43,10 +43,11 @@ class RayRanks:
         ]
 
     def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Run an all-reduce in each group, all at once; return one outcome per group.
+        """Run an all-reduce in each group, all at once; return one outcome per group, in order.
 
-        groups: of processes that run; the first of each group opens the group's store
-        Waits for `timeout_s` at most, then replaces the processes that did not reply and waits for
+        groups: of processes that run; the first of each group opens the group's store. If it
+                cannot, the group fails with that process as absent
+        Waits for about `timeout_s`, then replaces the processes that did not reply and waits for
         the new ones.
         """
         started = time.monotonic()

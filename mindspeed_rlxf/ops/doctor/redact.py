@@ -106,7 +106,10 @@ def _clean_line(line: str) -> str:
 
 
 def _cut_long_line(line: str) -> str:
-    """Cut a line to MAX_LINE characters, at a space if possible, and say how many were removed."""
+    """Cut a line over MAX_LINE characters, and say how many were removed; return others unchanged.
+
+    It is cut at the last space before MAX_LINE, but at most LONGEST_WORD characters before it.
+    """
     if len(line) <= MAX_LINE:
         return line
     end = max(line.rfind(" ", MAX_LINE - LONGEST_WORD, MAX_LINE), MAX_LINE - LONGEST_WORD)

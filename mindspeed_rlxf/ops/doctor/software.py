@@ -44,8 +44,9 @@ def package_findings(
     required: tuple[str, ...],
     requirements: Mapping[str, Requirement] | None = None,
 ) -> Iterator[Finding]:
-    """Yield an error per required package that is absent, and a warning per version out of range.
+    """Yield a finding per package: a warning for a version out of range, else `ok`.
 
+    For a package that is not installed: an error if it is required, else nothing.
     versions:     package -> version, None = not installed
     required:     packages that must be installed
     requirements: package -> range; None = those of this package's metadata

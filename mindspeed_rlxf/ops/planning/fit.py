@@ -44,7 +44,10 @@ class Need:
 
     @property
     def verdict(self) -> str:
-        """Return the plan's line: sizes, whether they fit, and the remedy or what is unknown."""
+        """Return the plan's line: sizes, and "fits", or "does not fit" with the remedy.
+
+        If the available bytes are unknown: sizes, and why they are.
+        """
         if self.available is None:
             return f"{self._sizes}; {self.unknown}"
         if self.problem is None:

@@ -129,7 +129,10 @@ def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role
 
 
 def _bytes_loaded(config: RunConfig) -> int:
-    """Return the bytes of all weight folders; a folder that several roles load counts once."""
+    """Return the bytes of weights to load, computed from the numbers of parameters.
+
+    A folder that several roles load counts once.
+    """
     folders: dict[str | None, int] = {}
     for role in config.roles:
         section = config.role(role)
@@ -158,7 +161,9 @@ def _num_responses(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
-    """Compute the disk space of the final weights, the kept checkpoints and one being written."""
+    """Return the bytes of final weights per trained role, the bytes of a checkpoint of all trained
+    roles together, and the number of checkpoints: those kept and one being written.
+    """
     itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
     checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
     exports = {role: _export_bytes(config, role) for role in itemsizes}

@@ -101,7 +101,11 @@ class PoolMemory:
         )
 
     def on_device(self, busy: RoleMemory, phase: Phase) -> State:
-        """Return weight, gradient and optimizer bytes of all roles while `busy` runs `phase`."""
+        """Return weight, gradient and optimizer bytes, each summed over all roles of the rank.
+
+        `busy` runs `phase` meanwhile. The role `phase.beside` has its weights on the device too,
+        even if they are offloaded.
+        """
         idle = Phase(phase.name)
         found = [
             role.on_device(phase if role is busy else idle if role.role is phase.beside else None)
@@ -128,9 +132,9 @@ def has_model(config: RunConfig, role: Role) -> bool:
 
 
 def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
-    """Return the memory of the pool's rank with the largest need.
+    """Return the memory of a pool in a list of one item: of the rank with the largest need.
 
-    One item, or two for a split pool: of the ranks that train, then of those that generate.
+    A split pool has two items: of its ranks that train, then of those that generate.
     """
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
@@ -177,8 +181,9 @@ def _buckets(name: str, weights: int) -> Phase:
 
 
 def generate_phase(config: RunConfig, received: int) -> Phase:
-    """Return the memory of generation on a rank, which has every layer and its share of experts.
+    """Return the memory of generation on a rank: working memory, KV cache and received weights.
 
+    The rank has every layer and its share of experts.
     received: number of weights held during generation only, beside those the rank trains
     """
     actor, tp = config.actor_rollout, config.rollout_tp

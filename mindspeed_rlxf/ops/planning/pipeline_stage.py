@@ -173,7 +173,10 @@ class PipelineStage:
         return memory.head_gradient_bytes(self._vocab_rows(), self.architecture.hidden_size)
 
     def _read_tokens(self, samples: int) -> int:
-        """Return the tokens of a micro-batch that the head reads: those of responses."""
+        """Return the tokens of a micro-batch that the head reads.
+
+        They are those of responses, and for other heads than the language model one more a sample.
+        """
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
         return memory.micro_batch_tokens(self.section, samples, slots)
 

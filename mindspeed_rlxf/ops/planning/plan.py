@@ -187,7 +187,7 @@ def _roles(config: RunConfig) -> list[list[object]]:
 
 
 def _rollout(config: RunConfig, precision: str) -> list[object]:
-    """Return the row of the ranks that only generate, for the table of roles."""
+    """Return the row of the table of roles for the ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
     sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
     model = config.actor_rollout.model

@@ -160,7 +160,12 @@ def _same_part(config: RunConfig, pool: PoolMemory) -> PoolMemory:
 
 
 def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
-    """Yield changes that may lower the memory of a pool, cheapest kinds first."""
+    """Yield changes that may lower the memory of a pool, cheapest kinds first.
+
+    The order: distributed optimizer, smaller batches, offloading of frozen weights; per role that
+    learns offloading of the optimizer, recomputation, offloading of weights; larger layouts. What
+    is on already is left out. Ranks that only generate: smaller batches, then twice EP, twice TP.
+    """
     roles = {each.role: config.role(each.role) for each in pool.roles}
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
     if pool.part == GENERATES:
@@ -191,7 +196,9 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
     """Yield changes, each to be tried alone, with ever smaller batches.
 
-    First the rows generated at once, halved until one is left; then each role's micro-batches.
+    First the rows generated at once, if the actor is in `roles`, halved until one is left. Then the
+    micro-batch of each role: its limit in tokens, halved down to one longest sequence, or without
+    such a limit its size, halved down to 1.
     """
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)

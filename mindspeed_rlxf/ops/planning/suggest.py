@@ -151,7 +151,9 @@ def _offloads(config: RunConfig) -> Iterator[Changes]:
 def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
     """Return the changes of keys that make a layout, for every role with a model.
 
-    Parallel sizes are reduced to what a role's ranks allow.
+    TP and PP are reduced to the role's number of ranks; PP is 1 for roles that do not learn.
+    Sequence parallelism is on where TP is over 1; virtual stages are unset. Roles that learn get
+    recomputation, and a distributed optimizer where DP is over 1.
     """
     actor = config.actor_rollout
     tokens = layout.sequences * (actor.max_prompt_length + actor.max_new_tokens)
@@ -193,10 +195,12 @@ def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
 def _evaluate(
     config: RunConfig, changes: Changes, rates: Rates, limit: int
 ) -> tuple[Suggestion, bool] | None:
-    """Find the most rows generated at once with which a layout fits; predict its time.
+    """Estimate the most rows generated at once with which a layout fits; predict its time.
 
+    Starts with all samples of a replica, and takes off rows for the bytes over `limit`, once; from
+    8 rows on to a multiple of 8.
     Returns the suggestion, and whether all samples of a replica are generated at once. None if a
-    rule forbids the layout, or it does not fit device or host even with one row.
+    rule forbids the layout, or it then does not fit device or host.
     """
     rows_key = "actor_rollout.num_samples_per_step"
     try:
@@ -226,7 +230,7 @@ def _largest_need(config: RunConfig) -> int:
 
 
 def _host_fits(config: RunConfig) -> bool:
-    """Whether the run fits the memory of the host; True if that is unknown."""
+    """Return whether the run fits the host's memory; True if the size of that is unknown."""
     there = available.host_memory(config)
     return there is None or host_memory_needed(config, _pools(config)).total <= there
 

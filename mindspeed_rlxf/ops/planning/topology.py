@@ -31,7 +31,7 @@ class Block:
 
 
 def topology(config: RunConfig) -> str:
-    """Return a table per pool as text.
+    """Return a table per pool as text, two for a split pool: of ranks that train and that generate.
 
     A line per device; over MAX_LINES devices in all, a line per range of hosts with equal layout.
     """

@@ -19,7 +19,7 @@ Changes = Mapping[str, Any]
 def vary(config: RunConfig, changes: Changes) -> RunConfig:
     """Return a copy of the configuration with these keys changed.
 
-    changes: YAML key -> value
+    changes: YAML key -> value; keys of a role's optimizer may lie flat in the role
     Raises ConfigError if a rule of the configuration is broken.
     """
     payload = config.model_dump()
