@@ -37,9 +37,9 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """Return the document with the text after its line `MARK` replaced by the tables.
+    """Return the document with all text after the first `MARK` replaced by the tables.
 
-    Raises ValueError where it has no such line.
+    Raises ValueError if `MARK` is not in it.
     """
     head, mark, _ = text.partition(MARK)
     if not mark:

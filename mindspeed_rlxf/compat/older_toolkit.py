@@ -80,7 +80,8 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
 def add_vocab_size(draft: Draft, sections: Tree, model: str, architecture: Tree) -> None:
     """Set a missing `vocab_size` of `architecture` from the config.json in the tokenizer's folder.
 
-    Notes the file, or rejects the key if the file has none. Without a tokenizer, does nothing.
+    Adds a note to `draft`, or a problem if the file lacks an integer or cannot be read. Does
+    nothing if the key exists or no tokenizer is configured.
     """
     folder = sections["training"].get("tokenizer_name_or_path")
     if "vocab_size" in architecture or not isinstance(folder, str):
@@ -360,7 +361,11 @@ def _translate_group_norm(draft: Draft, algorithm: Tree) -> None:
 
 
 def _remove_older_keys(draft: Draft, sections: Tree) -> None:
-    """Remove keys without effect (with a note) and refused keys (with a problem) everywhere."""
+    """Remove keys without effect and refused keys from models, `training` and roles.
+
+    `draft` gets a note for each key without effect, and a problem for a value that is not allowed.
+    A refused key with a neutral value goes without a word.
+    """
     for section, values in _role_sections(sections).items():
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             path = draft.spelled.get(f"{section}.{key}", f"{section}.{key}")
@@ -393,7 +398,11 @@ def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
 
 
 def _note_differences(draft: Draft, sections: Tree) -> None:
-    """Note keys that the YAML uses and that mean something else in the older toolkit."""
+    """Note what the YAML uses and what means something else in the older toolkit.
+
+    It is an entropy coefficient other than 0, `do_sample: true` without a temperature, and the
+    stage of online DPO.
+    """
     actor, training = sections[ACTOR], sections["training"]
     coefficient = actor.get("entropy_coeff", training.get("entropy_coeff"))
     if coefficient:

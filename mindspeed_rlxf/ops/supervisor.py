@@ -147,7 +147,7 @@ class Supervisor:
             changes = self._restart_overrides() + pools
 
     def _restart_overrides(self) -> list[str]:
-        """Return the overrides of a restart: same run directory, and resume.
+        """Return the overrides of a restart: the same run directory, no new run, and resume.
 
         On a cluster that the run joined, also: wait for nodes, and leave out bad ones.
         """
@@ -255,7 +255,10 @@ class Supervisor:
         return []
 
     def _is_legal(self, changes: Sequence[str]) -> bool:
-        """Whether a dry run with these overrides succeeds; waits for it, LEGAL_S at most."""
+        """Return whether a dry run with these overrides succeeds.
+
+        It prints nothing and is killed after LEGAL_S, which counts as a failure.
+        """
         command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
         child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
         return self._wait_for(child, LEGAL_S) == EXIT_DONE

@@ -220,7 +220,8 @@ def _collectives(
     """Start a process per free device of all hosts, run all-reduces among them, and end them.
 
     environment: variables of the processes; end: deadline, of `time.monotonic`
-    Busy devices and processes that do not start are findings; their hosts' others are still tried.
+    Busy devices are a warning and left out. A process that does not start is an error, and its host
+    is left out. Equal findings of several hosts are merged.
     """
     from mindspeed_rlxf.cluster.ray.agent import RayAgent, device_options
     from mindspeed_rlxf.ops.doctor.all_reduce import warm_up

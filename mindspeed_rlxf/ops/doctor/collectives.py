@@ -177,7 +177,10 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
 
 
 def _join_names(group: Group) -> str:
-    """Join the names of at most SHOWN_NAMES parties, with the number of those left out."""
+    """Join the names of two or more parties: `a, b and c`.
+
+    Over SHOWN_NAMES, only the first ones are listed, with the number of the others at the end.
+    """
     names = [party.name for party in group]
     if len(names) > SHOWN_NAMES:
         names[SHOWN_NAMES:] = [f"{len(names) - SHOWN_NAMES} more"]

@@ -15,9 +15,10 @@ BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """Check the accelerators of this host by torch and by the driver's tool; compare the two.
+    """Return findings on this host's accelerators: kind, the driver's list, torch's number.
 
-    On CPU, warns of device files in /dev that go unused. An exception of torch becomes an error.
+    torch must see as many devices as the driver lists. On CPU there is one finding, a warning if
+    /dev has device files. An exception of torch is the only finding, an error.
     """
     try:
         kind = device.resolve_kind(kind)

@@ -25,9 +25,10 @@ RELEASED = 1_767_225_600  # seconds, 2026-01-01: no clock of a run is before it
 
 
 def open_files(limits: tuple[int, int] | None = None) -> Finding:
-    """Warn if fewer than OPEN_FILES files may be open.
+    """Warn if this process may open fewer than OPEN_FILES files (the soft limit); else `ok`.
 
     limits: (soft, hard), -1 = unlimited; None = those of this process
+    The remedy names the hard limit if that is too low as well.
     """
     soft, hard = map(_limit, limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     remedy = f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run, on every host"

@@ -134,9 +134,10 @@ def _without_values(line: str) -> str:
 
 
 def _shorten_quote(found: re.Match[str]) -> str:
-    """Replace a quote that has a space and over LONG_QUOTE characters by its length.
+    """Return a quote of over LONG_QUOTE characters with a space as `"[n characters removed]"`.
 
-    Other quotes stay. found: a match of QUOTED
+    Other quotes are returned as they are; the kind of quotation mark stays. found: a match of
+    QUOTED
     """
     text = found["double"] or found["single"] or ""
     if len(text) <= LONG_QUOTE or " " not in text:

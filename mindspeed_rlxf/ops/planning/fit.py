@@ -150,7 +150,10 @@ def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need
 
 
 def _host_rows(host: HostMemory) -> list[list[object]]:
-    """Return the rows of the host's memory table: a part per row, a phase of the run per column."""
+    """Return the rows of the host's memory table: a part per row, a phase of the run per column.
+
+    A heading row comes first, a row of sums last. Parts of 0 bytes are left out.
+    """
     load, iteration, checkpoint, final = range(4)
     always = (load, iteration, checkpoint, final)
     parts: list[tuple[str, int, tuple[int, ...]]] = [

@@ -153,7 +153,11 @@ def _checkpoint_bytes_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _num_responses(config: RunConfig) -> int:
-    """Return the most responses of an iteration, also those that are not trained on."""
+    """Return the most responses of an iteration, also those that are not trained on.
+
+    With `filter_groups` it is `max_num_gen_batches` times the samples. An estimator that needs
+    greedy responses adds one per prompt.
+    """
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
     greedy = algorithm.estimator.reads_greedy

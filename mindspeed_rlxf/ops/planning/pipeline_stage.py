@@ -96,7 +96,11 @@ class PipelineStage:
         return held
 
     def forward(self) -> Phase:
-        """Return the memory of a pass without gradients: of one layer, or of the head if larger."""
+        """Return the memory of a pass without gradients: of one layer, or of the head if larger.
+
+        Buffers of experts are added. A reference that computes the full KL also needs the actor's
+        weights on the device meanwhile.
+        """
         tokens = self._tokens(self.samples)
         layer = memory.layer_forward_bytes(*self._layer_arguments(tokens))
         held = max(layer, self._head_bytes(self.samples))

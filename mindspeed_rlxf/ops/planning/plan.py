@@ -78,9 +78,10 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
 def _suggestions(
     config: RunConfig, rates: Rates | None, nested: bool, note: Note
 ) -> tuple[str, list[Problem]]:
-    """Search layouts; return the plan's section on them, and problems.
+    """Search layouts; return the text of the plan's section on them, and problems.
 
-    Nothing is searched, and there is one problem, if the memory or the rates are unknown.
+    Nothing is searched, and there is one problem, which the text repeats, if the memory or the
+    rates are unknown; else there are none. On CPU the memory is that of a generating process.
     """
     room = available.device_memory(config)
     if available.on_cpu(config) and room is None:
