@@ -275,7 +275,11 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 
 
 def _report(counts: Counts, prefix: str) -> None:
-    """Print the counts of rows and the path of the data set; on stderr notes of odd input."""
+    """Print the counts of rows and the paths of the data set and, if any, of the dropped rows.
+
+    Notes on odd input go to stderr: skipped and empty files, many unknown tokens, a fast tokenizer
+    in spite of the flag.
+    """
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
     if counts.not_slow:

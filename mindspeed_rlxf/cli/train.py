@@ -111,7 +111,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError where it is wrong, or names no configuration."""
+    """Parse the command line. Raises UserError for unknown options and without --config-name."""
     parser = Parser(
         OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
     )

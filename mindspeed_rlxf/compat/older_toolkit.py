@@ -174,7 +174,10 @@ def _take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | Non
 
 
 def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
-    """Set `target`, a `section.key`, to `value`; reject `path` if `target` has another value."""
+    """Set `target`, a `section.key`, to `value`, which was at `path`; record `path` as its origin.
+
+    If `target` has a value, that stays: the same one is fine, another adds a problem to `draft`.
+    """
     section, key = target.split(".")
     present = sections[section].setdefault(key, value)
     if present == value:
@@ -205,7 +208,8 @@ def _merge_seeds(draft: Draft, sections: Tree) -> None:
 def _translate_data(draft: Draft, sections: Tree) -> None:
     """Translate data_path (then set older defaults), no_shuffle, and the keys of label columns.
 
-    Notes the keys of columns, and rejects values of a wrong type.
+    `dataset_with_labels: true`, or `labels` in `dataset_additional_keys`, sets `ground_truth_key`
+    to labels if it is unset. `draft` gets a note for either key, and problems for wrong types.
     """
     data = sections["data"]
     if found := _take_value(draft, sections, "data_path"):

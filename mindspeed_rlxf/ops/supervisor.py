@@ -109,6 +109,7 @@ class Supervisor:
 
         Prints why a restart is made or not, and waits PAUSE_S before it. If devices are missing
         after a restart, tries again with fewer processes.
+        A failure that is not restarted returns EXIT_FAILED, an end by a signal EXIT_STOPPED.
         """
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
@@ -195,7 +196,10 @@ class Supervisor:
             self._forward_signal(self._child, number)
 
     def _forward_signal(self, child: subprocess.Popen[bytes], number: int) -> None:
-        """Send a signal to the process, and set the time at which it is killed if it still runs."""
+        """Send a signal to the process, and set the time at which it is killed if it still runs.
+
+        A later signal does not move that time back.
+        """
         grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
         child.send_signal(number)
@@ -203,10 +207,10 @@ class Supervisor:
     def _find_failure(self, code: int, began: float) -> Failure | None:
         """Return the failure that this attempt left in failure.json, else one of the exit code.
 
-        The latter is printed and written to failure.json. None, after printing how the process
-        ended, if no run directory existed yet.
+        The latter is printed and written to failure.json. None if no run directory existed yet; it
+        then prints how the process ended, unless the code is EXIT_FAILED.
 
-        began: start of the attempt, seconds since 1970
+        began: start of the attempt, seconds since 1970; an older failure.json does not count
         """
         if "directory" not in self._facts:
             if code != EXIT_FAILED:

@@ -79,7 +79,8 @@ def check_collectives(
     """Run all-reduces inside each host, between pairs and over all; report failing hosts and links.
 
     hosts: one party per host, with the host's ranks; those that fail inside are not paired
-    Returns when done or after `deadline_s`, plus what the last round takes to answer.
+    Returns when done or after `deadline_s`, plus what the last round takes to answer. If that
+    deadline leaves no time to begin, there is one warning.
     """
     conductor = Conductor(transport, deadline_s, clock)
     inside = conductor.run_round([(host,) for host in hosts], INSIDE_S)

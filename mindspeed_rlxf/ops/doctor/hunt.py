@@ -114,7 +114,11 @@ class Hunt:
         self._complete = True
 
     def verdict(self) -> Verdict:
-        """Judge from the outcomes so far which parties, links and groups fail."""
+        """Return which parties, links and groups fail, judged from the outcomes so far.
+
+        A failed pair without a broken party is a link if both parties passed with others, else
+        undecided. Of a pair that was tried twice the later outcome counts.
+        """
         broken, working = self._broken(), self._working()
         latest = dict(self._tries)
         links: list[Group] = []

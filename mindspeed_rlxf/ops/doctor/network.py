@@ -48,10 +48,12 @@ def interfaces() -> dict[str, bool]:
 def interface_findings(
     existing: Mapping[str, bool], environment: Mapping[str, str], several_hosts: bool
 ) -> Iterator[Finding]:
-    """Check that each interface named by a variable exists and is up; warn of an ambiguous choice.
+    """Yield a finding per variable that names interfaces, then one on the choice of interfaces.
 
+    A variable is an error if it selects none, or only such as are down; else `ok`.
     existing:      interface -> whether it is up
-    several_hosts: a loopback interface is an error; gloo needs a named or a single interface
+    several_hosts: only loopback interfaces are an error too; the choice is a warning unless
+                   GLOO_SOCKET_IFNAME is set or one interface is up, virtual ones not counted
     """
     for variable in (*EXACT, *BY_PREFIX):
         value = environment.get(variable)

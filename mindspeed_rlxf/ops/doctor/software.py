@@ -90,9 +90,9 @@ def _cann(cann: str | None) -> Finding:
 
 
 def _sources() -> list[Finding]:
-    """Return one finding with the folders that Megatron and MindSpeed are imported from.
+    """Return one `ok` finding with the folders that Megatron and MindSpeed are imported from.
 
-    Returns [] if none of them is a checkout.
+    Names only those that are a checkout; [] if none is.
     """
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}

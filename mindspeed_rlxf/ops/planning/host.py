@@ -90,7 +90,7 @@ class Disk:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """Compute the memory of the host with most processes.
+    """Return the memory, in bytes, of the host with most processes, by what takes it.
 
     pools: memory of the pools' devices; it counts as host memory on CPU
     """

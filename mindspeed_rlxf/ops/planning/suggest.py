@@ -179,9 +179,10 @@ def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
 
 
 def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
-    """Return the changes that make full recomputation go layer by layer, which needs least memory.
+    """Return the changes to recompute_method=uniform and recompute_num_layers=1.
 
-    Keys that are set so already are left out.
+    So full recomputation goes layer by layer, which needs least memory. Keys that have these values
+    already are left out.
     """
     wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
     given = {name: getattr(section, name) for name in wanted}

@@ -44,9 +44,10 @@ def topology(config: RunConfig) -> str:
 
 
 def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dict[str, Placed]]]:
-    """Yield hosts and layouts of a pool; of a split one its training, then its generating part.
+    """Yield (hosts, layouts) of a pool; of a split one for ranks that train, then that generate.
 
-    The layouts are by role name, each with the pool's rank that is its first.
+    layouts: role name, or "rollout" for ranks that only generate -> the layout and its first rank
+             in the pool
     """
     hosts = _host_blocks(config.resource_pool[pool])
     layouts = {role.value: (config.layout(role), 0) for role in config.roles_of(pool)}
