@@ -53,7 +53,10 @@ def _no_op(entry: NoOp) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace the tables in the document that the one argument names; without one, print them."""
+    """Replace the tables in the document that the one argument names; return 0.
+
+    With no argument, or several, print the tables.
+    """
     if len(arguments) != 1:
         print(tables(), end="")
         return 0

@@ -162,9 +162,9 @@ def _take_value(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | Non
 
 
 def _take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None:
-    """Remove a key and return its path and value, as `_take_value` does.
+    """Remove a key and return its path and value, as `_take_value` does; None if it is absent.
 
-    Returns None for a value that is not true or false, too, and rejects it.
+    A value that is not true or false is a problem, added to `draft`; it then returns None too.
     """
     found = _take_value(draft, sections, key)
     if found and not isinstance(found[1], bool):
@@ -188,9 +188,10 @@ def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> N
 
 
 def _merge_seeds(draft: Draft, sections: Tree) -> None:
-    """Set training.seed to the actor's seed, if it has one; remove seeds and lengths of models.
+    """Set training.seed to the actor's seed, if any; remove the seeds and lengths of all models.
 
-    Notes each seed of a model that differs.
+    The actor's seed is that of its section, else of training, else of its model. Notes each other
+    seed of a model that differs.
     """
     training = sections["training"]
     if found := _take_value(draft, sections, "seed"):
@@ -283,10 +284,10 @@ def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
 
 
 def _translate_category(draft: Draft, sections: Tree) -> None:
-    """Remove `dataset_category`; reject it unless all data sets have the reward that scores here.
+    """Remove `dataset_category`; with a note if all data sets have the reward that scores here.
 
-    1 = scored by the verifier, 0 = by a reward model. Sets a missing reward.kind to rule if
-    reward.verifier is true.
+    1 = scored by the verifier, 0 = by a reward model; another value or a mix is a problem, added to
+    `draft`. Sets a missing reward.kind to rule if reward.verifier is true, also without the key.
     """
     reward = sections["reward"]
     wanted = "1" if reward.get("verifier") else "0"
@@ -311,7 +312,7 @@ def _translate_category(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_algorithm(draft: Draft, sections: Tree) -> None:
-    """Translate EOS penalty, whitening and `group_norm`.
+    """Move `missing_eos_penalty`, replace a whitening of true or false by a word, and `group_norm`.
 
     For online DPO, remove an entropy_coeff that is the older toolkit's default, with a note.
     """

@@ -274,7 +274,11 @@ def _say(line: str) -> None:
 
 
 def current_iteration(metrics: Path) -> int:
-    """Return the iteration after the last one in metrics.jsonl; 1 if the file has none."""
+    """Return the iteration after the last one in metrics.jsonl.
+
+    Looks at the last LAST_LINES_BYTES only and skips lines that cannot be read; 1 if there is no
+    iteration in them, or no file.
+    """
     with contextlib.suppress(OSError), open_plain(metrics) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
         for line in reversed(file.read().splitlines()):

@@ -61,10 +61,11 @@ def versions() -> dict[str, str]:
 def check_cluster(
     subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
 ) -> list[Finding]:
-    """Join a Ray cluster, check its hosts and collectives, and leave it.
+    """Join a Ray cluster, return findings on its hosts and collectives, and leave it.
 
     address: None = RAY_ADDRESS
-    A failure to join becomes a finding. Raises UserError when no cluster is named.
+    A failure to join becomes the only finding, an error. Raises UserError when no cluster is named,
+    or `local`.
     """
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":

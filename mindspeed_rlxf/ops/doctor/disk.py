@@ -97,7 +97,11 @@ def ray_temp_dir() -> Path:
 
 
 def ray_folder() -> Finding:
-    """Check that Ray's folder is writable (else an error) and has free space to spill objects."""
+    """Check that Ray's folder is writable (else an error) and has free space to spill objects.
+
+    A disk that is full to RAY_FULL, or has under 1 GiB free, is a warning. A folder that does not
+    exist is judged by its nearest parent that does.
+    """
     check, folder = "disk.ray_folder", existing_folder(ray_temp_dir())
     if not os.access(folder, os.W_OK | os.X_OK):
         return error(check, f"{folder} cannot be written", "set RAY_TMPDIR to another")

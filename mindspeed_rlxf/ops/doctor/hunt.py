@@ -103,7 +103,8 @@ class Hunt:
     def rounds(self) -> Rounds:
         """Yield the groups of each round, be sent their outcomes, and record them.
 
-        A generator. The rounds are the pairs, then the doubtful pairs, then all parties together.
+        A generator. The rounds are the pairs, without parties found broken by then; the doubtful
+        pairs; all parties without a known failure together, in parts if that fails.
         """
         for pairs in pair_rounds(self._parties):
             broken = self._broken()

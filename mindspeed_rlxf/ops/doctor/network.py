@@ -143,7 +143,7 @@ def proxy_finding(environment: Mapping[str, str]) -> Finding:
 
 
 def _without_password(url: str) -> str:
-    """Return scheme, host and port of a URL; "(set)" if it has no host."""
+    """Return `scheme://host:port` of a URL, without user and path; "(set)" if it has no host."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}:{parts.port}" if parts.hostname else "(set)"
 

@@ -43,7 +43,10 @@ class Report:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Number of findings of each status, by its value; 0 where there are none."""
+        """Return status -> number of findings; 0 for statuses that none has.
+
+        The keys are the values of `Status`, as "ok".
+        """
         found = Counter(finding.status for finding in self.findings)
         return {status.value: found[status] for status in Status}
 
@@ -134,7 +137,7 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that is not `dumb`, and NO_COLOR is unset or empty."""
+    """Return whether `stream` is a terminal, TERM is not `dumb`, and NO_COLOR is unset or empty."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not is_plain
 

@@ -19,7 +19,10 @@ REQUIRED = ("torch", "ray", "transformers", "safetensors", "numpy")
 
 
 def check_software(kind: DeviceKind) -> list[Finding]:
-    """Check versions of Python and packages; for NPU also CANN and which versions fit together."""
+    """Check versions of Python and packages; for NPU also CANN and which versions fit together.
+
+    NPU requires torch_npu, other kinds Megatron.
+    """
     kind = device.resolve_kind(kind)
     is_npu = kind is DeviceKind.NPU
     required = (*REQUIRED, npu_versions.TORCH_NPU if is_npu else packages.MEGATRON)

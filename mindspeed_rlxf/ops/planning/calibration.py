@@ -68,7 +68,10 @@ class Calibration(Section):
 
 
 def default_file(kind: DeviceKind) -> Path:
-    """Return the path of this user's calibration file for a kind of device; it may not exist."""
+    """Return the path of this user's calibration file for a kind of device; it may not exist.
+
+    It is below XDG_CACHE_HOME, or ~/.cache if that is unset.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mindspeed_rlxf" / f"calibration-{device.resolve_kind(kind).value}.json"
 

@@ -91,7 +91,8 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
     """Return a pool's memory table: titles, each phase of each role, then all roles together.
 
-    The last row is of the phase that needs most.
+    The last row is of the phase that needs most, with the bytes of the process; without a role with
+    a model, it has only those and the buffers.
     """
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
@@ -107,8 +108,9 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
 
 
 def _row(name: str, state: State, other: int, phase: Phase) -> list[object]:
-    """Return a row of the memory table: the bytes on the device while `phase` runs.
+    """Return a row of the memory table as text: name, phase, and bytes on the device meanwhile.
 
+    The bytes are of weights, gradients, optimizer, activations, KV cache, the rest and their sum.
     state: bytes of weights, gradients and optimizer; other: lasting bytes beside them
     """
     needs = [*state, phase.activations, phase.kv_cache, other + phase.other]

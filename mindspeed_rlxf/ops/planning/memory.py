@@ -237,7 +237,10 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
-    """Return the memory of a role on the ranks of one pipeline stage."""
+    """Return the memory of a role on one rank of a pipeline stage: lasting bytes and its phases.
+
+    Gradients and optimizer state are 0 for a role that does not learn.
+    """
     stage = PipelineStage(config, role, pp_rank)
     optimizer = optimizer_of(config, role)
     numbers, item = sum(stage.sizes), stage.itemsize

@@ -122,7 +122,10 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _checkpoints(config: RunConfig) -> str:
-    """Describe when checkpoints are saved and how many are kept."""
+    """Return as text when checkpoints are saved and how many are kept.
+
+    The intervals in iterations and in seconds are left out if they are off, or longer than the run.
+    """
     training, found = config.training, []
     if 0 < training.save_interval <= training.train_iters:
         found.append(f"every {training.save_interval} iterations")

@@ -102,7 +102,11 @@ def mean_lengths(config: RunConfig) -> Lengths:
 
 
 def iteration_work(config: RunConfig) -> list[PhaseWork]:
-    """Return the work of all phases of an iteration, in the order in which they run."""
+    """Return the work of all phases of an iteration: generation, forward passes, updates.
+
+    Forward passes are of each role with a model; the actor has one only if old log-probs are
+    computed again. The critic's update is before the actor's.
+    """
     lengths = mean_lengths(config)
     actor = Role.ACTOR_ROLLOUT
     found = [_phase(config, "gen", actor, Kind.GENERATE, Stage.GENERATE, generation_work(config))]
