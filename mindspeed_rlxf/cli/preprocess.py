@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         if arguments.merge_group_keys is not None:
-            _merge(arguments)
+            _merge_data_sets(arguments)
             return 0
-        options = _options(arguments)
+        options = _check_options(arguments)
         with _progress(arguments.log_interval) as progress:
             counts = preprocess(options, progress)
     except UserError as error:
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ],
             1,
         )
-    _report(counts, arguments.output_prefix)
+    _print_counts(counts, arguments.output_prefix)
     return 0
 
 
@@ -151,7 +151,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _options(arguments: argparse.Namespace) -> PreprocessOptions:
+def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
     problems = _flag_problems(arguments)
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
@@ -226,7 +226,7 @@ def _handler_problems(name: str) -> list[Problem]:
     return _one_of("--handler-name", name, HANDLERS)
 
 
-def _merge(arguments: argparse.Namespace) -> None:
+def _merge_data_sets(arguments: argparse.Namespace) -> None:
     """Merge the data sets of the --input folder; print the files that were written.
 
     Raises UserError unless there is one folder and at least one key.
@@ -274,7 +274,7 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
     return progress_bar(print_line, unit=" rows")
 
 
-def _report(counts: Counts, prefix: str) -> None:
+def _print_counts(counts: Counts, prefix: str) -> None:
     """Print the counts of rows and the paths of the data set and, if any, of the dropped rows.
 
     Notes on odd input go to stderr: skipped and empty files, many unknown tokens, a fast tokenizer

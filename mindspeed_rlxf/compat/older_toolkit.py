@@ -71,7 +71,7 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
         found = _take_value(draft, sections, key)
         # `use_deter_comp: false` leaves the choice to the device, as an absent key does.
         if found and (key != "use_deter_comp" or found[1] not in (None, False)):
-            _move(draft, sections, *found, MOVED[key])
+            _set_moved_key(draft, sections, *found, MOVED[key])
     _remove_older_keys(draft, sections)
     if nested or draft.notes:
         _note_differences(draft, sections)
@@ -173,7 +173,7 @@ def _take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | Non
     return found
 
 
-def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
+def _set_moved_key(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
     """Set `target`, a `section.key`, to `value`, which was at `path`; record `path` as its origin.
 
     If `target` has a value, that stays: the same one is fine, another adds a problem to `draft`.
@@ -214,10 +214,10 @@ def _translate_data(draft: Draft, sections: Tree) -> None:
     """
     data = sections["data"]
     if found := _take_value(draft, sections, "data_path"):
-        _move(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
+        _set_moved_key(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
         _set_older_data_defaults(draft, data)
     if found := _take_flag(draft, sections, "no_shuffle"):
-        _move(draft, sections, found[0], not found[1], "data.shuffle")
+        _set_moved_key(draft, sections, found[0], not found[1], "data.shuffle")
     if (found := _take_flag(draft, sections, "dataset_with_labels")) and found[1]:
         set_default(data, "ground_truth_key", "labels")
         draft.note("data.ground_truth_key=labels", f"{found[0]}=true")
@@ -318,7 +318,7 @@ def _translate_algorithm(draft: Draft, sections: Tree) -> None:
     """
     algorithm, stage = sections["algorithm"], sections["training"].get("stage")
     if found := _take_value(draft, sections, "missing_eos_penalty"):
-        _move(draft, sections, *found, "algorithm.missing_eos_penalty")
+        _set_moved_key(draft, sections, *found, "algorithm.missing_eos_penalty")
     whiten = algorithm.get("advantage_whiten")
     if isinstance(whiten, bool):
         word = AdvantageWhiten.BATCH if whiten else AdvantageWhiten.NONE

@@ -49,7 +49,7 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     architecture, hf_config = read_architecture(config)
     _check_model(arguments, architecture, str(hf_config.get("model_type")))
     head = choose_head(hf_config, arguments.orm)
-    layout = None if to is Format.HF else _layout(arguments, architecture)
+    layout = None if to is Format.HF else _layout_of_flags(arguments, architecture)
     return Conversion(
         source=source,
         config=config,
@@ -227,7 +227,9 @@ def _check_model(
     _raise_any([problem for broken, problem in checks if broken])
 
 
-def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> MegatronLayout:
+def _layout_of_flags(
+    arguments: argparse.Namespace, architecture: ArchitectureConfig
+) -> MegatronLayout:
     """Return the Megatron layout that the flags describe.
 
     Raises UserError if --num-layer-list has anything but integers with commas between.

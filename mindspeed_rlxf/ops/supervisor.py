@@ -122,7 +122,7 @@ class Supervisor:
             if self._stop is not None and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
                 return EXIT_STOPPED
             if "free" in reported and restarts.used:
-                pools = self._shrink(reported["free"])
+                pools = self._find_smaller_layout(reported["free"])
                 if not pools:
                     return EXIT_STOPPED
                 changes = self._restart_overrides() + pools
@@ -239,7 +239,7 @@ class Supervisor:
         cause = " ".join(str(found.get(key, "")) for key in ("role", "phase", "cause"))
         return Failure(found.get("iteration"), cause, saved)
 
-    def _shrink(self, free: Sequence[int]) -> list[str]:
+    def _find_smaller_layout(self, free: Sequence[int]) -> list[str]:
         """Return the override of the first smaller pool that a dry run accepts; [] without any.
 
         free: devices of each node

@@ -66,10 +66,10 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     target = _free_name(target_dir, run.path.name)
     try:
         with (
-            open_file(target, "xb", _file_mode(_config(run))) as file,
+            open_file(target, "xb", _file_mode(_read_config(run))) as file,
             tarfile.open(fileobj=file, mode="w:gz") as archive,
         ):
-            for name, text in _members(run, report, redactor):
+            for name, text in _bundle_files(run, report, redactor):
                 _add_file(archive, f"{target.name.removesuffix('.tar.gz')}/{name}", text)
     except OSError as error:
         if not isinstance(error, FileExistsError):
@@ -84,7 +84,9 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     return target
 
 
-def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[tuple[str, str]]:
+def _bundle_files(
+    run: RunDirectory, report: Report, redactor: Redactor
+) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the files of a bundle: note, report, environment, list of files, newest
     configurations, failure, metrics, the end of each log and its stacks.
 
@@ -94,7 +96,7 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
     yield "README.txt", NOTE
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
     yield "environment.json", redactor.clean(json.dumps(variables, indent=2))
-    yield "files.txt", redactor.clean(printable(_listing(run.path)))
+    yield "files.txt", redactor.clean(printable(_list_files(run.path)))
     for file in sorted(islice(run.path.glob("config*.yaml"), MOST_FILES))[-MOST_CONFIGS:]:
         if CONFIG_FILE.fullmatch(file.name):
             yield file.name, redactor.clean(_read_tail(file, STACK_BYTES))
@@ -104,11 +106,11 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
             redactor.clean(_format_failure(_read_tail(run.failure, STACK_BYTES))),
         )
     if run.metrics.exists():
-        yield run.metrics.name, _metrics(_read_tail(run.metrics, METRIC_LINES * 4096))
-    for file in _logs(run):
+        yield run.metrics.name, _last_metrics(_read_tail(run.metrics, METRIC_LINES * 4096))
+    for file in _choose_logs(run):
         name = file.relative_to(run.path).as_posix()
         yield name, redactor.clean(_read_tail(file, TAIL_BYTES))
-        stacks = "".join(_stacks(file))
+        stacks = "".join(_stack_lines(file))
         if stacks:
             yield f"stacks/{name}", redactor.clean(stacks[-STACK_BYTES:])
 
@@ -122,7 +124,7 @@ def _format_failure(text: str) -> str:
     return "".join(f"{key}: {value}\n" for key, value in found.items()) or text
 
 
-def _metrics(text: str) -> str:
+def _last_metrics(text: str) -> str:
     """Return iteration, time and metrics of the last METRIC_LINES lines, one JSON object per line.
 
     Values that are not numbers, and lines that are no JSON object, are left out.
@@ -151,7 +153,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _logs(run: RunDirectory) -> list[Path]:
+def _choose_logs(run: RunDirectory) -> list[Path]:
     """List at most MOST_LOGS log files: the driver's, the failed rank's, then the newest."""
     found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
     files = [file for file in found if LOG_FILE.fullmatch(file.name) and _is_regular(file)]
@@ -187,7 +189,7 @@ def _read_tail(file: Path, size: int) -> str:
     return text.partition("\n")[2] if end > size else text
 
 
-def _stacks(file: Path) -> Iterator[str]:
+def _stack_lines(file: Path) -> Iterator[str]:
     """Yield the lines of faulthandler's stacks in the last STACK_SEARCH_BYTES of a log."""
     inside = False
     for line in _read_tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
@@ -196,7 +198,7 @@ def _stacks(file: Path) -> Iterator[str]:
             yield line
 
 
-def _listing(folder: Path) -> str:
+def _list_files(folder: Path) -> str:
     """Return size, UTC time and path of the files below `folder`, one per line.
 
     Links are not followed. At most MOST_FILES lines; then a last line `and more` says that others
@@ -221,7 +223,7 @@ def private_texts(run: RunDirectory) -> set[str]:
     Reads the first data rows, then the samples from the newest on until it has 2 x MOST_TEXTS
     strings.
     """
-    texts = _data_texts(_config(run))
+    texts = _data_texts(_read_config(run))
     for file in (run.samples, run.val_samples):
         for line in reversed(_read_tail(file, SAMPLE_BYTES).splitlines()):
             texts.update(_strings(_json_object(line)))
@@ -255,7 +257,7 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
     return texts
 
 
-def _config(run: RunDirectory) -> dict[str, Any]:
+def _read_config(run: RunDirectory) -> dict[str, Any]:
     """Read the run's configuration; {} if it cannot be read or is no mapping."""
     try:
         found = parse_yaml(_read_tail(run.config, STACK_BYTES))

@@ -117,7 +117,7 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
     culprits = f": {', '.join(named)}" if named else ""
     return error(
         "collectives.inside",
-        f"all-reduce fails inside {host.name}{culprits}{_cause(outcome)}",
+        f"all-reduce fails inside {host.name}{culprits}{_format_cause(outcome)}",
         "look at the devices and the library's log there, or leave the host out",
     )
 
@@ -131,7 +131,7 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
     for party in verdict.broken:
         yield error(
             check,
-            f"{party.name} fails with every partner{_cause(hunt.last_failure(party))}",
+            f"{party.name} fails with every partner{_format_cause(hunt.last_failure(party))}",
             "look at its network, firewall and GLOO/HCCL_SOCKET_IFNAME, or leave it out",
         )
     for link in verdict.links:
@@ -188,7 +188,7 @@ def _join_names(group: Group) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _cause(outcome: Outcome) -> str:
+def _format_cause(outcome: Outcome) -> str:
     """Return ` (absent ranks; first error)` of a failed outcome; "" if neither is known.
 
     Shows SHOWN_NAMES ranks at most.

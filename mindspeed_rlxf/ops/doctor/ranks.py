@@ -72,7 +72,7 @@ class RayRanks:
         return [
             Outcome(False, (group[0],), port.cause)
             if isinstance(port, HostError)
-            else _merge(group, replies)
+            else _merge_replies(group, replies)
             for group, port in ports.items()
         ]
 
@@ -91,7 +91,7 @@ class RayRanks:
         self._dead |= {n for n, reply in replies if isinstance(reply, HostError)}
 
 
-def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
+def _merge_replies(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
     """Merge the replies of a group's processes into one outcome: passed only if all replies are.
 
     replies: Outcome or HostError by process number

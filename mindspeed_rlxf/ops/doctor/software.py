@@ -74,14 +74,14 @@ def npu_findings() -> Iterator[Finding]:
     A combination without a problem yields nothing.
     """
     versions = npu_versions.read_versions()
-    yield _cann(versions.cann)
-    yield from _sources()
+    yield _cann_finding(versions.cann)
+    yield from _source_findings()
     for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(versions)):
         status = Status.ERROR if problem.fatal else Status.WARNING
         yield Finding("versions.pairs", status, problem.rule, problem.remedy)
 
 
-def _cann(cann: str | None) -> Finding:
+def _cann_finding(cann: str | None) -> Finding:
     """Return `ok` with the version of CANN; an error for None, which means not installed."""
     if cann is None:
         return error(
@@ -92,7 +92,7 @@ def _cann(cann: str | None) -> Finding:
     return ok("versions.cann", cann)
 
 
-def _sources() -> list[Finding]:
+def _source_findings() -> list[Finding]:
     """Return one `ok` finding with the folders that Megatron and MindSpeed are imported from.
 
     Names only those that are a checkout; [] if none is.

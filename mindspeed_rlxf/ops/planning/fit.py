@@ -100,14 +100,14 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
     ]  # fmt: skip
     for role in pool.roles:
         name, other = role.role.value, role.other
-        rows += [_row(name, role.on_device(phase), other, phase) for phase in role.phases]
+        rows += [_memory_row(name, role.on_device(phase), other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
     if pool.peak is None:
-        return [*rows, _row("together", (0, 0, 0), other, Phase("-"))]
-    return [*rows, _row("together", pool.on_device(*pool.peak), other, pool.peak[1])]
+        return [*rows, _memory_row("together", (0, 0, 0), other, Phase("-"))]
+    return [*rows, _memory_row("together", pool.on_device(*pool.peak), other, pool.peak[1])]
 
 
-def _row(name: str, state: State, other: int, phase: Phase) -> list[object]:
+def _memory_row(name: str, state: State, other: int, phase: Phase) -> list[object]:
     """Return a row of the memory table as text: name, phase, and bytes on the device meanwhile.
 
     The bytes are of weights, gradients, optimizer, activations, KV cache, the rest and their sum.

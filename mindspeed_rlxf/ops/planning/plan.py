@@ -57,13 +57,13 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
         known, problems = KnownRates(None, "see the problem of plan"), error.problems
     fitting = check_fit(config, known.rates)
     sections = {
-        f"Run {config.training.run_name}": pairs(_run(config)),
-        "Roles": table(_roles(config)),
+        f"Run {config.training.run_name}": pairs(_run_section(config)),
+        "Roles": table(_roles_table(config)),
         "Places of the ranks": topology(config),
-        "Environment of the workers": _environment(config),
-        "Batch of an iteration": pairs(_batch(config)),
-        "Forward passes": table(_forwards(config)),
-        "Optimizer": table(_updates(config)),
+        "Environment of the workers": _environment_table(config),
+        "Batch of an iteration": pairs(_batch_section(config)),
+        "Forward passes": table(_forwards_table(config)),
+        "Optimizer": table(_updates_table(config)),
         **fitting.sections,
         "Time of an iteration, predicted": show_prediction(config, known),
     }
@@ -97,7 +97,7 @@ def _suggestions(
     return show_suggestions(config, found, now, nested, limit), []
 
 
-def _run(config: RunConfig) -> list[tuple[str, object]]:
+def _run_section(config: RunConfig) -> list[tuple[str, object]]:
     """Return the rows (title, value) of the plan's section on the run, iterations first."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
@@ -109,11 +109,11 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
         ("iterations", training.train_iters),
         ("output", training.output_dir),
         *((f"weights of {role.value}", folder) for role, folder in saved.items() if folder),
-        ("checkpoints of the run", _checkpoints(config)),
+        ("checkpoints of the run", _describe_checkpoints(config)),
         ("tokenizer", training.tokenizer_name_or_path),
         ("training prompts", ", ".join(data.train_files or data.data_path)),
         ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
-        *([("validation", _validation(config))] if config.has_validation_prompts else []),
+        *([("validation", _describe_validation(config))] if config.has_validation_prompts else []),
         ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
         ("device", config.device.kind.value),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
@@ -121,7 +121,7 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
     ]
 
 
-def _checkpoints(config: RunConfig) -> str:
+def _describe_checkpoints(config: RunConfig) -> str:
     """Return as text when checkpoints are saved and how many are kept.
 
     The intervals in iterations and in seconds are left out if they are off, or longer than the run.
@@ -135,7 +135,7 @@ def _checkpoints(config: RunConfig) -> str:
     return ", ".join([*found, "at the end", kept])
 
 
-def _validation(config: RunConfig) -> str:
+def _describe_validation(config: RunConfig) -> str:
     """Return one line: interval or "and no training", responses per prompt, decoding, reward.
 
     Neither of the first two is said if the interval is 0.
@@ -146,15 +146,15 @@ def _validation(config: RunConfig) -> str:
     elif keys.interval:
         found.append(f"every {keys.interval} iterations")
     found.append(f"{keys.n_samples} responses per prompt")
-    found.append(_decoding(keys.do_sample, keys.temperature))
+    found.append(_describe_decoding(keys.do_sample, keys.temperature))
     return ", ".join([*found, f"scored by {keys.reward.value}"])
 
 
-def _decoding(do_sample: bool, temperature: float) -> str:
+def _describe_decoding(do_sample: bool, temperature: float) -> str:
     return f"sample, temperature {temperature:g}" if do_sample else "greedy"
 
 
-def _environment(config: RunConfig) -> str:
+def _environment_table(config: RunConfig) -> str:
     """Return the table of variables that are set in every worker, as text, or a note that none is.
 
     On our own cluster a worker also inherits the driver's other variables.
@@ -165,7 +165,7 @@ def _environment(config: RunConfig) -> str:
     return table([["variable", "value", "source"], *([v.name, v.value, v.source] for v in found)])
 
 
-def _roles(config: RunConfig) -> list[list[object]]:
+def _roles_table(config: RunConfig) -> list[list[object]]:
     """Return the table of roles, a heading row first: model, pool, sizes, precision, weights.
 
     A reward role without a model has NONE in the columns of models. A split pool adds a row after
@@ -186,11 +186,11 @@ def _roles(config: RunConfig) -> list[list[object]]:
         sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
         if role is Role.ACTOR_ROLLOUT and config.parts:
-            rows.append(_rollout(config, precision))
+            rows.append(_rollout_row(config, precision))
     return rows
 
 
-def _rollout(config: RunConfig, precision: str) -> list[object]:
+def _rollout_row(config: RunConfig, precision: str) -> list[object]:
     """Return the row of the table of roles for the ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
     sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
@@ -198,7 +198,7 @@ def _rollout(config: RunConfig, precision: str) -> list[object]:
     return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
 
 
-def _batch(config: RunConfig) -> list[tuple[str, object]]:
+def _batch_section(config: RunConfig) -> list[tuple[str, object]]:
     """Return rows (title, value) of the plan's section on prompts and samples of an iteration."""
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
@@ -207,20 +207,20 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
         ("samples per prompt", actor.n_samples_per_prompt),
         ("samples", config.samples_per_iteration),
         ("samples per actor replica", per_rank),
-        ("generated at once per rollout replica", _at_once(config)),
+        ("generated at once per rollout replica", _describe_rows_at_once(config)),
         ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
-        ("decoding", _decoding(actor.do_sample, actor.temperature)),
+        ("decoding", _describe_decoding(actor.do_sample, actor.temperature)),
     ]
 
 
-def _at_once(config: RunConfig) -> str:
+def _describe_rows_at_once(config: RunConfig) -> str:
     """Describe how many rows a rollout replica generates at once, and in how many rounds."""
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
     return f"{rows} (rounds: {-(-per_replica // rows)})"
 
 
-def _forwards(config: RunConfig) -> list[list[object]]:
+def _forwards_table(config: RunConfig) -> list[list[object]]:
     """Return the table of forward passes: a row for each role with a model, below a heading row.
 
     Columns: role, samples per rank, size of a micro-batch, number of micro-batches.
@@ -229,11 +229,11 @@ def _forwards(config: RunConfig) -> list[list[object]]:
     for role in config.roles:
         if has_model(config, role):
             samples = config.samples_per_iteration // config.layout(role).dp
-            rows.append([role.value, samples, *_micro_batches(config, role, samples)])
+            rows.append([role.value, samples, *_describe_micro_batches(config, role, samples)])
     return rows
 
 
-def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
+def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
     """Describe size and number of the micro-batches that a rank makes of `samples`.
 
     Both are upper bounds (`<= ...`) if the role limits the tokens of a micro-batch.
@@ -246,7 +246,7 @@ def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, st
     return f"<= {limit} tokens", f"<= {count}"
 
 
-def _updates(config: RunConfig) -> list[list[object]]:
+def _updates_table(config: RunConfig) -> list[list[object]]:
     """Return the table of updates: mini-batches, epochs and steps of actor and critic.
 
     A heading row is first. A run without critic has no row of it.
@@ -265,7 +265,7 @@ def _updates(config: RunConfig) -> list[list[object]]:
         )  # fmt: skip
     for role, (size, epochs, lr) in updates.items():
         count = config.samples_per_iteration // size
-        _, micro = _micro_batches(config, role, size // config.layout(role).dp)
+        _, micro = _describe_micro_batches(config, role, size // config.layout(role).dp)
         steps = count * epochs
         total = steps * config.learning_iters(role)
         rows.append([role.value, size, count, epochs, steps, micro, total, f"{lr:g}"])

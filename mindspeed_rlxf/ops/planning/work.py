@@ -176,7 +176,7 @@ class _ModelWork:
     def all_samples(self) -> Work:
         """Return the work of a forward pass over this rank's samples, and offload copies."""
         samples = self.config.samples_per_iteration // self.layout.dp
-        return self._forward(samples, head_passes=1) + self._offload_copies(trains=False)
+        return self._forward_work(samples, head_passes=1) + self._offload_copies(trains=False)
 
     def updates(self) -> Work:
         """Return the work of all optimizer steps of an iteration, and offload copies."""
@@ -190,10 +190,10 @@ class _ModelWork:
         else:
             size, epochs = config.actor_rollout.ppo_mini_batch_size, config.actor_rollout.ppo_epochs
         steps = config.samples_per_iteration // size * epochs
-        step = self._step(size // self.layout.dp, section)
+        step = self._step_work(size // self.layout.dp, section)
         return step.times(steps) + self._offload_copies(trains=True)
 
-    def _step(self, samples: int, section: LearningConfig) -> Work:
+    def _step_work(self, samples: int, section: LearningConfig) -> Work:
         """Return the work of one optimizer step on `samples` samples of this rank.
 
         It has forward, backward and recomputation of all micro-batches, the head, adding up the
@@ -202,7 +202,7 @@ class _ModelWork:
         tokens = min(samples, self._samples_at_once(samples)) * self.lengths.response
         # The backward pass computes chunks of the log-prob head a second time.
         head = 4 if self.head is Head.LANGUAGE_MODEL and tokens > CHUNK_TOKENS else 3
-        once = self._forward(samples, head_passes=0)
+        once = self._forward_work(samples, head_passes=0)
         passes = 3.0
         again = Work()
         if section.recompute is Recompute.FULL:
@@ -213,10 +213,10 @@ class _ModelWork:
         count = self._micro_batches(samples)
         fp32 = memory.FP32
         summed = Work(moved=count * self.numbers * (2 * fp32 + self.item))
-        work = once.times(passes) + again + self._head_passes(samples, head) + summed
-        return work + self._optimizer_step(section) + self._sum_of_gradients(section)
+        work = once.times(passes) + again + self._head_work(samples, head) + summed
+        return work + self._optimizer_work(section) + self._gradient_sum_work(section)
 
-    def _forward(self, samples: int, head_passes: int) -> Work:
+    def _forward_work(self, samples: int, head_passes: int) -> Work:
         """Return the work of a forward pass with the idle time of the pipeline.
 
         head_passes: passes of the output layer to include; 0 = without it
@@ -229,17 +229,17 @@ class _ModelWork:
         kept = memory.layer_activation_bytes(a, tokens, tp, sequence_parallel, self.item)
         layer = Work(flop=flop, moved=2 * kept, calls=count)
         if tp > 1:
-            layer += self._transfer(2 * hidden * _ring_factor(tp), 2 * count, tp)
+            layer += self._transfer_work(2 * hidden * _ring_factor(tp), 2 * count, tp)
         weights = Work(moved=count * self.numbers * self.item)
         work = layer.times(self.layers) + weights
         if head_passes:
-            work += self._head_passes(samples, head_passes)
+            work += self._head_work(samples, head_passes)
         if (pp := self.layout.pp) > 1:
-            work += self._transfer(hidden, count, pp * tp * self.layout.dp)
+            work += self._transfer_work(hidden, count, pp * tp * self.layout.dp)
             work = work.times((count + pp - 1) / count)
         return work
 
-    def _head_passes(self, samples: int, passes: int) -> Work:
+    def _head_work(self, samples: int, passes: int) -> Work:
         """Return the work of `passes` passes of the output layer over the response tokens."""
         read = samples * self.lengths.response
         if self.head is Head.SCORE:
@@ -248,7 +248,7 @@ class _ModelWork:
         flop = 2 * passes * read * self.a.hidden_size * vocab
         return Work(flop=flop, moved=passes * read * vocab * 4 * memory.FP32, calls=passes)
 
-    def _optimizer_step(self, section: LearningConfig) -> Work:
+    def _optimizer_work(self, section: LearningConfig) -> Work:
         """Return the work of the optimizer on this rank's parameters or shard, for one step."""
         distributed = section.optimizer.use_distributed_optimizer
         mine = self.numbers / (self.layout.dp if distributed else 1)
@@ -256,7 +256,7 @@ class _ModelWork:
         # Gradients are set to zero, read for the norm, and scaled when clipped.
         return Work(moved=mine * state + 4 * self.numbers * memory.FP32, calls=self.layers)
 
-    def _sum_of_gradients(self, section: LearningConfig) -> Work:
+    def _gradient_sum_work(self, section: LearningConfig) -> Work:
         """Return the work of summing gradients over data-parallel ranks; empty for one rank.
 
         With a distributed optimizer, it includes gathering the weights.
@@ -267,9 +267,9 @@ class _ModelWork:
         sent = self.numbers * memory.FP32 * _ring_factor(dp)
         if section.optimizer.use_distributed_optimizer:
             sent = self.numbers * (memory.FP32 + self.item) * _ring_factor(dp) / 2
-        return self._transfer(sent, 2, dp * self.layout.tp)
+        return self._transfer_work(sent, 2, dp * self.layout.tp)
 
-    def _transfer(self, count: float, messages: float, ranks: int) -> Work:
+    def _transfer_work(self, count: float, messages: float, ranks: int) -> Work:
         """Return the work of sending `count` bytes in `messages` collectives.
 
         ranks: number of consecutive ranks involved; decides between link and network
@@ -330,7 +330,7 @@ def generation_work(config: RunConfig) -> Work:
     copied = numbers / config.layout(Role.ACTOR_ROLLOUT).pp * item if actor.offload.weights else 0
     work = Work(flop * a.num_layers + head, moved, calls, sent, 0.0, copied, messages)
     work += _exchange_work(config, item, prompts + decoded, steps + passes)
-    return work + _weight_transfer(config, item)
+    return work + _weight_transfer_work(config, item)
 
 
 def _exchange_work(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
@@ -349,7 +349,7 @@ def _exchange_work(config: RunConfig, item: int, tokens: int, passes: int) -> Wo
     return Work(link=sent, messages=messages)
 
 
-def _weight_transfer(config: RunConfig, item: int) -> Work:
+def _weight_transfer_work(config: RunConfig, item: int) -> Work:
     """Return the work of receiving the weights that a generating rank does not train itself.
 
     item: bytes of a weight
