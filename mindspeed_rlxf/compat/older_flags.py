@@ -135,7 +135,10 @@ def ignored_flags(
 def refused_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[Problem]:
-    """Yield a problem for each flag that is given with a value that is not allowed."""
+    """Yield a problem for each flag on the command line with a value that is not allowed.
+
+    A flag without a list of allowed values allows all.
+    """
     for name, flag, value in _given_flags(arguments, flags):
         if flag.allowed is not None and value not in flag.allowed:
             shown = value if isinstance(value, str) else None

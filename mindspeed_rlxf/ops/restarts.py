@@ -63,8 +63,8 @@ def smaller_pools(
 
     pools: name -> `processes` on each node, and `step`: processes of one replica
     free:  devices of each node; the other pools keep their number of processes
-    Yields {name: processes on each node} for each multiple of `step` below the current number,
-    on as few nodes as possible; nothing if not even one replica fits.
+    Yields {name: processes on each node} for each multiple of `step` that is below the current
+    number and fits beside the other pools, on as few nodes as possible; nothing if none fits.
     """
     largest = max(pools, key=lambda name: sum(pools[name]["processes"]))
     others = sum(sum(pool["processes"]) for name, pool in pools.items() if name != largest)

@@ -240,10 +240,11 @@ class Supervisor:
         return Failure(found.get("iteration"), cause, saved)
 
     def _find_smaller_layout(self, free: Sequence[int]) -> list[str]:
-        """Return the override of the first smaller pool that a dry run accepts; [] without any.
+        """Return a list with the override of the first smaller pool that a dry run accepts.
 
         free: devices of each node
-        Also [] without `allow_shrink`, or after a signal. Prints each try and the outcome.
+        Returns [] if it accepts none, without `allow_shrink`, or after a signal. Prints each try
+        and the outcome.
         """
         if not self._facts.get("allow_shrink"):
             return []

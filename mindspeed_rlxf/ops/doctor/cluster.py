@@ -208,7 +208,10 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
 
 
 def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
-    """Compare the number of devices that Ray offers on each host with the highest; [] on CPU."""
+    """Return a warning for each host on which Ray offers fewer devices than on another, else `ok`.
+
+    Equal findings of several hosts are merged; [] on CPU.
+    """
     if device.resolve_kind(subject.kind) is DeviceKind.CPU:
         return []
     most, resource = max((node.count for node in nodes), default=0), _resource(subject)

@@ -107,9 +107,9 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
 
 
 def ray_finding(resource: str, count: int, most: int) -> Finding:
-    """Check that Ray offers `count` = `most` devices on a host.
+    """Return `ok` if `count` is `most`, else a warning.
 
-    count: devices that Ray offers there; most: the highest number on any host
+    count: devices that Ray offers on a host; most: the highest number on any host
     """
     return judge(
         count == most,

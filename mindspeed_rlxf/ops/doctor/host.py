@@ -62,9 +62,9 @@ def _format_limit(limit: float) -> str:
 
 
 def pids(folder: Path = CGROUP) -> Finding:
-    """Warn if the container's control group has room for fewer than PROCESSES more processes.
+    """Warn if the container's control group allows fewer than PROCESSES more processes.
 
-    Else `ok`, also if the group has no limit or none can be read.
+    Else `ok`, also if the group has no limit or the limit cannot be read.
     """
     limit, used = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")
     used = 0 if used == math.inf else used
@@ -77,7 +77,7 @@ def pids(folder: Path = CGROUP) -> Finding:
 
 
 def shared_memory(wanted: int, free: int | None = None) -> Finding:
-    """Warn if /dev/shm has less room than Ray's object store takes.
+    """Warn if /dev/shm has less free space than Ray's object store takes; else return `ok`.
 
     wanted: bytes of the store; free: bytes, None = measure
     """

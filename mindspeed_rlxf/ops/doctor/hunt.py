@@ -243,7 +243,8 @@ def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
 def _isolate_between(left: Group, right: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
     """Yield rounds that narrow down a fault between two groups that each pass alone.
 
-    Returns the smallest group found to fail: one party of each side, or more if no part fails.
+    Returns the smallest group that failed: one party of each side, or more parties if no smaller
+    group fails.
     """
     while len(left) + len(right) > 2:
         (a, b), (c, d) = _halves(left), _halves(right)

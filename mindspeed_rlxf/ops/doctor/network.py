@@ -151,10 +151,10 @@ def _without_password(url: str) -> str:
 def port_findings(
     environment: Mapping[str, str], ephemeral: range, listening: Collection[int]
 ) -> Iterator[Finding]:
-    """Check the number of local ports; yield a finding per port range that HCCL is given.
+    """Yield a finding on the number of local ports, and one per port range set for HCCL.
 
-    A range that is invalid or overlaps another is an error; one that has ports in use, or local
-    ports, is a warning.
+    Too few local ports are a warning. A range that is invalid or overlaps another is an error;
+    one that has ports in use, or overlaps the local ports, is a warning; else `ok`.
     environment: variables that set HCCL's ranges; an unset one, or `auto`, is not checked
     ephemeral:   local ports, which the kernel gives to outgoing connections
     listening:   ports in use

@@ -277,9 +277,9 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
-    """Return the tokens that the KV cache may hold; None = no limit.
+    """Return how many tokens the KV cache may have; None = no limit.
 
-    No limit is set where `num_samples_per_step` gives the rows, or the memory is unknown.
+    There is no limit if `num_samples_per_step` is set, or the memory of the device is unknown.
     """
     actor, tp = config.actor_rollout, config.rollout_tp
     token = memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))

@@ -19,8 +19,9 @@ ROWS = {
 
 
 def find_peak(name: str) -> float | None:
-    """Return the peak bf16 FLOP/s of a device; None if no pattern of ROWS is in its name.
+    """Return the peak bf16 FLOP/s of a device; None if no pattern of ROWS matches its name.
 
+    Of several patterns the first counts.
     name: as the library's `get_device_name` returns it; upper and lower case are the same
     """
     rows = (row for pattern, row in ROWS.items() if re.search(pattern, name.lower()))

@@ -151,9 +151,9 @@ class PipelineStage:
         return self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
 
     def _head_bytes(self, samples: int) -> int:
-        """Return the bytes of a micro-batch's hidden states and head outputs.
+        """Return the bytes of a micro-batch's last hidden states and of the head's outputs.
 
-        0 before the last stage.
+        Those are scores, or log-probs in chunks of tokens. 0 before the last stage.
         """
         if self.pp_rank < self.layout.pp - 1:
             return 0

@@ -122,9 +122,9 @@ def _run_section(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _describe_checkpoints(config: RunConfig) -> str:
-    """Return as text when checkpoints are saved and how many are kept.
+    """Return as text when checkpoints are saved (at the end is one always) and how many are kept.
 
-    The intervals in iterations and in seconds are left out if they are off, or longer than the run.
+    The interval in iterations is left out if it is 0 or longer than the run, that in seconds if 0.
     """
     training, found = config.training, []
     if 0 < training.save_interval <= training.train_iters:
