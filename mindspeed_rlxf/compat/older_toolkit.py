@@ -284,7 +284,7 @@ def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
 
 
 def _translate_category(draft: Draft, sections: Tree) -> None:
-    """Remove `dataset_category`; with a note if all data sets have the reward that scores here.
+    """Remove `dataset_category`, and note it if all data sets have the reward that scores here.
 
     1 = scored by the verifier, 0 = by a reward model; another value or a mix is a problem, added to
     `draft`. Sets a missing reward.kind to rule if reward.verifier is true, also without the key.
@@ -403,9 +403,9 @@ def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
 
 
 def _note_differences(draft: Draft, sections: Tree) -> None:
-    """Note what the YAML uses and what means something else in the older toolkit.
+    """Note keys and values of the YAML that mean something else in the older toolkit.
 
-    It is an entropy coefficient other than 0, `do_sample: true` without a temperature, and the
+    They are an entropy coefficient other than 0, `do_sample: true` without a temperature, and the
     stage of online DPO.
     """
     actor, training = sections[ACTOR], sections["training"]

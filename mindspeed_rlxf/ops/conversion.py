@@ -68,8 +68,8 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Check flags and folders; return the source, the target, and the folder of config.json.
 
-    Raises UserError, also if source or target are given by argument and flag or by neither, and if
-    the target is the source or a parent of it.
+    Raises UserError, also if source or target are set by both argument and flag or by neither, and
+    if the target is the source or a parent of it.
     """
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):

@@ -48,7 +48,7 @@ Look through it before you hand it on.
 def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     """Write `NAME-doctor.tar.gz` with the redacted files of the run in `folder`; return its path.
 
-    target_dir: existing folder for the archive; an existing archive is never replaced
+    target_dir: existing folder for the archive; if the name exists there, a number is added to it
     Raises UserError if `folder` has no run, or if the archive cannot be written; an incomplete
     archive is deleted then.
     """
@@ -145,7 +145,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; {} for anything else, such as a line that was cut."""
+    """Parse a JSON object; return {} for anything else, such as a line that was cut."""
     try:
         found = parse_json(text)
     except ValueError:
@@ -294,7 +294,7 @@ def _free_name(folder: Path, run: str) -> Path:
 
 
 def _add_file(archive: tarfile.TarFile, name: str, text: str) -> None:
-    """Add a text to the archive as a file that all may read, changed now."""
+    """Add a text to the archive as a file with mode 0644 and the current time."""
     content = text.encode("utf-8", "replace")
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = len(content), int(time.time()), 0o644

@@ -18,7 +18,7 @@ MANY_BYTES = GIB
 
 
 def check_leftovers() -> list[Finding]:
-    """Check the Ray processes and the Ray folders of this user."""
+    """Return a finding on the Ray processes and one on the Ray folders of this user."""
     lines = list(_own_commands())
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
     return [check_processes(lines, is_joined), check_folders(ray_temp_dir(), lines)]

@@ -52,8 +52,9 @@ def interface_findings(
 
     A variable is an error if it selects none, or only such as are down; else `ok`.
     existing:      interface -> whether it is up
-    several_hosts: only loopback interfaces are an error too; the choice is a warning unless
-                   GLOO_SOCKET_IFNAME is set or one interface is up, virtual ones not counted
+    several_hosts: a variable that selects only loopback interfaces is an error too. The choice is a
+                   warning unless GLOO_SOCKET_IFNAME is set or exactly one interface is up, virtual
+                   ones not counted; else `ok`
     """
     for variable in (*EXACT, *BY_PREFIX):
         value = environment.get(variable)
@@ -90,8 +91,8 @@ def interface_findings(
 def _select_interfaces(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
     """Return the names in `existing` that a variable's value selects.
 
-    The value of a variable in EXACT lists names. Others list prefixes, after `=` names; a `^` at
-    the start selects all but those. A port after a colon is ignored.
+    The value of a variable in EXACT lists names. Others list prefixes, or names after a `=`; with a
+    `^` at the start they select all but those. A port after a colon is ignored.
     """
     if variable in EXACT:
         return [name for name in value.split(",") if name in existing]

@@ -92,7 +92,7 @@ class RayRanks:
 
 
 def _merge_replies(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
-    """Merge the replies of a group's processes into one outcome: passed only if all replies are.
+    """Merge the replies of a group's processes into one outcome; it passed if all of them did.
 
     replies: Outcome or HostError by process number
     A failed outcome has the numbers of the processes that did not come or died, and one cause, the

@@ -58,7 +58,11 @@ class HostMemory:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Return the bytes in each phase of a run; rows are freed before the export."""
+        """Return name -> bytes of the phases load, iteration, checkpoint and final weights.
+
+        Rows count in iteration and checkpoint only: they are freed before the final weights are
+        written.
+        """
         lasting = self.processes + self.driver + self.devices + self.offloaded
         return {
             "load": lasting,

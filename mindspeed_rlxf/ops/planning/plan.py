@@ -136,9 +136,10 @@ def _describe_checkpoints(config: RunConfig) -> str:
 
 
 def _describe_validation(config: RunConfig) -> str:
-    """Return one line: interval or "and no training", responses per prompt, decoding, reward.
+    """Return as text the interval of validation, responses per prompt, decoding and reward.
 
-    Neither of the first two is said if the interval is 0.
+    Instead of the interval it says "and no training" if the run only validates, and nothing if the
+    interval is 0.
     """
     keys, found = config.validation, []
     if keys.only:
