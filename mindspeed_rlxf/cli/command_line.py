@@ -33,8 +33,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
-    """Return a problem for each word in `unknown`; for a flag it names the parser's nearest option.
+    """Return a problem for each word in `unknown`.
 
+    For a word with a leading `-` it names the parser's most similar option, if one is similar.
     unknown: the words that `parse_known_args` could not parse
     """
     options = [option for action in parser._actions for option in action.option_strings]

@@ -88,10 +88,10 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert the weights; print notes, progress and the target; return the exit code.
+    """Convert the weights; print notes, progress and the target; return 0.
 
-    Errors are printed, not raised: 2 for mistakes; 75 when interrupted or the disk is full, where
-    the same command goes on with the finished files.
+    Errors are printed, not raised: it returns 2 for mistakes, and 75 when interrupted or when the
+    disk is full, where the same command goes on with the finished files.
     """
     protect_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
@@ -145,7 +145,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _note_ignored(arguments: argparse.Namespace) -> None:
-    """Print the given flags that have no effect, and why, in one line to stderr."""
+    """Print a line to stderr with the given flags that have no effect; nothing without any."""
     if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
         print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
 

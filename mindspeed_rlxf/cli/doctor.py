@@ -45,10 +45,11 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this host, or with --cluster every host; print the findings; return the exit code.
+    """Check this host, or with --cluster every host; print the findings.
 
-    With --bundle, pack the findings and a run's logs into an archive instead; with --calibrate,
-    measure a device instead. Mistakes of the user are printed, not raised.
+    Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
+    With --bundle it packs the findings and a run's logs into an archive instead, and returns 0;
+    with --calibrate it measures a device instead.
     """
     protect_output()
     try:
@@ -122,7 +123,11 @@ def _load_config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the command line. Raises UserError where it is wrong."""
+    """Parse the command line.
+
+    Raises UserError for unknown options, overrides without --config-name, --to without
+    --calibrate, and a --deadline below 10.
+    """
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf doctor",

@@ -86,10 +86,11 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data set, print how many rows were written or dropped; return the exit code.
+    """Write the data set and print how many rows were written or dropped; return 0.
 
-    With --merge-group-keys, merge existing data sets instead. Sets environment variables of the
-    process. Errors are printed, not raised.
+    With --merge-group-keys, merge existing data sets instead. Errors are printed, not raised: it
+    returns 2 for mistakes, 75 if interrupted, 1 if a worker process was killed.
+    Sets environment variables of this process.
     """
     protect_output()
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
@@ -97,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         if arguments.merge_group_keys is not None:
-            _merge(arguments)
+            _merge_data_sets(arguments)
             return 0
-        options = _options(arguments)
+        options = _check_options(arguments)
         with _progress(arguments.log_interval) as progress:
             counts = preprocess(options, progress)
     except UserError as error:
@@ -120,12 +121,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             ],
             1,
         )
-    _report(counts, arguments.output_prefix)
+    _print_counts(counts, arguments.output_prefix)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for unknown options and missing flags."""
+    """Parse the command line. Raises UserError for unknown options and missing flags.
+
+    --input and --output-prefix are required; --tokenizer-name-or-path too without
+    --merge-group-keys.
+    """
     parser = Parser(
         OPTIONS,
         prog="preprocess",
@@ -146,7 +151,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _options(arguments: argparse.Namespace) -> PreprocessOptions:
+def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
     problems = _flag_problems(arguments)
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
@@ -193,7 +198,10 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
 
 
 def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each flag that is refused, has an unknown word, or is out of range."""
+    """Return a problem for each flag that is refused, has an unknown word, or is below 1.
+
+    Also one for --overlong without --seq-length.
+    """
     problems = [
         *refused_flags(arguments, PREPROCESS_FLAGS),
         *_handler_problems(arguments.handler_name),
@@ -218,7 +226,7 @@ def _handler_problems(name: str) -> list[Problem]:
     return _one_of("--handler-name", name, HANDLERS)
 
 
-def _merge(arguments: argparse.Namespace) -> None:
+def _merge_data_sets(arguments: argparse.Namespace) -> None:
     """Merge the data sets of the --input folder; print the files that were written.
 
     Raises UserError unless there is one folder and at least one key.
@@ -238,7 +246,10 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
-    """Return one problem, with the nearest known value; [] if `value` is in `known`."""
+    """Return one problem, which suggests the nearest word of `known`; [] if `value` is in `known`.
+
+    It suggests the first word if none is near.
+    """
     if value in known:
         return []
     guess = closest(value, known) or next(iter(known))
@@ -246,7 +257,7 @@ def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
 
 
 def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
-    """Return a context whose value is a function that shows the number of rows read on stderr.
+    """Return a context whose value is a function that shows its argument, the rows read, on stderr.
 
     It moves a bar on a terminal; elsewhere it prints lines, at least `log_interval` rows and LINE_S
     seconds apart.
@@ -263,8 +274,12 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
     return progress_bar(print_line, unit=" rows")
 
 
-def _report(counts: Counts, prefix: str) -> None:
-    """Print the counts of rows and the path of the data set; on stderr notes of odd input."""
+def _print_counts(counts: Counts, prefix: str) -> None:
+    """Print the counts of rows and the paths of the data set and, if any, of the dropped rows.
+
+    Notes on odd input go to stderr: skipped and empty files, many unknown tokens, a fast tokenizer
+    in spite of the flag.
+    """
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
     if counts.not_slow:

@@ -22,7 +22,7 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report, print its path and size; return the exit code, 2 for printed mistakes."""
+    """Write the report, print its path and size; return 0, or 2 for mistakes, which it prints."""
     protect_output()
     try:
         arguments = _parse(argv)
@@ -51,7 +51,7 @@ def _report_path(output: str | None, runs: Sequence[Path]) -> Path:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError where it is wrong."""
+    """Parse the command line. Raises UserError for unknown options and a negative --samples."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf report",
@@ -61,7 +61,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_with_samples(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line that has --samples, at least 0. Raises UserError where it is wrong."""
+    """Parse a command line with `parser`, which has --samples.
+
+    Raises UserError for what the parser refuses, and for --samples below 0.
+    """
     arguments = parser.parse_args(argv)
     if arguments.samples < 0:
         parser.error(f"--samples={arguments.samples} must be 0 or more; use {MAX_SAMPLES}")

@@ -38,7 +38,8 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or only print the configuration (--cfg) or the plan (dry_run); return the exit code.
 
-    Mistakes of the user are printed, not raised.
+    Notes are printed first. Mistakes of the user are printed, not raised, and return 2; so does a
+    plan with problems. --cfg returns 0, training the code of the run.
     """
     protect_output()
     try:
@@ -110,7 +111,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError where it is wrong, or names no configuration."""
+    """Parse the command line. Raises UserError for unknown options and without --config-name."""
     parser = Parser(
         OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
     )

@@ -27,7 +27,10 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the address and serve the report until Ctrl-C; return 0, or 2 for printed mistakes."""
+    """Serve the live report of a run until Ctrl-C, after a line with its address; return 0.
+
+    Returns 2 for mistakes, which it prints.
+    """
     protect_output()
     try:
         arguments = _parse(argv)
@@ -46,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listen(run: LiveRun, port: int) -> LiveServer:
-    """Return a server bound to this port of 127.0.0.1. Raises UserError if the port is taken."""
+    """Return a server bound to this port of 127.0.0.1.
+
+    Raises UserError if it cannot be bound, as a port that is taken or over 65535.
+    """
     try:
         return LiveServer(run, port)
     except (OSError, OverflowError) as error:
@@ -55,7 +61,7 @@ def _listen(run: LiveRun, port: int) -> LiveServer:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError where it is wrong."""
+    """Parse the command line. Raises UserError for unknown options and a negative --samples."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf watch",

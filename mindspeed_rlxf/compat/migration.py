@@ -37,9 +37,9 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """Return the document with the text after its line `MARK` replaced by the tables.
+    """Return the document with all text after the first `MARK` replaced by the tables.
 
-    Raises ValueError where it has no such line.
+    Raises ValueError if `MARK` is not in it.
     """
     head, mark, _ = text.partition(MARK)
     if not mark:
@@ -53,7 +53,10 @@ def _no_op(entry: NoOp) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace the tables in the document that the one argument names; without one, print them."""
+    """Replace the tables in the document that the one argument names; return 0.
+
+    With no argument, or several, print the tables.
+    """
     if len(arguments) != 1:
         print(tables(), end="")
         return 0

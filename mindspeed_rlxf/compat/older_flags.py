@@ -123,7 +123,10 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -
 def ignored_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (flag, why it has no effect) for each flag that is given with an allowed value."""
+    """Yield (flag, why it has no effect) for each flag whose value is not None and is allowed.
+
+    A flag without a list of allowed values allows all.
+    """
     for name, flag, value in _given_flags(arguments, flags):
         if flag.allowed is None or value in flag.allowed:
             yield name, flag.meaning
@@ -132,7 +135,10 @@ def ignored_flags(
 def refused_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[Problem]:
-    """Yield a problem for each flag that is given with a value that is not allowed."""
+    """Yield a problem for each flag on the command line with a value that is not allowed.
+
+    A flag without a list of allowed values allows all.
+    """
     for name, flag, value in _given_flags(arguments, flags):
         if flag.allowed is not None and value not in flag.allowed:
             shown = value if isinstance(value, str) else None
@@ -142,7 +148,7 @@ def refused_flags(
 def _given_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[tuple[str, OlderFlag, Any]]:
-    """Yield name, entry and value of each of `flags` that the command line has."""
+    """Yield (name, entry, value) of each of `flags` whose value in `arguments` is not None."""
     for name, flag in flags.items():
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is not None:

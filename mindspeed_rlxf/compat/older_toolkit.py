@@ -53,7 +53,8 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
     """Replace the older toolkit's keys in `sections` in place; add problems and notes to `draft`.
 
     nested: the YAML has actor and reference under one key, as only the older toolkit's has
-    If nested, or any key was noted, keys that mean something else there are noted too.
+    If `nested`, or if `draft` has notes by then, it also notes the keys that remain and that have
+    another meaning in the older toolkit.
     """
     for name, values in sections["model"].items():
         if "padded_vocab_size" in values:  # the rows of the checkpoint's embedding
@@ -70,7 +71,7 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
         found = _take_value(draft, sections, key)
         # `use_deter_comp: false` leaves the choice to the device, as an absent key does.
         if found and (key != "use_deter_comp" or found[1] not in (None, False)):
-            _move(draft, sections, *found, MOVED[key])
+            _set_moved_key(draft, sections, *found, MOVED[key])
     _remove_older_keys(draft, sections)
     if nested or draft.notes:
         _note_differences(draft, sections)
@@ -79,7 +80,8 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
 def add_vocab_size(draft: Draft, sections: Tree, model: str, architecture: Tree) -> None:
     """Set a missing `vocab_size` of `architecture` from the config.json in the tokenizer's folder.
 
-    Notes the file, or rejects the key if the file has none. Without a tokenizer, does nothing.
+    Adds a note to `draft`, or a problem if the file lacks an integer or cannot be read. Does
+    nothing if the key exists or no tokenizer is configured.
     """
     folder = sections["training"].get("tokenizer_name_or_path")
     if "vocab_size" in architecture or not isinstance(folder, str):
@@ -101,9 +103,10 @@ def add_vocab_size(draft: Draft, sections: Tree, model: str, architecture: Tree)
 def _translate_query_groups(draft: Draft, path: str, values: Tree) -> None:
     """Remove `group_query_attention`; set or check `num_query_groups` as Megatron reads the flag.
 
+    Without the flag it does nothing.
     true:  the number stays; if there is none, it becomes 1
-    false: every query head has a key head, so a number other than that of the heads is rejected
-    Rejects other values of the flag.
+    false: every query head has a key head: a number other than that of the heads is a problem
+    Other values of the flag are a problem.
     """
     if "group_query_attention" not in values:
         return
@@ -125,7 +128,10 @@ def _role_sections(sections: Tree) -> Tree:
 
 
 def _rename_recompute(draft: Draft, sections: Tree) -> None:
-    """Rename `recompute_granularity` to `recompute`; remove recompute keys that are null."""
+    """Rename `recompute_granularity` to `recompute` in models, `training` and roles.
+
+    That key, and those of the method and number of layers, are removed where they are null.
+    """
     for name, values in _role_sections(sections).items():
         for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
             if values.get(key, "") is None:
@@ -156,9 +162,9 @@ def _take_value(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | Non
 
 
 def _take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None:
-    """Remove a key and return its path and value, as `_take_value` does.
+    """Remove a key and return its path and value, as `_take_value` does; None if it is absent.
 
-    Returns None for a value that is not true or false, too, and rejects it.
+    A value that is not true or false is a problem, added to `draft`; it then returns None too.
     """
     found = _take_value(draft, sections, key)
     if found and not isinstance(found[1], bool):
@@ -167,8 +173,11 @@ def _take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | Non
     return found
 
 
-def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
-    """Set `target`, a `section.key`, to `value`; reject `path` if `target` has another value."""
+def _set_moved_key(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
+    """Set `target`, a `section.key`, to `value`, which was at `path`; record `path` as its origin.
+
+    If `target` has a value, that stays: the same one is fine, another adds a problem to `draft`.
+    """
     section, key = target.split(".")
     present = sections[section].setdefault(key, value)
     if present == value:
@@ -179,9 +188,10 @@ def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> N
 
 
 def _merge_seeds(draft: Draft, sections: Tree) -> None:
-    """Set training.seed to the actor's seed, if it has one; remove seeds and lengths of models.
+    """Set training.seed to the actor's seed, if any; remove the seeds and lengths of all models.
 
-    Notes each seed of a model that differs.
+    The actor's seed is that of its section, else of training, else of its model. Notes each other
+    seed of a model that differs.
     """
     training = sections["training"]
     if found := _take_value(draft, sections, "seed"):
@@ -199,14 +209,15 @@ def _merge_seeds(draft: Draft, sections: Tree) -> None:
 def _translate_data(draft: Draft, sections: Tree) -> None:
     """Translate data_path (then set older defaults), no_shuffle, and the keys of label columns.
 
-    Notes the keys of columns, and rejects values of a wrong type.
+    `dataset_with_labels: true`, or `labels` in `dataset_additional_keys`, sets `ground_truth_key`
+    to labels if it is unset. `draft` gets a note for either key, and problems for wrong types.
     """
     data = sections["data"]
     if found := _take_value(draft, sections, "data_path"):
-        _move(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
+        _set_moved_key(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
         _set_older_data_defaults(draft, data)
     if found := _take_flag(draft, sections, "no_shuffle"):
-        _move(draft, sections, found[0], not found[1], "data.shuffle")
+        _set_moved_key(draft, sections, found[0], not found[1], "data.shuffle")
     if (found := _take_flag(draft, sections, "dataset_with_labels")) and found[1]:
         set_default(data, "ground_truth_key", "labels")
         draft.note("data.ground_truth_key=labels", f"{found[0]}=true")
@@ -236,7 +247,11 @@ def _translate_value_clip(draft: Draft, sections: Tree) -> None:
 
 
 def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
-    """Return the prefixes of `a,b` or `weight,a`, or a list as it is; reject several weights."""
+    """Return the list of prefixes in a string `a,b` or `weight,a`; other types as they are.
+
+    Several pairs of weight and prefix are a problem, added to `draft`; it still returns the
+    prefixes.
+    """
     if not isinstance(value, str):
         return value
     parts = [part for part in value.split(",") if part]
@@ -269,10 +284,10 @@ def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
 
 
 def _translate_category(draft: Draft, sections: Tree) -> None:
-    """Remove `dataset_category`; reject it unless all data sets have the reward that scores here.
+    """Remove `dataset_category`, and note it if all data sets have the reward that scores here.
 
-    1 = scored by the verifier, 0 = by a reward model. Sets a missing reward.kind to rule if
-    reward.verifier is true.
+    1 = scored by the verifier, 0 = by a reward model; another value or a mix is a problem, added to
+    `draft`. Sets a missing reward.kind to rule if reward.verifier is true, also without the key.
     """
     reward = sections["reward"]
     wanted = "1" if reward.get("verifier") else "0"
@@ -297,13 +312,13 @@ def _translate_category(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_algorithm(draft: Draft, sections: Tree) -> None:
-    """Translate EOS penalty, whitening and `group_norm`.
+    """Move `missing_eos_penalty`, replace a whitening of true or false by a word, and `group_norm`.
 
     For online DPO, remove an entropy_coeff that is the older toolkit's default, with a note.
     """
     algorithm, stage = sections["algorithm"], sections["training"].get("stage")
     if found := _take_value(draft, sections, "missing_eos_penalty"):
-        _move(draft, sections, *found, "algorithm.missing_eos_penalty")
+        _set_moved_key(draft, sections, *found, "algorithm.missing_eos_penalty")
     whiten = algorithm.get("advantage_whiten")
     if isinstance(whiten, bool):
         word = AdvantageWhiten.BATCH if whiten else AdvantageWhiten.NONE
@@ -320,11 +335,12 @@ def _translate_algorithm(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_group_norm(draft: Draft, algorithm: Tree) -> None:
-    """Replace `group_norm` by grpo, whitened by default. Rejects a `gamma` other than 1.
+    """Set `adv_estimator` to grpo, in place of group_norm, and whitening to batch if it is unset.
 
-    A `kl_penalty` of kl becomes low_var_kl where `kl_in` is unset or loss, as the older toolkit
-    computes low_var_kl there. It puts the z-score of a group at the last token and sums from there;
-    with gamma=1 that is the z-score on every token.
+    Adds a problem to `draft` for a `gamma` other than 1: the older toolkit puts the z-score of a
+    group at the last token and sums from there, and with 1 that is the z-score on every token.
+    A `kl_penalty` of kl becomes low_var_kl, with a note, if `kl_in` is unset or loss: the older
+    toolkit computes low_var_kl there.
     """
     algorithm["adv_estimator"] = AdvEstimator.GRPO.value
     set_default(algorithm, "advantage_whiten", AdvantageWhiten.BATCH.value)
@@ -350,7 +366,11 @@ def _translate_group_norm(draft: Draft, algorithm: Tree) -> None:
 
 
 def _remove_older_keys(draft: Draft, sections: Tree) -> None:
-    """Remove keys without effect (with a note) and refused keys (with a problem) everywhere."""
+    """Remove keys without effect and refused keys from models, `training` and roles.
+
+    `draft` gets a note for each key without effect, and a problem for a value that is not allowed.
+    A refused key with a neutral value goes without a word.
+    """
     for section, values in _role_sections(sections).items():
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             path = draft.spelled.get(f"{section}.{key}", f"{section}.{key}")
@@ -358,7 +378,11 @@ def _remove_older_keys(draft: Draft, sections: Tree) -> None:
 
 
 def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
-    """Note a key without effect, ignore a neutral value of a refused key, reject all others."""
+    """Add a note or a problem to `draft` for a key of REFUSED or NO_OPS; do nothing for others.
+
+    A refused key is a problem unless its value is neutral. A key without effect is noted if its
+    value is allowed, else a problem.
+    """
     refusal, entry = REFUSED.get(key), NO_OPS.get(key)
     if refusal and not refusal.is_neutral(value):
         draft.reject(
@@ -379,7 +403,11 @@ def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
 
 
 def _note_differences(draft: Draft, sections: Tree) -> None:
-    """Note keys that the YAML uses and that mean something else in the older toolkit."""
+    """Note keys and values of the YAML that mean something else in the older toolkit.
+
+    They are an entropy coefficient other than 0, `do_sample: true` without a temperature, and the
+    stage of online DPO.
+    """
     actor, training = sections[ACTOR], sections["training"]
     coefficient = actor.get("entropy_coeff", training.get("entropy_coeff"))
     if coefficient:

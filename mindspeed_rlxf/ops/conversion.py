@@ -49,7 +49,7 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     architecture, hf_config = read_architecture(config)
     _check_model(arguments, architecture, str(hf_config.get("model_type")))
     head = choose_head(hf_config, arguments.orm)
-    layout = None if to is Format.HF else _layout(arguments, architecture)
+    layout = None if to is Format.HF else _layout_of_flags(arguments, architecture)
     return Conversion(
         source=source,
         config=config,
@@ -68,7 +68,8 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Check flags and folders; return the source, the target, and the folder of config.json.
 
-    Raises UserError, also if the target is the source or a parent of it.
+    Raises UserError, also if source or target are set by both argument and flag or by neither, and
+    if the target is the source or a parent of it.
     """
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
@@ -120,10 +121,11 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
 def _find_config_and_target(
     arguments: argparse.Namespace, source: Path, is_hf: bool
 ) -> tuple[Path, Path]:
-    """Return the folder of config.json, and the target.
+    """Return the folder of config.json (--hf-config, else the source), and the target.
 
-    As in the old tool, --save-dir may be the original Hugging Face folder; the result then goes to
-    a folder inside it. Raises UserError if there is no config.json.
+    To Hugging Face, --save-dir may be the original folder, as in the old tool: that is then the
+    folder of config.json, and the target is a folder in it.
+    Raises UserError if source or --save-dir lack a needed config.json; does not check --hf-config.
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source
@@ -162,7 +164,11 @@ def _original_of(source: Path) -> str:
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems of flags whose values exclude each other or are not supported."""
+    """Return a problem for each flag whose value is not supported or excludes another.
+
+    They are: optimizer states to load, the format zarr, a --shard-size-gb of 0 or less, and
+    parallel sizes or a layer list with --to=hf.
+    """
     size, ranks = arguments.shard_size_gb, vars(arguments)
     given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
     given += ["--num-layer-list"] if arguments.num_layer_list else []
@@ -189,7 +195,11 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError for flags about the model that are unknown or contradict its config.json."""
+    """Raise UserError for flags about the model that are unknown or contradict its config.json.
+
+    Checks --model-type-hf, against FAMILIES and `model_type`; --add-qkv-bias, which a model with
+    such biases allows; and --true-vocab-size.
+    """
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
@@ -217,8 +227,13 @@ def _check_model(
     _raise_any([problem for broken, problem in checks if broken])
 
 
-def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> MegatronLayout:
-    """Return the Megatron layout of the flags. Raises UserError for a wrong layer list."""
+def _layout_of_flags(
+    arguments: argparse.Namespace, architecture: ArchitectureConfig
+) -> MegatronLayout:
+    """Return the Megatron layout that the flags describe.
+
+    Raises UserError if --num-layer-list has anything but integers with commas between.
+    """
     from mindspeed_rlxf.weights.layout import make_layout
 
     given, layer_list = arguments.num_layer_list, None

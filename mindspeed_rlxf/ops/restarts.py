@@ -59,11 +59,12 @@ def _is_newer(saved: str, before: str) -> bool:
 def smaller_pools(
     pools: Mapping[str, Mapping[str, Any]], free: Sequence[int]
 ) -> Iterator[dict[str, list[int]]]:
-    """Yield the largest pool with fewer processes, the largest number first.
+    """Yield smaller shapes of the pool with the most processes, the largest shape first.
 
     pools: name -> `processes` on each node, and `step`: processes of one replica
     free:  devices of each node; the other pools keep their number of processes
-    Yields {name: processes on each node}; nothing if not even one replica fits.
+    Yields {name: processes on each node} for each multiple of `step` that is below the current
+    number and fits beside the other pools, on as few nodes as possible; nothing if none fits.
     """
     largest = max(pools, key=lambda name: sum(pools[name]["processes"]))
     others = sum(sum(pool["processes"]) for name, pool in pools.items() if name != largest)

@@ -109,6 +109,7 @@ class Supervisor:
 
         Prints why a restart is made or not, and waits PAUSE_S before it. If devices are missing
         after a restart, tries again with fewer processes.
+        A failure that is not restarted returns EXIT_FAILED, an end by a signal EXIT_STOPPED.
         """
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
@@ -121,7 +122,7 @@ class Supervisor:
             if self._stop is not None and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
                 return EXIT_STOPPED
             if "free" in reported and restarts.used:
-                pools = self._shrink(reported["free"])
+                pools = self._find_smaller_layout(reported["free"])
                 if not pools:
                     return EXIT_STOPPED
                 changes = self._restart_overrides() + pools
@@ -147,7 +148,7 @@ class Supervisor:
             changes = self._restart_overrides() + pools
 
     def _restart_overrides(self) -> list[str]:
-        """Return the overrides of a restart: same run directory, and resume.
+        """Return the overrides of a restart: the same run directory, no new run, and resume.
 
         On a cluster that the run joined, also: wait for nodes, and leave out bad ones.
         """
@@ -160,7 +161,10 @@ class Supervisor:
         return changes
 
     def _run_attempt(self, changes: Sequence[str]) -> int:
-        """Run one training process to its end; return its exit code, negative = a signal."""
+        """Run the command with `changes` appended; return its exit code, negative = a signal.
+
+        A variable of its environment marks it as the child of this supervisor.
+        """
         mark = f"{os.getpid()}:{self._started}:{self._file}"
         environment = {**os.environ, CHILD_OF: mark}
         return self._wait_for(subprocess.Popen([*self._command, *changes], env=environment))
@@ -192,7 +196,10 @@ class Supervisor:
             self._forward_signal(self._child, number)
 
     def _forward_signal(self, child: subprocess.Popen[bytes], number: int) -> None:
-        """Send a signal to the process, and set the time at which it is killed if it still runs."""
+        """Send a signal to the process, and set the time at which it is killed if it still runs.
+
+        A later signal does not move that time back.
+        """
         grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
         child.send_signal(number)
@@ -200,10 +207,10 @@ class Supervisor:
     def _find_failure(self, code: int, began: float) -> Failure | None:
         """Return the failure that this attempt left in failure.json, else one of the exit code.
 
-        The latter is printed and written to failure.json. None, after printing how the process
-        ended, if no run directory existed yet.
+        The latter is printed and written to failure.json. None if no run directory existed yet; it
+        then prints how the process ended, unless the code is EXIT_FAILED.
 
-        began: start of the attempt, seconds since 1970
+        began: start of the attempt, seconds since 1970; an older failure.json does not count
         """
         if "directory" not in self._facts:
             if code != EXIT_FAILED:
@@ -232,11 +239,12 @@ class Supervisor:
         cause = " ".join(str(found.get(key, "")) for key in ("role", "phase", "cause"))
         return Failure(found.get("iteration"), cause, saved)
 
-    def _shrink(self, free: Sequence[int]) -> list[str]:
-        """Return overrides for fewer processes that the configuration allows; [] if there are none.
+    def _find_smaller_layout(self, free: Sequence[int]) -> list[str]:
+        """Return a list with the override of the first smaller pool that a dry run accepts.
 
         free: devices of each node
-        Also [] without `allow_shrink`, or after a signal. Prints each try, which runs a dry run.
+        Returns [] if it accepts none, without `allow_shrink`, or after a signal. Prints each try
+        and the outcome.
         """
         if not self._facts.get("allow_shrink"):
             return []
@@ -252,7 +260,10 @@ class Supervisor:
         return []
 
     def _is_legal(self, changes: Sequence[str]) -> bool:
-        """Whether a dry run with these overrides succeeds; waits for it, LEGAL_S at most."""
+        """Return whether a dry run with these overrides succeeds.
+
+        It prints nothing and is killed after LEGAL_S, which counts as a failure.
+        """
         command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
         child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
         return self._wait_for(child, LEGAL_S) == EXIT_DONE
@@ -264,7 +275,11 @@ def _say(line: str) -> None:
 
 
 def current_iteration(metrics: Path) -> int:
-    """Return the iteration after the last one in metrics.jsonl; 1 if the file has none."""
+    """Return the iteration after the last one in metrics.jsonl.
+
+    Looks at the last LAST_LINES_BYTES only and skips lines that cannot be read; 1 if there is no
+    iteration in them, or no file.
+    """
     with contextlib.suppress(OSError), open_plain(metrics) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
         for line in reversed(file.read().splitlines()):

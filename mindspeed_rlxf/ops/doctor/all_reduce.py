@@ -42,7 +42,7 @@ def warm_up() -> int:
 
 
 def open_store(ip: str) -> int:
-    """Open a TCPStore in this process for a group and keep it open; return its port.
+    """Open a TCPStore on a free port of this process and keep it open; return the port.
 
     ip: address to listen on. Closes the stores that earlier calls opened.
     """

@@ -48,7 +48,7 @@ Look through it before you hand it on.
 def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     """Write `NAME-doctor.tar.gz` with the redacted files of the run in `folder`; return its path.
 
-    target_dir: existing folder for the archive; an existing archive is never replaced
+    target_dir: existing folder for the archive; if the name exists there, a number is added to it
     Raises UserError if `folder` has no run, or if the archive cannot be written; an incomplete
     archive is deleted then.
     """
@@ -66,10 +66,10 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     target = _free_name(target_dir, run.path.name)
     try:
         with (
-            open_file(target, "xb", _file_mode(_config(run))) as file,
+            open_file(target, "xb", _file_mode(_read_config(run))) as file,
             tarfile.open(fileobj=file, mode="w:gz") as archive,
         ):
-            for name, text in _members(run, report, redactor):
+            for name, text in _bundle_files(run, report, redactor):
                 _add_file(archive, f"{target.name.removesuffix('.tar.gz')}/{name}", text)
     except OSError as error:
         if not isinstance(error, FileExistsError):
@@ -84,13 +84,19 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     return target
 
 
-def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the files of a bundle; secrets and private texts are removed."""
+def _bundle_files(
+    run: RunDirectory, report: Report, redactor: Redactor
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the files of a bundle: note, report, environment, list of files, newest
+    configurations, failure, metrics, the end of each log and its stacks.
+
+    Secrets and private texts are removed. Files that a run does not have are left out.
+    """
     variables = {k: v for k, v in sorted(os.environ.items()) if is_open_variable(k)}
     yield "README.txt", NOTE
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
     yield "environment.json", redactor.clean(json.dumps(variables, indent=2))
-    yield "files.txt", redactor.clean(printable(_listing(run.path)))
+    yield "files.txt", redactor.clean(printable(_list_files(run.path)))
     for file in sorted(islice(run.path.glob("config*.yaml"), MOST_FILES))[-MOST_CONFIGS:]:
         if CONFIG_FILE.fullmatch(file.name):
             yield file.name, redactor.clean(_read_tail(file, STACK_BYTES))
@@ -100,11 +106,11 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
             redactor.clean(_format_failure(_read_tail(run.failure, STACK_BYTES))),
         )
     if run.metrics.exists():
-        yield run.metrics.name, _metrics(_read_tail(run.metrics, METRIC_LINES * 4096))
-    for file in _logs(run):
+        yield run.metrics.name, _last_metrics(_read_tail(run.metrics, METRIC_LINES * 4096))
+    for file in _choose_logs(run):
         name = file.relative_to(run.path).as_posix()
         yield name, redactor.clean(_read_tail(file, TAIL_BYTES))
-        stacks = "".join(_stacks(file))
+        stacks = "".join(_stack_lines(file))
         if stacks:
             yield f"stacks/{name}", redactor.clean(stacks[-STACK_BYTES:])
 
@@ -118,7 +124,7 @@ def _format_failure(text: str) -> str:
     return "".join(f"{key}: {value}\n" for key, value in found.items()) or text
 
 
-def _metrics(text: str) -> str:
+def _last_metrics(text: str) -> str:
     """Return iteration, time and metrics of the last METRIC_LINES lines, one JSON object per line.
 
     Values that are not numbers, and lines that are no JSON object, are left out.
@@ -139,7 +145,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; {} for anything else, such as a line that was cut."""
+    """Parse a JSON object; return {} for anything else, such as a line that was cut."""
     try:
         found = parse_json(text)
     except ValueError:
@@ -147,7 +153,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _logs(run: RunDirectory) -> list[Path]:
+def _choose_logs(run: RunDirectory) -> list[Path]:
     """List at most MOST_LOGS log files: the driver's, the failed rank's, then the newest."""
     found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
     files = [file for file in found if LOG_FILE.fullmatch(file.name) and _is_regular(file)]
@@ -166,7 +172,11 @@ def _is_regular(file: Path) -> bool:
 
 
 def _read_tail(file: Path, size: int) -> str:
-    """Return the last whole lines of a file, `size` bytes at most; "" if unreadable or a link."""
+    """Return the end of a file, `size` bytes at most, without a first line that is cut off.
+
+    Returns "" if it is unreadable or no regular file, as a link. Bytes that are not UTF-8 are
+    replaced.
+    """
     try:
         if not _is_regular(file):
             return ""
@@ -179,7 +189,7 @@ def _read_tail(file: Path, size: int) -> str:
     return text.partition("\n")[2] if end > size else text
 
 
-def _stacks(file: Path) -> Iterator[str]:
+def _stack_lines(file: Path) -> Iterator[str]:
     """Yield the lines of faulthandler's stacks in the last STACK_SEARCH_BYTES of a log."""
     inside = False
     for line in _read_tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
@@ -188,10 +198,11 @@ def _stacks(file: Path) -> Iterator[str]:
             yield line
 
 
-def _listing(folder: Path) -> str:
+def _list_files(folder: Path) -> str:
     """Return size, UTC time and path of the files below `folder`, one per line.
 
-    At most MOST_FILES; a last line `and more` says that others exist.
+    Links are not followed. At most MOST_FILES lines; then a last line `and more` says that others
+    exist.
     """
     lines: list[str] = []
     for parent, folders, names in os.walk(folder):
@@ -209,9 +220,10 @@ def _listing(folder: Path) -> str:
 def private_texts(run: RunDirectory) -> set[str]:
     """Return the strings that a bundle must not contain: those of logged samples and of data.
 
-    Reads the first data rows, and the samples from the newest on; stops at about 2 x MOST_TEXTS.
+    Reads the first data rows, then the samples from the newest on until it has 2 x MOST_TEXTS
+    strings.
     """
-    texts = _data_texts(_config(run))
+    texts = _data_texts(_read_config(run))
     for file in (run.samples, run.val_samples):
         for line in reversed(_read_tail(file, SAMPLE_BYTES).splitlines()):
             texts.update(_strings(_json_object(line)))
@@ -245,8 +257,8 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
     return texts
 
 
-def _config(run: RunDirectory) -> dict[str, Any]:
-    """Read the run's configuration; {} if it cannot be read."""
+def _read_config(run: RunDirectory) -> dict[str, Any]:
+    """Read the run's configuration; {} if it cannot be read or is no mapping."""
     try:
         found = parse_yaml(_read_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):
@@ -261,7 +273,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _file_mode(config: dict[str, Any]) -> int:
-    """Return the permission bits for the bundle: `training.file_mode`, else owner only."""
+    """Return the permission bits for the bundle: `training.file_mode`, if valid, else PRIVATE."""
     found = str(_section(config, "training").get("file_mode"))
     return int(found, 8) if FILE_MODE.fullmatch(found) else PRIVATE
 
@@ -282,7 +294,7 @@ def _free_name(folder: Path, run: str) -> Path:
 
 
 def _add_file(archive: tarfile.TarFile, name: str, text: str) -> None:
-    """Add a text as a file to the archive."""
+    """Add a text to the archive as a file with mode 0644 and the current time."""
     content = text.encode("utf-8", "replace")
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = len(content), int(time.time()), 0o644

@@ -49,7 +49,10 @@ def survey_host(subject: Subject) -> Facts:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts: packages, Python, CANN."""
+    """Return name -> version of what must be equal on all hosts: packages, `python`, `cann`.
+
+    What is not installed has the version `installed.NONE`.
+    """
     cann = npu_versions.cann_version() or installed.NONE
     found = installed.versions(npu_versions.PACKAGES)
     return {**found, "python": platform.python_version(), "cann": cann}
@@ -58,10 +61,11 @@ def versions() -> dict[str, str]:
 def check_cluster(
     subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
 ) -> list[Finding]:
-    """Join a Ray cluster, check its hosts and collectives, and leave it.
+    """Join a Ray cluster, return findings on its hosts and collectives, and leave it.
 
     address: None = RAY_ADDRESS
-    A failure to join becomes a finding. Raises UserError when no cluster is named.
+    A failure to join becomes the only finding, an error. Raises UserError when no cluster is named,
+    or `local`.
     """
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
@@ -183,6 +187,7 @@ def _clock_offset(agent: HostAgent, timeout_s: float) -> float | None:
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
     """Return warnings for clocks over CLOCK_S off and for hosts without a reply; `ok` without any.
 
+    Equal warnings of several hosts are merged into one.
     offsets: host -> seconds ahead of this host; None = no reply
     """
     check, found = "cluster.clock", []
@@ -203,7 +208,10 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
 
 
 def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
-    """Compare the number of devices that Ray offers on each host with the highest; [] on CPU."""
+    """Return a warning for each host on which Ray offers fewer devices than on another, else `ok`.
+
+    Equal findings of several hosts are merged; [] on CPU.
+    """
     if device.resolve_kind(subject.kind) is DeviceKind.CPU:
         return []
     most, resource = max((node.count for node in nodes), default=0), _resource(subject)
@@ -216,7 +224,8 @@ def _collectives(
     """Start a process per free device of all hosts, run all-reduces among them, and end them.
 
     environment: variables of the processes; end: deadline, of `time.monotonic`
-    Busy devices and processes that do not start are findings; their hosts' others are still tried.
+    Busy devices are a warning and left out. A process that does not start is an error, and its host
+    is left out. Equal findings of several hosts are merged.
     """
     from mindspeed_rlxf.cluster.ray.agent import RayAgent, device_options
     from mindspeed_rlxf.ops.doctor.all_reduce import warm_up

@@ -79,7 +79,8 @@ def check_collectives(
     """Run all-reduces inside each host, between pairs and over all; report failing hosts and links.
 
     hosts: one party per host, with the host's ranks; those that fail inside are not paired
-    Returns when done or after `deadline_s`, plus what the last round takes to answer.
+    Returns when done or after `deadline_s`, plus what the last round takes to answer. If that
+    deadline leaves no time to begin, there is one warning.
     """
     conductor = Conductor(transport, deadline_s, clock)
     inside = conductor.run_round([(host,) for host in hosts], INSIDE_S)
@@ -116,7 +117,7 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
     culprits = f": {', '.join(named)}" if named else ""
     return error(
         "collectives.inside",
-        f"all-reduce fails inside {host.name}{culprits}{_cause(outcome)}",
+        f"all-reduce fails inside {host.name}{culprits}{_format_cause(outcome)}",
         "look at the devices and the library's log there, or leave the host out",
     )
 
@@ -130,7 +131,7 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
     for party in verdict.broken:
         yield error(
             check,
-            f"{party.name} fails with every partner{_cause(hunt.last_failure(party))}",
+            f"{party.name} fails with every partner{_format_cause(hunt.last_failure(party))}",
             "look at its network, firewall and GLOO/HCCL_SOCKET_IFNAME, or leave it out",
         )
     for link in verdict.links:
@@ -177,15 +178,21 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
 
 
 def _join_names(group: Group) -> str:
-    """Join the names of at most SHOWN_NAMES parties, with the number of those left out."""
+    """Join the names of two or more parties: `a, b and c`.
+
+    Over SHOWN_NAMES, only the first ones are listed, with the number of the others at the end.
+    """
     names = [party.name for party in group]
     if len(names) > SHOWN_NAMES:
         names[SHOWN_NAMES:] = [f"{len(names) - SHOWN_NAMES} more"]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _cause(outcome: Outcome) -> str:
-    """Return ` (absent ranks; first error)` of a failed outcome; "" if neither is known."""
+def _format_cause(outcome: Outcome) -> str:
+    """Return ` (absent ranks; first error)` of a failed outcome; "" if neither is known.
+
+    Shows SHOWN_NAMES ranks at most.
+    """
     absent = ", ".join(map(str, outcome.absent[:SHOWN_NAMES]))
     parts = [f"ranks {absent} never came" if absent else "", outcome.cause]
     known = "; ".join(filter(None, parts))

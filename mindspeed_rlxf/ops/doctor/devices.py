@@ -15,9 +15,10 @@ BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """Check the accelerators of this host by torch and by the driver's tool; compare the two.
+    """Return findings on this host's accelerators: kind, the driver's list, torch's number.
 
-    On CPU, warns of device files in /dev that go unused. An exception of torch becomes an error.
+    torch must see as many devices as the driver lists. On CPU there is one finding, a warning if
+    /dev has device files. An exception of torch is the only finding, an error.
     """
     try:
         kind = device.resolve_kind(kind)
@@ -54,8 +55,9 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 def driver_findings(view: DriverView) -> Iterator[Finding]:
     """Yield findings on the driver's devices: number (none: an error), sick ones, busy ones.
 
-    Sick ones are an error, busy ones (memory in use) a warning; without any, nothing is yielded on
-    them. A driver's tool that failed is one warning and nothing else.
+    Sick ones are an error; busy ones, with over BUSY_MIB and a tenth of the memory in use, are a
+    warning. Without any, nothing is yielded on them. A driver's tool that failed is one warning and
+    nothing else.
     """
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
@@ -105,9 +107,9 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
 
 
 def ray_finding(resource: str, count: int, most: int) -> Finding:
-    """Check that Ray offers `count` = `most` devices on a host.
+    """Return `ok` if `count` is `most`, else a warning.
 
-    count: devices that Ray offers there; most: the highest number on any host
+    count: devices that Ray offers on a host; most: the highest number on any host
     """
     return judge(
         count == most,

@@ -23,7 +23,8 @@ CHUNK = b"\xa5" * MIB
 def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
     """Check free space, write speed and clock of the disk that the run directory will be on.
 
-    path: need not exist, its nearest existing parent is checked; wanted: free bytes
+    path: need not exist, its nearest existing parent is checked
+    wanted: free bytes; less is a warning
     Writes a temporary file, see `write_speed`.
     """
     folder = existing_folder(path.absolute())
@@ -96,7 +97,11 @@ def ray_temp_dir() -> Path:
 
 
 def ray_folder() -> Finding:
-    """Check that Ray's folder is writable (else an error) and has free space to spill objects."""
+    """Check that Ray's folder is writable (else an error) and has free space to spill objects.
+
+    A disk that is full to RAY_FULL, or has under 1 GiB free, is a warning. A folder that does not
+    exist is judged by its nearest parent that does.
+    """
     check, folder = "disk.ray_folder", existing_folder(ray_temp_dir())
     if not os.access(folder, os.W_OK | os.X_OK):
         return error(check, f"{folder} cannot be written", "set RAY_TMPDIR to another")
@@ -111,7 +116,10 @@ def ray_folder() -> Finding:
 
 
 def model_cache() -> Finding:
-    """Warn if the Hugging Face cache is not writable: tokenizers and lock files go there."""
+    """Warn if the Hugging Face cache is not writable, else return `ok`.
+
+    A folder that does not exist is judged by its nearest parent that does.
+    """
     path = huggingface_home()
     is_writable = os.access(existing_folder(path.absolute()), os.W_OK | os.X_OK)
     offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""

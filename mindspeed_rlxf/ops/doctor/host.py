@@ -25,9 +25,10 @@ RELEASED = 1_767_225_600  # seconds, 2026-01-01: no clock of a run is before it
 
 
 def open_files(limits: tuple[int, int] | None = None) -> Finding:
-    """Warn if fewer than OPEN_FILES files may be open.
+    """Warn if this process may open fewer than OPEN_FILES files (the soft limit); else `ok`.
 
     limits: (soft, hard), -1 = unlimited; None = those of this process
+    The remedy names the hard limit if that is too low as well.
     """
     soft, hard = map(_limit, limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     remedy = f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run, on every host"
@@ -61,7 +62,10 @@ def _format_limit(limit: float) -> str:
 
 
 def pids(folder: Path = CGROUP) -> Finding:
-    """Warn if the container's control group has room for fewer than PROCESSES more processes."""
+    """Warn if the container's control group allows fewer than PROCESSES more processes.
+
+    Else `ok`, also if the group has no limit or the limit cannot be read.
+    """
     limit, used = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")
     used = 0 if used == math.inf else used
     return judge(
@@ -73,7 +77,7 @@ def pids(folder: Path = CGROUP) -> Finding:
 
 
 def shared_memory(wanted: int, free: int | None = None) -> Finding:
-    """Warn if /dev/shm has less room than Ray's object store takes.
+    """Warn if /dev/shm has less free space than Ray's object store takes; else return `ok`.
 
     wanted: bytes of the store; free: bytes, None = measure
     """
@@ -140,7 +144,7 @@ def text_encoding(encoding: str | None = None) -> Finding:
 
 
 def clock(now: float | None = None) -> Finding:
-    """Report an error if the clock is before RELEASED, as the clock of a run cannot be.
+    """Return an error if the clock is before RELEASED, else `ok`; either shows the time.
 
     now: seconds since 1970; None = read the clock
     """
@@ -155,7 +159,7 @@ def clock(now: float | None = None) -> Finding:
 
 
 def threads() -> Finding:
-    """Warn if OMP_NUM_THREADS is set to something else than a whole number from 1 on."""
+    """Warn if OMP_NUM_THREADS is set to something else than a whole number from 1 on; else `ok`."""
     found = os.environ.get("OMP_NUM_THREADS", "unset")
     is_number = found.isdigit() and int(found) >= 1
     return judge(

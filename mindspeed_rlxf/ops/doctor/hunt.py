@@ -103,7 +103,8 @@ class Hunt:
     def rounds(self) -> Rounds:
         """Yield the groups of each round, be sent their outcomes, and record them.
 
-        A generator. The rounds are the pairs, then the doubtful pairs, then all parties together.
+        A generator. The rounds are the pairs, without parties found broken by then; the doubtful
+        pairs; all parties without a known failure together, in parts if that fails.
         """
         for pairs in pair_rounds(self._parties):
             broken = self._broken()
@@ -114,7 +115,11 @@ class Hunt:
         self._complete = True
 
     def verdict(self) -> Verdict:
-        """Judge from the outcomes so far which parties, links and groups fail."""
+        """Return which parties, links and groups fail, judged from the outcomes so far.
+
+        A failed pair without a broken party is a link if both parties passed with others, else
+        undecided. Of a pair that was tried twice the later outcome counts.
+        """
         broken, working = self._broken(), self._working()
         latest = dict(self._tries)
         links: list[Group] = []
@@ -189,8 +194,9 @@ class Hunt:
     def _try_together(self) -> Rounds:
         """Yield rounds that try all parties without a known failure; record the result.
 
-        If they fail, yields rounds to find the pair or group at fault. A pair found so is left out
-        and the rest tried again, MAX_FAULTS_TOGETHER times at most.
+        If they fail, yields rounds to find the pair or group at fault. A pair is recorded as link,
+        its first party is left out, and the rest tried again, MAX_FAULTS_TOGETHER times at most. A
+        group of more than two is recorded as undecided, which ends the search.
         """
         verdict = self.verdict()
         out = set(verdict.broken) | {pair[0] for pair in verdict.links}
@@ -237,7 +243,8 @@ def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
 def _isolate_between(left: Group, right: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
     """Yield rounds that narrow down a fault between two groups that each pass alone.
 
-    Returns the smallest group found to fail: one party of each side, or more if no part fails.
+    Returns the smallest group that failed: one party of each side, or more parties if no smaller
+    group fails.
     """
     while len(left) + len(right) > 2:
         (a, b), (c, d) = _halves(left), _halves(right)

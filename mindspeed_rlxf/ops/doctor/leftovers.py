@@ -18,7 +18,7 @@ MANY_BYTES = GIB
 
 
 def check_leftovers() -> list[Finding]:
-    """Check the Ray processes and the Ray folders of this user."""
+    """Return a finding on the Ray processes and one on the Ray folders of this user."""
     lines = list(_own_commands())
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
     return [check_processes(lines, is_joined), check_folders(ray_temp_dir(), lines)]
@@ -28,7 +28,7 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
     """Warn of Ray clusters of this user that run here: any, or with `is_joined` more than one.
 
     commands: command lines of this user's processes; is_joined: RAY_ADDRESS is set
-    Clusters that our own runs started do not count.
+    Counts raylet processes, without those of clusters that our own runs started. Else `ok`.
     """
     programs = [line.partition(" ")[0] for line in commands if OWN_PREFIX not in line]
     count = sum(Path(program).name == RAYLET for program in programs)
@@ -44,9 +44,10 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
 
 
 def check_folders(root: Path, commands: Sequence[str]) -> Finding:
-    """Warn if Ray session folders in `root` that no process uses take MANY_BYTES or more.
+    """Warn if dead Ray session folders of this user take MANY_BYTES or more, else return `ok`.
 
-    commands: command lines of running processes; a folder named in one is in use
+    root:     folder with the session folders of Ray and of our own runs
+    commands: command lines of running processes; a folder named in none of them is dead
     """
     named = "\n".join(commands)
     sessions = [*root.glob(f"{OWN_PREFIX}*"), *root.glob("ray/session_2*")]
@@ -72,7 +73,10 @@ def _is_own(folder: Path) -> bool:
 
 
 def _size_of_files(folder: Path) -> int:
-    """Return the total size of the files below a folder, in bytes."""
+    """Return the total size of the files below a folder, in bytes; 0 if the folder is missing.
+
+    Links count with their own size. Files that cannot be read, as those just removed, count 0.
+    """
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

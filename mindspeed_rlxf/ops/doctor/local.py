@@ -43,8 +43,9 @@ def check_host(subject: Subject) -> list[Finding]:
 
 
 def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    """Yield a finding on missing input files, and an error if this user may not read some.
+    """Yield one error with all missing input files, or `ok`; then one with all unreadable files.
 
+    The second comes only if there are such files.
     paths: (key of the configuration, path or glob pattern); without paths, nothing is yielded
     """
     files = {(key, path): glob.glob(path) for key, path in paths}

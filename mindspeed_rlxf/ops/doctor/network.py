@@ -48,10 +48,13 @@ def interfaces() -> dict[str, bool]:
 def interface_findings(
     existing: Mapping[str, bool], environment: Mapping[str, str], several_hosts: bool
 ) -> Iterator[Finding]:
-    """Check that each interface named by a variable exists and is up; warn of an ambiguous choice.
+    """Yield a finding per variable that names interfaces, then one on the choice of interfaces.
 
+    A variable is an error if it selects none, or only such as are down; else `ok`.
     existing:      interface -> whether it is up
-    several_hosts: a loopback interface is an error; gloo needs a named or a single interface
+    several_hosts: a variable that selects only loopback interfaces is an error too. The choice is a
+                   warning unless GLOO_SOCKET_IFNAME is set or exactly one interface is up, virtual
+                   ones not counted; else `ok`
     """
     for variable in (*EXACT, *BY_PREFIX):
         value = environment.get(variable)
@@ -86,9 +89,10 @@ def interface_findings(
 
 
 def _select_interfaces(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
-    """Return the existing interfaces that a variable's value selects.
+    """Return the names in `existing` that a variable's value selects.
 
-    Variables in EXACT list names; others list prefixes, `=` before them means names, `^` all but.
+    The value of a variable in EXACT lists names. Others list prefixes, or names after a `=`; with a
+    `^` at the start they select all but those. A port after a colon is ignored.
     """
     if variable in EXACT:
         return [name for name in value.split(",") if name in existing]
@@ -119,7 +123,10 @@ def host_name(several_hosts: bool) -> Finding:
 
 
 def proxy_finding(environment: Mapping[str, str]) -> Finding:
-    """Warn if proxy variables also apply to connections to this host. Passwords are not shown."""
+    """Warn if proxy variables also apply to OWN_NAMES, as no_proxy lacks them; else return `ok`.
+
+    Passwords are not shown. no_proxy in lower case has priority.
+    """
     named = {k: v for k, v in environment.items() if k.lower() in PROXIES and v}
     if not named:
         return ok("network.proxy", "none set")
@@ -137,7 +144,7 @@ def proxy_finding(environment: Mapping[str, str]) -> Finding:
 
 
 def _without_password(url: str) -> str:
-    """Return scheme, host and port of a URL; "(set)" if it has no host."""
+    """Return `scheme://host:port` of a URL, without user and path; "(set)" if it has no host."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}:{parts.port}" if parts.hostname else "(set)"
 
@@ -145,10 +152,10 @@ def _without_password(url: str) -> str:
 def port_findings(
     environment: Mapping[str, str], ephemeral: range, listening: Collection[int]
 ) -> Iterator[Finding]:
-    """Check the number of local ports; yield a finding per port range that HCCL is given.
+    """Yield a finding on the number of local ports, and one per port range set for HCCL.
 
-    A range that is invalid or overlaps another is an error; one that has ports in use, or local
-    ports, is a warning.
+    Too few local ports are a warning. A range that is invalid or overlaps another is an error;
+    one that has ports in use, or overlaps the local ports, is a warning; else `ok`.
     environment: variables that set HCCL's ranges; an unset one, or `auto`, is not checked
     ephemeral:   local ports, which the kernel gives to outgoing connections
     listening:   ports in use
@@ -230,7 +237,10 @@ def ephemeral_ports() -> range:
 
 
 def listening_ports() -> set[int]:
-    """Return the TCP ports that any process on this host listens on, from /proc/net."""
+    """Return the TCP ports, IPv4 and IPv6, that any process on this host listens on.
+
+    Reads /proc/net/tcp and tcp6; a file that does not exist counts as empty.
+    """
     files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     lines = [
         line.split()

@@ -43,10 +43,11 @@ class RayRanks:
         ]
 
     def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Run an all-reduce in each group, all at once; return one outcome per group.
+        """Run an all-reduce in each group, all at once; return one outcome per group, in order.
 
-        groups: of processes that run; the first of each group opens the group's store
-        Waits for `timeout_s` at most, then replaces the processes that did not reply and waits for
+        groups: of processes that run; the first of each group opens the group's store. If it
+                cannot, the group fails with that process as absent
+        Waits for about `timeout_s`, then replaces the processes that did not reply and waits for
         the new ones.
         """
         started = time.monotonic()
@@ -71,7 +72,7 @@ class RayRanks:
         return [
             Outcome(False, (group[0],), port.cause)
             if isinstance(port, HostError)
-            else _merge(group, replies)
+            else _merge_replies(group, replies)
             for group, port in ports.items()
         ]
 
@@ -90,12 +91,12 @@ class RayRanks:
         self._dead |= {n for n, reply in replies if isinstance(reply, HostError)}
 
 
-def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
-    """Merge the replies of a group's processes into one outcome.
+def _merge_replies(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
+    """Merge the replies of a group's processes into one outcome; it passed if all of them did.
 
     replies: Outcome or HostError by process number
-    The cause of a failure is the first of: a process that died, an error that a process reported,
-    a process that was late.
+    A failed outcome has the numbers of the processes that did not come or died, and one cause, the
+    first of: a process that died, an error that a process reported, a process that was late.
     """
     own = {number: replies[number] for number in group}
     lost = {n: reply for n, reply in own.items() if isinstance(reply, HostError)}

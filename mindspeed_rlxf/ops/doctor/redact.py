@@ -106,7 +106,10 @@ def _clean_line(line: str) -> str:
 
 
 def _cut_long_line(line: str) -> str:
-    """Cut a line to MAX_LINE characters, at a space if possible, and say how many were removed."""
+    """Cut a line over MAX_LINE characters, and say how many were removed; return others unchanged.
+
+    It is cut at the last space before MAX_LINE, but at most LONGEST_WORD characters before it.
+    """
     if len(line) <= MAX_LINE:
         return line
     end = max(line.rfind(" ", MAX_LINE - LONGEST_WORD, MAX_LINE), MAX_LINE - LONGEST_WORD)
@@ -131,9 +134,10 @@ def _without_values(line: str) -> str:
 
 
 def _shorten_quote(found: re.Match[str]) -> str:
-    """Replace a quote that has a space and over LONG_QUOTE characters by its length.
+    """Return a quote of over LONG_QUOTE characters with a space as `"[n characters removed]"`.
 
-    Other quotes stay. found: a match of QUOTED
+    Other quotes are returned as they are; the kind of quotation mark stays. found: a match of
+    QUOTED
     """
     text = found["double"] or found["single"] or ""
     if len(text) <= LONG_QUOTE or " " not in text:
@@ -144,7 +148,7 @@ def _shorten_quote(found: re.Match[str]) -> str:
 def _spellings(texts: Iterable[str]) -> set[str]:
     """Return each text and each of its lines, plain and as Python and JSON would escape them.
 
-    Those under SHORTEST characters are left out.
+    White space around a text or line is removed; those under SHORTEST characters are left out.
     """
     found = set()
     for text in texts:

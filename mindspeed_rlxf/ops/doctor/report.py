@@ -43,7 +43,10 @@ class Report:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Number of findings of each status, by its value; 0 where there are none."""
+        """Return status -> number of findings; 0 for statuses that none has.
+
+        The keys are the values of `Status`, as "ok".
+        """
         found = Counter(finding.status for finding in self.findings)
         return {status.value: found[status] for status in Status}
 
@@ -73,8 +76,9 @@ class Report:
         }
 
     def as_text(self, width: int = 100, colour: bool = False) -> str:
-        """Return one entry per finding, worst first, with its remedy below, and a line of counts.
+        """Return one entry per finding, errors first, each with its remedy.
 
+        The last line has the host, the counts of errors, warnings and `ok`, and the build.
         width: columns; colour: add ANSI colours to the status words
         """
         ranked = sorted(self.findings, key=lambda f: list(Status).index(f.status), reverse=True)
@@ -99,6 +103,7 @@ def _format_finding(finding: Finding, check_width: int, width: int, colour: bool
     """Format one finding: status, check name, value and hosts; on lines below, the remedy.
 
     check_width: columns of the check name
+    width:       columns of a line; value and remedy have at least 30, however narrow it is
     """
     word = f"{finding.status.value:<7}"
     if colour:
@@ -132,7 +137,7 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that is not `dumb`, and NO_COLOR is unset or empty."""
+    """Return whether `stream` is a terminal, TERM is not `dumb`, and NO_COLOR is unset or empty."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not is_plain
 

@@ -19,7 +19,10 @@ REQUIRED = ("torch", "ray", "transformers", "safetensors", "numpy")
 
 
 def check_software(kind: DeviceKind) -> list[Finding]:
-    """Check versions of Python and packages; for NPU also CANN and which versions fit together."""
+    """Check versions of Python and packages; for NPU also CANN and which versions fit together.
+
+    NPU requires torch_npu, other kinds Megatron.
+    """
     kind = device.resolve_kind(kind)
     is_npu = kind is DeviceKind.NPU
     required = (*REQUIRED, npu_versions.TORCH_NPU if is_npu else packages.MEGATRON)
@@ -44,8 +47,9 @@ def package_findings(
     required: tuple[str, ...],
     requirements: Mapping[str, Requirement] | None = None,
 ) -> Iterator[Finding]:
-    """Yield an error per required package that is absent, and a warning per version out of range.
+    """Yield a finding per package: a warning for a version out of range, else `ok`.
 
+    For a package that is not installed: an error if it is required, else nothing.
     versions:     package -> version, None = not installed
     required:     packages that must be installed
     requirements: package -> range; None = those of this package's metadata
@@ -65,17 +69,20 @@ def package_findings(
 
 
 def npu_findings() -> Iterator[Finding]:
-    """Check CANN, imported source folders and combinations of versions, as a worker does."""
+    """Yield findings on CANN, imported source folders and combinations of versions on this host.
+
+    A combination without a problem yields nothing.
+    """
     versions = npu_versions.read_versions()
-    yield _cann(versions.cann)
-    yield from _sources()
+    yield _cann_finding(versions.cann)
+    yield from _source_findings()
     for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(versions)):
         status = Status.ERROR if problem.fatal else Status.WARNING
         yield Finding("versions.pairs", status, problem.rule, problem.remedy)
 
 
-def _cann(cann: str | None) -> Finding:
-    """Report the version of CANN; None = not installed, an error."""
+def _cann_finding(cann: str | None) -> Finding:
+    """Return `ok` with the version of CANN; an error for None, which means not installed."""
     if cann is None:
         return error(
             "versions.cann",
@@ -85,10 +92,10 @@ def _cann(cann: str | None) -> Finding:
     return ok("versions.cann", cann)
 
 
-def _sources() -> list[Finding]:
-    """Return one finding with the folders that Megatron and MindSpeed are imported from.
+def _source_findings() -> list[Finding]:
+    """Return one `ok` finding with the folders that Megatron and MindSpeed are imported from.
 
-    Returns [] if none of them is a checkout.
+    Names only those that are a checkout; [] if none is.
     """
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}

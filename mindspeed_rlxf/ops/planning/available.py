@@ -23,9 +23,9 @@ def on_cpu(config: RunConfig) -> bool:
 
 
 def device_memory(config: RunConfig) -> int | None:
-    """Return the bytes of a device; None = unknown, as on a joined cluster.
+    """Return the bytes of memory of a device; None = unknown, as on a joined cluster or on CPU.
 
-    `device.memory_gib` if set, else the memory of this host's smallest device.
+    It is `device.memory_gib` if set, else the memory of this host's smallest device.
     """
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)
@@ -33,9 +33,10 @@ def device_memory(config: RunConfig) -> int | None:
 
 
 def rollout_memory(config: RunConfig) -> int | None:
-    """Return the bytes that a generating process may use; None = unknown.
+    """Return the bytes of memory that a generating process may use; None = unknown.
 
-    On CPU the generating ranks share the host's memory equally, unless `device.memory_gib` is set.
+    On CPU, unless `device.memory_gib` is set, the generating ranks share the host's memory equally
+    (None on a joined cluster). Otherwise it is the memory of a device.
     """
     if config.device.memory_gib is not None or not on_cpu(config):
         return device_memory(config)

@@ -124,11 +124,12 @@ def calibrate(kind: DeviceKind, threads: int, note: Callable[[str], None]) -> Ca
 def fit_costs(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> Calibration:
     """Fit the costs of each kind of work to the measured phases; return them as a calibration.
 
-    It also has the seconds of an iteration outside all phases: the median of the runs.
+    The cost of a start of generation is 0. The calibration also has the largest relative error of a
+    phase, and the seconds of an iteration outside all phases: the median of the runs.
     """
     costs, worst = {}, 0.0
     for each in Kind:
-        rows, seconds = _rows(measured, each)
+        rows, seconds = _work_and_seconds(measured, each)
         # Generation makes so many calls that the time of one start cannot be measured.
         columns = 3 if each is Kind.GENERATE else 4
         found, error = fit(rows[:, :columns], seconds)
@@ -151,7 +152,7 @@ def fit_costs(measured: Sequence[Measured], kind: DeviceKind, threads: int) -> C
     )
 
 
-def _rows(measured: Sequence[Measured], kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+def _work_and_seconds(measured: Sequence[Measured], kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     """Return amounts of work [phases, 4] and seconds [phases] of all phases of a kind.
 
     The columns are FLOP, bytes moved, calls and 1 (the start of a phase).
@@ -186,7 +187,7 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
         # JSON is YAML.
         (folder / f"{NAME}.yaml").write_text(json.dumps(tree), encoding="utf-8")
         own_clock = kind is DeviceKind.CPU and threads == 1
-        _train(folder, OWN_CLOCK if own_clock else "")
+        _run_training(folder, OWN_CLOCK if own_clock else "")
         text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
         config = resolve(compose(NAME, config_dir=folder), NAME)
     lines = [json.loads(line)["metrics"] for line in text.splitlines()][WARM_UP:]
@@ -198,7 +199,7 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
     return Measured(config, found)
 
 
-def _train(folder: Path, before: str) -> None:
+def _run_training(folder: Path, before: str) -> None:
     """Run the training of `folder` in a process, and wait for it.
 
     before: Python code that the process runs first

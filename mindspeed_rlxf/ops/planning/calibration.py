@@ -68,7 +68,10 @@ class Calibration(Section):
 
 
 def default_file(kind: DeviceKind) -> Path:
-    """Return the path of this user's calibration file for a kind of device; it may not exist."""
+    """Return the path of this user's calibration file for a kind of device; it may not exist.
+
+    It is below XDG_CACHE_HOME, or ~/.cache if that is unset.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mindspeed_rlxf" / f"calibration-{device.resolve_kind(kind).value}.json"
 
@@ -120,7 +123,11 @@ def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> 
 
 
 def _find_mismatch(found: Calibration, kind: DeviceKind, threads: int, bf16: bool) -> str:
-    """Return the rule that the calibration breaks on this host with these settings; "" if none."""
+    """Return the rule that the calibration breaks on this host with these settings; "" if none.
+
+    Compares form, kind and name of the device, versions of torch and megatron-core, CPU threads and
+    bf16, in this order; then it must have the costs of each `Kind`, and of nothing else.
+    """
     there = device_name(kind)
     here = {
         "form": (found.version, VERSION),

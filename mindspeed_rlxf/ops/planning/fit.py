@@ -44,7 +44,10 @@ class Need:
 
     @property
     def verdict(self) -> str:
-        """Return the plan's line: sizes, whether they fit, and the remedy or what is unknown."""
+        """Return the plan's line: sizes, and "fits", or "does not fit" with the remedy.
+
+        If the available bytes are unknown: sizes, and why they are.
+        """
         if self.available is None:
             return f"{self._sizes}; {self.unknown}"
         if self.problem is None:
@@ -69,6 +72,8 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
     """Compare the needs of a run with the memory of devices and hosts, and with the free disk.
 
     rates: to name the remedy with the shortest predicted time; None = the first that suffices
+    Returns a text per section (each pool and part, host memory, disk) and problems where a need is
+    larger than what is there.
     """
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
@@ -86,7 +91,8 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
     """Return a pool's memory table: titles, each phase of each role, then all roles together.
 
-    The last row is of the phase that needs most.
+    The last row is of the phase that needs most, with the bytes of the process; without a role with
+    a model, it has only those and the buffers.
     """
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
@@ -94,16 +100,17 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
     ]  # fmt: skip
     for role in pool.roles:
         name, other = role.role.value, role.other
-        rows += [_row(name, role.on_device(phase), other, phase) for phase in role.phases]
+        rows += [_memory_row(name, role.on_device(phase), other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
     if pool.peak is None:
-        return [*rows, _row("together", (0, 0, 0), other, Phase("-"))]
-    return [*rows, _row("together", pool.on_device(*pool.peak), other, pool.peak[1])]
+        return [*rows, _memory_row("together", (0, 0, 0), other, Phase("-"))]
+    return [*rows, _memory_row("together", pool.on_device(*pool.peak), other, pool.peak[1])]
 
 
-def _row(name: str, state: State, other: int, phase: Phase) -> list[object]:
-    """Return a row of the memory table: the bytes on the device while `phase` runs.
+def _memory_row(name: str, state: State, other: int, phase: Phase) -> list[object]:
+    """Return a row of the memory table as text: name, phase, and bytes on the device meanwhile.
 
+    The bytes are of weights, gradients, optimizer, activations, KV cache, the rest and their sum.
     state: bytes of weights, gradients and optimizer; other: lasting bytes beside them
     """
     needs = [*state, phase.activations, phase.kv_cache, other + phase.other]
@@ -145,7 +152,10 @@ def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need
 
 
 def _host_rows(host: HostMemory) -> list[list[object]]:
-    """Return the rows of the host's memory table: a part per row, a phase of the run per column."""
+    """Return the rows of the host's memory table: a part per row, a phase of the run per column.
+
+    A heading row comes first, a row of sums last. Parts of 0 bytes are left out.
+    """
     load, iteration, checkpoint, final = range(4)
     always = (load, iteration, checkpoint, final)
     parts: list[tuple[str, int, tuple[int, ...]]] = [
@@ -168,7 +178,7 @@ def _host_rows(host: HostMemory) -> list[list[object]]:
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:
-    """Return the table of disk space that the run needs, and the need."""
+    """Return the table of the disk space of final weights and checkpoints, and the need in all."""
     disk, folder = disk_needed(config), RunDirectory.choose(config).path
     rows = {f"final weights of {role.value}": count for role, count in disk.exports.items()}
     checkpoints = f"checkpoints ({disk.num_checkpoints}, one being written)"

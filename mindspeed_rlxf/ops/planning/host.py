@@ -58,7 +58,11 @@ class HostMemory:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Return the bytes in each phase of a run; rows are freed before the export."""
+        """Return name -> bytes of the phases load, iteration, checkpoint and final weights.
+
+        Rows count in iteration and checkpoint only: they are freed before the final weights are
+        written.
+        """
         lasting = self.processes + self.driver + self.devices + self.offloaded
         return {
             "load": lasting,
@@ -90,7 +94,7 @@ class Disk:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """Compute the memory of the host with most processes.
+    """Return the memory, in bytes, of the host with most processes, by what takes it.
 
     pools: memory of the pools' devices; it counts as host memory on CPU
     """
@@ -129,7 +133,10 @@ def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role
 
 
 def _bytes_loaded(config: RunConfig) -> int:
-    """Return the bytes of all weight folders; a folder that several roles load counts once."""
+    """Return the bytes of weights to load, computed from the numbers of parameters.
+
+    A folder that several roles load counts once.
+    """
     folders: dict[str | None, int] = {}
     for role in config.roles:
         section = config.role(role)
@@ -150,7 +157,11 @@ def _checkpoint_bytes_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _num_responses(config: RunConfig) -> int:
-    """Return the most responses of an iteration, also those that are not trained on."""
+    """Return the most responses of an iteration, also those that are not trained on.
+
+    With `filter_groups` it is `max_num_gen_batches` times the samples. An estimator that needs
+    greedy responses adds one per prompt.
+    """
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
     greedy = algorithm.estimator.reads_greedy
@@ -158,7 +169,9 @@ def _num_responses(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
-    """Compute the disk space of the final weights, the kept checkpoints and one being written."""
+    """Return the bytes of final weights per trained role, the bytes of a checkpoint of all trained
+    roles together, and the number of checkpoints: those kept and one being written.
+    """
     itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
     checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
     exports = {role: _export_bytes(config, role) for role in itemsizes}
@@ -179,7 +192,7 @@ def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
     """Return the bytes of final weights that are written on the host with most writers.
 
     The writers are the first rank of each pipeline stage and, with experts, of each group of
-    experts in it.
+    experts in it; all write the same number of bytes. Without a joined cluster there is one host.
     """
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
@@ -197,7 +210,7 @@ def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _export_bytes(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's final weights on disk."""
+    """Return the bytes of a role's final weights on disk, in Megatron and Hugging Face format."""
     itemsize = memory.itemsize(config.role(role))
     stored = stored_itemsize(config.role(role).load, itemsize)
     return memory.export_bytes(_numbers(config, role), itemsize, stored)

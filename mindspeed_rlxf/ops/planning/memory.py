@@ -101,7 +101,11 @@ class PoolMemory:
         )
 
     def on_device(self, busy: RoleMemory, phase: Phase) -> State:
-        """Return weight, gradient and optimizer bytes of all roles while `busy` runs `phase`."""
+        """Return weight, gradient and optimizer bytes, each summed over all roles of the rank.
+
+        `busy` runs `phase` meanwhile. The role `phase.beside` has its weights on the device too,
+        even if they are offloaded.
+        """
         idle = Phase(phase.name)
         found = [
             role.on_device(phase if role is busy else idle if role.role is phase.beside else None)
@@ -128,9 +132,9 @@ def has_model(config: RunConfig, role: Role) -> bool:
 
 
 def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
-    """Return the memory of the pool's rank with the largest need.
+    """Return the memory of a pool in a list of one item: of the rank with the largest need.
 
-    One item, or two for a split pool: of the ranks that train, then of those that generate.
+    A split pool has two items: of its ranks that train, then of those that generate.
     """
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
@@ -138,7 +142,11 @@ def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
 
 
 def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of a rank that only generates: all layers, its experts, the KV cache."""
+    """Return the memory of a rank of a split pool's part that only generates.
+
+    It has all layers, divided by the rollout's TP and EP, the buffers that receive weights and
+    the KV cache.
+    """
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     item = memory.itemsize(actor)
@@ -173,8 +181,9 @@ def _buckets(name: str, weights: int) -> Phase:
 
 
 def generate_phase(config: RunConfig, received: int) -> Phase:
-    """Return the memory of generation on a rank, which has every layer and its share of experts.
+    """Return the memory of generation on a rank: working memory, KV cache and received weights.
 
+    The rank has every layer and its share of experts.
     received: number of weights held during generation only, beside those the rank trains
     """
     actor, tp = config.actor_rollout, config.rollout_tp
@@ -228,7 +237,10 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
-    """Return the memory of a role on the ranks of one pipeline stage."""
+    """Return the memory of a role on one rank of a pipeline stage: lasting bytes and its phases.
+
+    Gradients and optimizer state are 0 for a role that does not learn.
+    """
     stage = PipelineStage(config, role, pp_rank)
     optimizer = optimizer_of(config, role)
     numbers, item = sum(stage.sizes), stage.itemsize
@@ -253,7 +265,11 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 
 
 def cache_rows(config: RunConfig) -> int:
-    """Return the number of sequences that a rollout replica generates at once."""
+    """Return the number of sequences that a rollout replica generates at once.
+
+    At most `num_samples_per_step`; if unset, as many as fit into the KV cache with half a response
+    each, at least one. Never more than the replica's samples of an iteration.
+    """
     actor = config.actor_rollout
     waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
     sizes = actor.max_prompt_length, actor.max_new_tokens
@@ -261,9 +277,9 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
-    """Return the tokens that the KV cache may hold; None = no limit.
+    """Return how many tokens the KV cache may have; None = no limit.
 
-    No limit is set where `num_samples_per_step` gives the rows, or the memory is unknown.
+    There is no limit if `num_samples_per_step` is set, or the memory of the device is unknown.
     """
     actor, tp = config.actor_rollout, config.rollout_tp
     token = memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))

@@ -19,9 +19,10 @@ ROWS = {
 
 
 def find_peak(name: str) -> float | None:
-    """Return the peak bf16 FLOP/s of a device; None if the table of figures lacks it.
+    """Return the peak bf16 FLOP/s of a device; None if no pattern of ROWS matches its name.
 
-    name: as the library's `get_device_name` returns it
+    Of several patterns the first counts.
+    name: as the library's `get_device_name` returns it; upper and lower case are the same
     """
     rows = (row for pattern, row in ROWS.items() if re.search(pattern, name.lower()))
     row = next(rows, None)

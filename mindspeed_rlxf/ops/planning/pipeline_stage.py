@@ -78,9 +78,10 @@ class PipelineStage:
         self.samples = config.samples_per_iteration // self.layout.dp  # on this rank
 
     def communication_bytes(self, trains: bool) -> int:
-        """Return the bytes of buffers of process groups and of sequence parallelism.
+        """Return the bytes of buffers of all process groups, and of sequence parallelism if used.
 
-        trains: the role has an optimizer
+        Groups of generation count for an actor whose pool is not split in training and generation.
+        trains: the role has an optimizer, which needs groups of its own
         """
         layout = self.layout
         generates = self.role is Role.ACTOR_ROLLOUT and not self.config.parts
@@ -95,7 +96,11 @@ class PipelineStage:
         return held
 
     def forward(self) -> Phase:
-        """Return the memory of a pass without gradients: of one layer, or of the head if larger."""
+        """Return the memory of a pass without gradients: of one layer, or of the head if larger.
+
+        Buffers of experts are added. A reference that computes the full KL also needs the actor's
+        weights on the device meanwhile.
+        """
         tokens = self._tokens(self.samples)
         layer = memory.layer_forward_bytes(*self._layer_arguments(tokens))
         held = max(layer, self._head_bytes(self.samples))
@@ -146,9 +151,9 @@ class PipelineStage:
         return self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
 
     def _head_bytes(self, samples: int) -> int:
-        """Return the bytes of a micro-batch's hidden states and head outputs.
+        """Return the bytes of a micro-batch's last hidden states and of the head's outputs.
 
-        0 before the last stage.
+        Those are scores, or log-probs in chunks of tokens. 0 before the last stage.
         """
         if self.pp_rank < self.layout.pp - 1:
             return 0
@@ -172,7 +177,10 @@ class PipelineStage:
         return memory.head_gradient_bytes(self._vocab_rows(), self.architecture.hidden_size)
 
     def _read_tokens(self, samples: int) -> int:
-        """Return the tokens of a micro-batch that the head reads: those of responses."""
+        """Return the tokens of a micro-batch that the head reads.
+
+        They are those of responses, and for other heads than the language model one more a sample.
+        """
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
         return memory.micro_batch_tokens(self.section, samples, slots)
 

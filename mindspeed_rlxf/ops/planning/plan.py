@@ -57,13 +57,13 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
         known, problems = KnownRates(None, "see the problem of plan"), error.problems
     fitting = check_fit(config, known.rates)
     sections = {
-        f"Run {config.training.run_name}": pairs(_run(config)),
-        "Roles": table(_roles(config)),
+        f"Run {config.training.run_name}": pairs(_run_section(config)),
+        "Roles": table(_roles_table(config)),
         "Places of the ranks": topology(config),
-        "Environment of the workers": _environment(config),
-        "Batch of an iteration": pairs(_batch(config)),
-        "Forward passes": table(_forwards(config)),
-        "Optimizer": table(_updates(config)),
+        "Environment of the workers": _environment_table(config),
+        "Batch of an iteration": pairs(_batch_section(config)),
+        "Forward passes": table(_forwards_table(config)),
+        "Optimizer": table(_updates_table(config)),
         **fitting.sections,
         "Time of an iteration, predicted": show_prediction(config, known),
     }
@@ -78,9 +78,10 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
 def _suggestions(
     config: RunConfig, rates: Rates | None, nested: bool, note: Note
 ) -> tuple[str, list[Problem]]:
-    """Search layouts; return the plan's section on them, and problems.
+    """Search layouts; return the text of the plan's section on them, and problems.
 
-    Nothing is searched, and there is one problem, if the memory or the rates are unknown.
+    Nothing is searched, and there is one problem, which the text repeats, if the memory or the
+    rates are unknown; else there are none. On CPU the memory is that of a generating process.
     """
     room = available.device_memory(config)
     if available.on_cpu(config) and room is None:
@@ -96,8 +97,8 @@ def _suggestions(
     return show_suggestions(config, found, now, nested, limit), []
 
 
-def _run(config: RunConfig) -> list[tuple[str, object]]:
-    """Return (title, value) of the plan's section on the run: output, prompts, runtime, reward."""
+def _run_section(config: RunConfig) -> list[tuple[str, object]]:
+    """Return the rows (title, value) of the plan's section on the run, iterations first."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
@@ -108,11 +109,11 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
         ("iterations", training.train_iters),
         ("output", training.output_dir),
         *((f"weights of {role.value}", folder) for role, folder in saved.items() if folder),
-        ("checkpoints of the run", _checkpoints(config)),
+        ("checkpoints of the run", _describe_checkpoints(config)),
         ("tokenizer", training.tokenizer_name_or_path),
         ("training prompts", ", ".join(data.train_files or data.data_path)),
         ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
-        *([("validation", _validation(config))] if config.has_validation_prompts else []),
+        *([("validation", _describe_validation(config))] if config.has_validation_prompts else []),
         ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
         ("device", config.device.kind.value),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
@@ -120,8 +121,11 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
     ]
 
 
-def _checkpoints(config: RunConfig) -> str:
-    """Describe when checkpoints are saved and how many are kept."""
+def _describe_checkpoints(config: RunConfig) -> str:
+    """Return as text when checkpoints are saved (at the end is one always) and how many are kept.
+
+    The interval in iterations is left out if it is 0 or longer than the run, that in seconds if 0.
+    """
     training, found = config.training, []
     if 0 < training.save_interval <= training.train_iters:
         found.append(f"every {training.save_interval} iterations")
@@ -131,23 +135,27 @@ def _checkpoints(config: RunConfig) -> str:
     return ", ".join([*found, "at the end", kept])
 
 
-def _validation(config: RunConfig) -> str:
-    """Describe when and how validation runs."""
+def _describe_validation(config: RunConfig) -> str:
+    """Return as text the interval of validation, responses per prompt, decoding and reward.
+
+    Instead of the interval it says "and no training" if the run only validates, and nothing if the
+    interval is 0.
+    """
     keys, found = config.validation, []
     if keys.only:
         found.append("and no training")
     elif keys.interval:
         found.append(f"every {keys.interval} iterations")
     found.append(f"{keys.n_samples} responses per prompt")
-    found.append(_decoding(keys.do_sample, keys.temperature))
+    found.append(_describe_decoding(keys.do_sample, keys.temperature))
     return ", ".join([*found, f"scored by {keys.reward.value}"])
 
 
-def _decoding(do_sample: bool, temperature: float) -> str:
+def _describe_decoding(do_sample: bool, temperature: float) -> str:
     return f"sample, temperature {temperature:g}" if do_sample else "greedy"
 
 
-def _environment(config: RunConfig) -> str:
+def _environment_table(config: RunConfig) -> str:
     """Return the table of variables that are set in every worker, as text, or a note that none is.
 
     On our own cluster a worker also inherits the driver's other variables.
@@ -158,8 +166,12 @@ def _environment(config: RunConfig) -> str:
     return table([["variable", "value", "source"], *([v.name, v.value, v.source] for v in found)])
 
 
-def _roles(config: RunConfig) -> list[list[object]]:
-    """Return the table of roles: model, pool, parallel sizes, precision and weights."""
+def _roles_table(config: RunConfig) -> list[list[object]]:
+    """Return the table of roles, a heading row first: model, pool, sizes, precision, weights.
+
+    A reward role without a model has NONE in the columns of models. A split pool adds a row after
+    the actor's, for its ranks that generate.
+    """
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
     ]
@@ -175,19 +187,19 @@ def _roles(config: RunConfig) -> list[list[object]]:
         sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
         if role is Role.ACTOR_ROLLOUT and config.parts:
-            rows.append(_rollout(config, precision))
+            rows.append(_rollout_row(config, precision))
     return rows
 
 
-def _rollout(config: RunConfig, precision: str) -> list[object]:
-    """Return the row of the ranks that only generate, for the table of roles."""
+def _rollout_row(config: RunConfig, precision: str) -> list[object]:
+    """Return the row of the table of roles for the ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
     sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
     model = config.actor_rollout.model
     return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
 
 
-def _batch(config: RunConfig) -> list[tuple[str, object]]:
+def _batch_section(config: RunConfig) -> list[tuple[str, object]]:
     """Return rows (title, value) of the plan's section on prompts and samples of an iteration."""
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
@@ -196,30 +208,33 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
         ("samples per prompt", actor.n_samples_per_prompt),
         ("samples", config.samples_per_iteration),
         ("samples per actor replica", per_rank),
-        ("generated at once per rollout replica", _at_once(config)),
+        ("generated at once per rollout replica", _describe_rows_at_once(config)),
         ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
-        ("decoding", _decoding(actor.do_sample, actor.temperature)),
+        ("decoding", _describe_decoding(actor.do_sample, actor.temperature)),
     ]
 
 
-def _at_once(config: RunConfig) -> str:
+def _describe_rows_at_once(config: RunConfig) -> str:
     """Describe how many rows a rollout replica generates at once, and in how many rounds."""
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
     return f"{rows} (rounds: {-(-per_replica // rows)})"
 
 
-def _forwards(config: RunConfig) -> list[list[object]]:
-    """Return the table of forward passes: samples and micro-batches of each role with a model."""
+def _forwards_table(config: RunConfig) -> list[list[object]]:
+    """Return the table of forward passes: a row for each role with a model, below a heading row.
+
+    Columns: role, samples per rank, size of a micro-batch, number of micro-batches.
+    """
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
     for role in config.roles:
         if has_model(config, role):
             samples = config.samples_per_iteration // config.layout(role).dp
-            rows.append([role.value, samples, *_micro_batches(config, role, samples)])
+            rows.append([role.value, samples, *_describe_micro_batches(config, role, samples)])
     return rows
 
 
-def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
+def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
     """Describe size and number of the micro-batches that a rank makes of `samples`.
 
     Both are upper bounds (`<= ...`) if the role limits the tokens of a micro-batch.
@@ -232,8 +247,11 @@ def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, st
     return f"<= {limit} tokens", f"<= {count}"
 
 
-def _updates(config: RunConfig) -> list[list[object]]:
-    """Return the table of updates: mini-batches, epochs and steps of actor and critic."""
+def _updates_table(config: RunConfig) -> list[list[object]]:
+    """Return the table of updates: mini-batches, epochs and steps of actor and critic.
+
+    A heading row is first. A run without critic has no row of it.
+    """
     actor = config.actor_rollout
     rows: list[list[object]] = [
         ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",
@@ -248,7 +266,7 @@ def _updates(config: RunConfig) -> list[list[object]]:
         )  # fmt: skip
     for role, (size, epochs, lr) in updates.items():
         count = config.samples_per_iteration // size
-        _, micro = _micro_batches(config, role, size // config.layout(role).dp)
+        _, micro = _describe_micro_batches(config, role, size // config.layout(role).dp)
         steps = count * epochs
         total = steps * config.learning_iters(role)
         rows.append([role.value, size, count, epochs, steps, micro, total, f"{lr:g}"])

@@ -54,9 +54,9 @@ def find_rates(config: RunConfig) -> KnownRates:
 
 
 def _find_published_rates(config: RunConfig, kind: DeviceKind) -> Rates | None:
-    """Return the published rates of `plan.device`, else of the kind's usual device; None on CPU.
+    """Return the published rates of `plan.device`, else of the kind's usual device.
 
-    Raises UserError if the device is unknown or of another kind.
+    None if neither exists, as on CPU. Raises UserError if the device is unknown or of another kind.
     """
     name = config.plan.device or USUAL.get(kind)
     if name is None:

@@ -49,9 +49,11 @@ class Rates:
 
 
 def published_rates(figures: DeviceFigures, itemsize: int) -> Rates:
-    """Return rates from a row of the device table, reduced to the assumed SHARES.
+    """Return costs, in seconds per FLOP or byte, from a row of the device table.
 
-    itemsize: bytes of a weight; for fp32 the rate of matrices is half that of bf16
+    The figures are reduced to the assumed SHARES. A row without a rate to the host gets the rate
+    of SHARES. An iteration costs nothing beside its phases.
+    itemsize: bytes of a weight; for fp32 a FLOP costs twice that of bf16
     """
     share, host = SHARES, figures.host_gb_s
     flop = figures.bf16_tflops * TERA * share.matrices / (2 if itemsize == FP32 else 1)

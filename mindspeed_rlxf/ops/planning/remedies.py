@@ -43,8 +43,9 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
     """Return as text the cheapest change after which a rank needs at most `limit` bytes.
 
     Considers single changes, and a combination found step by step; the shortest predicted time
-    wins. Without rates, the first single change in the order of `_single_changes`. If none
-    suffices, the text says so, with the lowest need that was reached.
+    wins. Without rates, it is the first single change in the order of `_single_changes`; the
+    combination only if no single one suffices. If nothing does, the text says to use more devices,
+    and the lowest need that was reached.
     """
     search = _Search(config, pool, limit, rates)
     singles = search.try_single_changes(search.before)
@@ -61,7 +62,10 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
 
 
 def _sort_key(tried: Tried) -> tuple[float, int]:
-    """Return the sort key of changes that suffice: predicted seconds, then number of changes."""
+    """Return the sort key of changes that suffice: predicted seconds, then number of changes.
+
+    The seconds are rounded to ms, and 0 if there is no prediction.
+    """
     seconds = 0.0 if tried.seconds is None else round(tried.seconds, 3)
     return seconds, len(tried.changes)
 
@@ -114,6 +118,7 @@ class _Search:
     def _price(self, before: Tried, tried: Tried) -> float:
         """Return the seconds that a change costs per byte saved; the lower, the better.
 
+        A change costs at least LEAST_SHARE of the seconds before, even if it makes the run faster.
         Bytes saved below the limit do not count. Without predicted seconds: minus the bytes saved.
         """
         saved = min(before.total - tried.total, before.total - self.limit)
@@ -123,7 +128,10 @@ class _Search:
         return (slower + LEAST_SHARE * before.seconds) / saved
 
     def _drop_unneeded(self, found: Tried) -> Tried:
-        """Drop each change without which the pool still fits; return what remains."""
+        """Try to drop each change in turn; return the changes that remain.
+
+        A change is dropped if the pool fits without it and no rule forbids that.
+        """
         for key in list(found.changes):
             fewer = {name: value for name, value in found.changes.items() if name != key}
             tried = self._try_changes(fewer)
@@ -132,7 +140,10 @@ class _Search:
         return found
 
     def _try_changes(self, changes: Changes) -> Tried | None:
-        """Apply changes and compute need and time; None if a rule forbids them."""
+        """Return the changed configuration with the pool's bytes and the seconds of an iteration.
+
+        None if a rule of the configuration forbids the changes.
+        """
         try:
             varied = vary(self.config, changes)
         except ConfigError:
@@ -150,7 +161,12 @@ def _same_part(config: RunConfig, pool: PoolMemory) -> PoolMemory:
 
 
 def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
-    """Yield changes that may lower the memory of a pool, cheapest kinds first."""
+    """Yield changes that may lower the memory of a pool, cheapest kinds first.
+
+    The order: distributed optimizer, smaller batches, offloading of frozen weights; per role that
+    learns offloading of the optimizer, recomputation, offloading of weights; larger layouts. What
+    is on already is left out. Ranks that only generate: smaller batches, then twice EP, twice TP.
+    """
     roles = {each.role: config.role(each.role) for each in pool.roles}
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
     if pool.part == GENERATES:
@@ -181,7 +197,9 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
     """Yield changes, each to be tried alone, with ever smaller batches.
 
-    First the rows generated at once, halved until one is left; then each role's micro-batches.
+    First the rows generated at once, if the actor is in `roles`, halved until one is left. Then the
+    micro-batch of each role: its limit in tokens, halved down to one longest sequence, or without
+    such a limit its size, halved down to 1.
     """
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
@@ -201,10 +219,10 @@ def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterat
 
 
 def _larger_layouts(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes that double one kind of parallelism.
+    """Yield sets of changes, each doubling one kind of parallelism.
 
-    Experts of one role; tensor parallelism of all roles, with sequence parallelism; pipeline
-    parallelism of all roles that learn.
+    First one set per role with experts: its expert parallelism. Then tensor parallelism of all
+    roles, with sequence parallelism; then pipeline parallelism of all roles that learn.
     """
     for role, section in roles.items():
         if section.architecture.num_experts:

@@ -128,9 +128,10 @@ def _best_offload(
 
 
 def _offloads(config: RunConfig) -> Iterator[Changes]:
-    """Yield changes that set what to offload, cheapest first.
+    """Yield sets of changes, each with all offload keys of all roles with a model, cheapest first.
 
-    Nothing; the weights of frozen roles; optimizers too; weights of all roles too.
+    First all keys are off. Then on are the weights of frozen roles (if there are any), then
+    optimizers too, then the weights of all roles too.
     """
     roles = [role for role in config.roles if has_model(config, role)]
     learning = [role for role in roles if isinstance(config.role(role), LearningConfig)]
@@ -150,7 +151,9 @@ def _offloads(config: RunConfig) -> Iterator[Changes]:
 def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
     """Return the changes of keys that make a layout, for every role with a model.
 
-    Parallel sizes are reduced to what a role's ranks allow.
+    TP and PP are reduced to the role's number of ranks; PP is 1 for roles that do not learn.
+    Sequence parallelism is on where TP is over 1; virtual stages are unset. Roles that learn get
+    recomputation, and a distributed optimizer where DP is over 1.
     """
     actor = config.actor_rollout
     tokens = layout.sequences * (actor.max_prompt_length + actor.max_new_tokens)
@@ -176,9 +179,10 @@ def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
 
 
 def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
-    """Return the changes that make full recomputation go layer by layer, which needs least memory.
+    """Return the changes to recompute_method=uniform and recompute_num_layers=1.
 
-    Keys that are set so already are left out.
+    So full recomputation goes layer by layer, which needs least memory. Keys that have these values
+    already are left out.
     """
     wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
     given = {name: getattr(section, name) for name in wanted}
@@ -192,10 +196,12 @@ def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
 def _evaluate(
     config: RunConfig, changes: Changes, rates: Rates, limit: int
 ) -> tuple[Suggestion, bool] | None:
-    """Find the most rows generated at once with which a layout fits; predict its time.
+    """Estimate the most rows generated at once with which a layout fits; predict its time.
 
+    Starts with all samples of a replica, and takes off rows for the bytes over `limit`, once; from
+    8 rows on to a multiple of 8.
     Returns the suggestion, and whether all samples of a replica are generated at once. None if a
-    rule forbids the layout, or it does not fit device or host even with one row.
+    rule forbids the layout, or it then does not fit device or host.
     """
     rows_key = "actor_rollout.num_samples_per_step"
     try:
@@ -225,7 +231,7 @@ def _largest_need(config: RunConfig) -> int:
 
 
 def _host_fits(config: RunConfig) -> bool:
-    """Whether the run fits the memory of the host; True if that is unknown."""
+    """Return whether the run fits the host's memory; True if the size of that is unknown."""
     there = available.host_memory(config)
     return there is None or host_memory_needed(config, _pools(config)).total <= there
 
@@ -236,7 +242,7 @@ def _samples_per_replica(config: RunConfig) -> int:
 
 
 def _row_bytes(config: RunConfig) -> int:
-    """Return the bytes of KV cache of a row of full length: one row less frees at least these."""
+    """Return the bytes per device of one row's KV cache, with longest prompt and response."""
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
     return memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
@@ -247,8 +253,10 @@ def show_suggestions(
 ) -> str:
     """Return the plan's section on suggestions: predicted time, memory and overrides of each.
 
-    Without suggestions it says that none fits.
-    now: predicted seconds of an iteration with the configuration as it is
+    With an empty `found` it says that no layout fits `limit`.
+    now:    predicted seconds of an iteration with the configuration as it is
+    nested: the YAML has actor and reference under `actor_rollout_ref`
+    limit:  bytes of a device that a layout may use
     """
     if not found:
         return (

@@ -31,7 +31,7 @@ class Block:
 
 
 def topology(config: RunConfig) -> str:
-    """Return a table per pool as text.
+    """Return a table per pool as text, two for a split pool: of ranks that train and that generate.
 
     A line per device; over MAX_LINES devices in all, a line per range of hosts with equal layout.
     """
@@ -44,9 +44,10 @@ def topology(config: RunConfig) -> str:
 
 
 def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dict[str, Placed]]]:
-    """Yield hosts and layouts of a pool; of a split one its training, then its generating part.
+    """Yield (hosts, layouts) of a pool; of a split one for ranks that train, then that generate.
 
-    The layouts are by role name, each with the pool's rank that is its first.
+    layouts: role name, or "rollout" for ranks that only generate -> the layout and its first rank
+             in the pool
     """
     hosts = _host_blocks(config.resource_pool[pool])
     layouts = {role.value: (config.layout(role), 0) for role in config.roles_of(pool)}
@@ -81,9 +82,10 @@ def _cut_to_ranks(blocks: list[Block], ranks: range) -> list[Block]:
 
 
 def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: bool) -> str:
-    """Return the table of a pool as text.
+    """Return the table of a pool as text, with a heading row.
 
-    layouts: by role name; whole: a line per device, else per range of hosts with equal layout
+    layouts: by role name
+    whole:   a line per device, else per range of neighbouring hosts with equal layout
     """
     places = list(layouts.values())
     rows: list[list[object]] = [

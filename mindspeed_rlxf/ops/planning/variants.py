@@ -19,7 +19,7 @@ Changes = Mapping[str, Any]
 def vary(config: RunConfig, changes: Changes) -> RunConfig:
     """Return a copy of the configuration with these keys changed.
 
-    changes: YAML key -> value
+    changes: YAML key -> value; keys of a role's optimizer may lie flat in the role
     Raises ConfigError if a rule of the configuration is broken.
     """
     payload = config.model_dump()
@@ -43,7 +43,7 @@ def vary(config: RunConfig, changes: Changes) -> RunConfig:
 def as_overrides(changes: Changes, nested: bool = False) -> list[str]:
     """Format changes as `key=value` arguments of a command.
 
-    nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`
+    nested: keys of `actor_rollout` and `ref` get the prefix `actor_rollout_ref.`
     """
     inside = ("actor_rollout.", "ref.")
     return [

@@ -90,7 +90,10 @@ class Lengths:
 
 
 def mean_lengths(config: RunConfig) -> Lengths:
-    """Return the mean lengths of `plan`, capped at the actor's limits; the limits where unset."""
+    """Return the mean lengths of prompt and response from `plan`, at most the actor's limits.
+
+    A length that is unset is the limit.
+    """
     actor, given = config.actor_rollout, config.plan
     return Lengths(
         min(given.prompt_tokens or actor.max_prompt_length, actor.max_prompt_length),
@@ -99,7 +102,11 @@ def mean_lengths(config: RunConfig) -> Lengths:
 
 
 def iteration_work(config: RunConfig) -> list[PhaseWork]:
-    """Return the work of all phases of an iteration, in the order in which they run."""
+    """Return the work of all phases of an iteration: generation, forward passes, updates.
+
+    Forward passes are of each role with a model; the actor has one only if old log-probs are
+    computed again. The critic's update is before the actor's.
+    """
     lengths = mean_lengths(config)
     actor = Role.ACTOR_ROLLOUT
     found = [_phase(config, "gen", actor, Kind.GENERATE, Stage.GENERATE, generation_work(config))]
@@ -169,7 +176,7 @@ class _ModelWork:
     def all_samples(self) -> Work:
         """Return the work of a forward pass over this rank's samples, and offload copies."""
         samples = self.config.samples_per_iteration // self.layout.dp
-        return self._forward(samples, head_passes=1) + self._offload_copies(trains=False)
+        return self._forward_work(samples, head_passes=1) + self._offload_copies(trains=False)
 
     def updates(self) -> Work:
         """Return the work of all optimizer steps of an iteration, and offload copies."""
@@ -183,15 +190,19 @@ class _ModelWork:
         else:
             size, epochs = config.actor_rollout.ppo_mini_batch_size, config.actor_rollout.ppo_epochs
         steps = config.samples_per_iteration // size * epochs
-        step = self._step(size // self.layout.dp, section)
+        step = self._step_work(size // self.layout.dp, section)
         return step.times(steps) + self._offload_copies(trains=True)
 
-    def _step(self, samples: int, section: LearningConfig) -> Work:
-        """Return the work of one optimizer step on `samples` samples of this rank."""
+    def _step_work(self, samples: int, section: LearningConfig) -> Work:
+        """Return the work of one optimizer step on `samples` samples of this rank.
+
+        It has forward, backward and recomputation of all micro-batches, the head, adding up the
+        gradients on the device, their sum over ranks, and the optimizer.
+        """
         tokens = min(samples, self._samples_at_once(samples)) * self.lengths.response
         # The backward pass computes chunks of the log-prob head a second time.
         head = 4 if self.head is Head.LANGUAGE_MODEL and tokens > CHUNK_TOKENS else 3
-        once = self._forward(samples, head_passes=0)
+        once = self._forward_work(samples, head_passes=0)
         passes = 3.0
         again = Work()
         if section.recompute is Recompute.FULL:
@@ -202,10 +213,10 @@ class _ModelWork:
         count = self._micro_batches(samples)
         fp32 = memory.FP32
         summed = Work(moved=count * self.numbers * (2 * fp32 + self.item))
-        work = once.times(passes) + again + self._head_passes(samples, head) + summed
-        return work + self._optimizer_step(section) + self._sum_of_gradients(section)
+        work = once.times(passes) + again + self._head_work(samples, head) + summed
+        return work + self._optimizer_work(section) + self._gradient_sum_work(section)
 
-    def _forward(self, samples: int, head_passes: int) -> Work:
+    def _forward_work(self, samples: int, head_passes: int) -> Work:
         """Return the work of a forward pass with the idle time of the pipeline.
 
         head_passes: passes of the output layer to include; 0 = without it
@@ -218,17 +229,17 @@ class _ModelWork:
         kept = memory.layer_activation_bytes(a, tokens, tp, sequence_parallel, self.item)
         layer = Work(flop=flop, moved=2 * kept, calls=count)
         if tp > 1:
-            layer += self._transfer(2 * hidden * _ring_factor(tp), 2 * count, tp)
+            layer += self._transfer_work(2 * hidden * _ring_factor(tp), 2 * count, tp)
         weights = Work(moved=count * self.numbers * self.item)
         work = layer.times(self.layers) + weights
         if head_passes:
-            work += self._head_passes(samples, head_passes)
+            work += self._head_work(samples, head_passes)
         if (pp := self.layout.pp) > 1:
-            work += self._transfer(hidden, count, pp * tp * self.layout.dp)
+            work += self._transfer_work(hidden, count, pp * tp * self.layout.dp)
             work = work.times((count + pp - 1) / count)
         return work
 
-    def _head_passes(self, samples: int, passes: int) -> Work:
+    def _head_work(self, samples: int, passes: int) -> Work:
         """Return the work of `passes` passes of the output layer over the response tokens."""
         read = samples * self.lengths.response
         if self.head is Head.SCORE:
@@ -237,7 +248,7 @@ class _ModelWork:
         flop = 2 * passes * read * self.a.hidden_size * vocab
         return Work(flop=flop, moved=passes * read * vocab * 4 * memory.FP32, calls=passes)
 
-    def _optimizer_step(self, section: LearningConfig) -> Work:
+    def _optimizer_work(self, section: LearningConfig) -> Work:
         """Return the work of the optimizer on this rank's parameters or shard, for one step."""
         distributed = section.optimizer.use_distributed_optimizer
         mine = self.numbers / (self.layout.dp if distributed else 1)
@@ -245,10 +256,10 @@ class _ModelWork:
         # Gradients are set to zero, read for the norm, and scaled when clipped.
         return Work(moved=mine * state + 4 * self.numbers * memory.FP32, calls=self.layers)
 
-    def _sum_of_gradients(self, section: LearningConfig) -> Work:
-        """Return the work of summing gradients over data-parallel ranks.
+    def _gradient_sum_work(self, section: LearningConfig) -> Work:
+        """Return the work of summing gradients over data-parallel ranks; empty for one rank.
 
-        With a distributed optimizer, also of gathering the weights.
+        With a distributed optimizer, it includes gathering the weights.
         """
         dp = self.layout.dp
         if dp == 1:
@@ -256,9 +267,9 @@ class _ModelWork:
         sent = self.numbers * memory.FP32 * _ring_factor(dp)
         if section.optimizer.use_distributed_optimizer:
             sent = self.numbers * (memory.FP32 + self.item) * _ring_factor(dp) / 2
-        return self._transfer(sent, 2, dp * self.layout.tp)
+        return self._transfer_work(sent, 2, dp * self.layout.tp)
 
-    def _transfer(self, count: float, messages: float, ranks: int) -> Work:
+    def _transfer_work(self, count: float, messages: float, ranks: int) -> Work:
         """Return the work of sending `count` bytes in `messages` collectives.
 
         ranks: number of consecutive ranks involved; decides between link and network
@@ -268,10 +279,10 @@ class _ModelWork:
         return Work(link=count, messages=messages)
 
     def _offload_copies(self, trains: bool) -> Work:
-        """Return the bytes that offloading copies between device and host in one phase.
+        """Return the bytes copied between device and host in a phase for what the role offloads.
 
-        trains: the phase updates the weights; they are then copied to the device and back, like the
-        optimizer's state. Otherwise only weights are copied, to the device.
+        trains: the phase updates the weights. Offloaded weights and optimizer state are then copied
+        to the device and back; otherwise only the weights are copied, to the device.
         """
         found, copied = self.section.offload, 0.0
         if found.weights:
@@ -291,7 +302,11 @@ class _ModelWork:
 
 
 def generation_work(config: RunConfig) -> Work:
-    """Return the work of a generating rank: receiving weights, prefill, decoding, sampling."""
+    """Return the work of a generating rank: receiving weights, prefill, decoding, sampling.
+
+    It includes exchanging tokens between expert-parallel ranks and, if the actor offloads its
+    weights, copying them to the device.
+    """
     actor, layout, lengths = config.actor_rollout, config.rollout_layout, mean_lengths(config)
     a, tp, item = actor.architecture, layout.tp, memory.itemsize(actor)
     samples = -(-config.samples_per_iteration // layout.dp)
@@ -315,7 +330,7 @@ def generation_work(config: RunConfig) -> Work:
     copied = numbers / config.layout(Role.ACTOR_ROLLOUT).pp * item if actor.offload.weights else 0
     work = Work(flop * a.num_layers + head, moved, calls, sent, 0.0, copied, messages)
     work += _exchange_work(config, item, prompts + decoded, steps + passes)
-    return work + _weight_transfer(config, item)
+    return work + _weight_transfer_work(config, item)
 
 
 def _exchange_work(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
@@ -334,10 +349,12 @@ def _exchange_work(config: RunConfig, item: int, tokens: int, passes: int) -> Wo
     return Work(link=sent, messages=messages)
 
 
-def _weight_transfer(config: RunConfig, item: int) -> Work:
+def _weight_transfer_work(config: RunConfig, item: int) -> Work:
     """Return the work of receiving the weights that a generating rank does not train itself.
 
-    item: bytes of a weight. No work if it has all weights.
+    item: bytes of a weight
+    One message over the network if the actor's pool is on several hosts, else over the link. An
+    empty Work if the rank trains all weights that it needs.
     """
     actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
     a, tp = actor.architecture, layout.tp

@@ -186,7 +186,7 @@ def _command(arguments: list[str], folder: Path) -> None:
     if name == train.__name__.rpartition(".")[2]:
         resolve_configuration(parsed.config_name, parsed.overrides, parsed.config_dir, folder)
     if name == "preprocess":
-        preprocess._options(parsed)
+        preprocess._check_options(parsed)
 
 
 def resolve_configuration(

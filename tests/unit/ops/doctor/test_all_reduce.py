@@ -12,7 +12,7 @@ from mindspeed_rlxf.cluster.host_agent import Function, HostCall
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor.all_reduce import Task, all_reduce, open_store
 from mindspeed_rlxf.ops.doctor.hunt import Outcome
-from mindspeed_rlxf.ops.doctor.ranks import RayRanks, _merge
+from mindspeed_rlxf.ops.doctor.ranks import RayRanks, _merge_replies
 from tests.unit.cluster.agents import InProcess
 
 LOOPBACK = "127.0.0.1"
@@ -77,9 +77,9 @@ def test_a_rank_that_never_comes_is_reported_at_the_deadline() -> None:
 
 
 def test_dead_processes_are_named_before_those_that_wait_for_them() -> None:
-    assert _merge((4, 5), {4: Outcome(True), 5: Outcome(True)}) == Outcome(True)
+    assert _merge_replies((4, 5), {4: Outcome(True), 5: Outcome(True)}) == Outcome(True)
     waited = Outcome(False, (1,), "timed out")  # rank 1 of the group is process 5
     dead = HostError("h", "all_reduce", "the process died")
-    assert _merge((4, 5), {4: waited, 5: dead}) == Outcome(False, (5,), "the process died")
+    assert _merge_replies((4, 5), {4: waited, 5: dead}) == Outcome(False, (5,), "the process died")
     late = HostError("h", "all_reduce", "no reply within 5 s", is_late=True)
-    assert _merge((4, 5), {4: waited, 5: late}) == Outcome(False, (5,), "timed out")
+    assert _merge_replies((4, 5), {4: waited, 5: late}) == Outcome(False, (5,), "timed out")

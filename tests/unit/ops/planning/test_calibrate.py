@@ -16,7 +16,7 @@ def test_a_training_that_does_not_end_is_given_up(
     monkeypatch.setattr(calibrate, "COMMAND", "import time; time.sleep(30)")
     monkeypatch.setattr(calibrate, "LIMIT_S", 0.5)
     with pytest.raises(UserError, match=r"a short training did not end in 0\.5 s"):
-        calibrate._train(tmp_path, "")
+        calibrate._run_training(tmp_path, "")
 
 
 def test_a_training_that_fails_is_told_with_its_last_line(
@@ -24,4 +24,4 @@ def test_a_training_that_fails_is_told_with_its_last_line(
 ) -> None:
     monkeypatch.setattr(calibrate, "COMMAND", "import sys; sys.exit('no such device')")
     with pytest.raises(UserError, match="ended with 1: no such device"):
-        calibrate._train(tmp_path, "")
+        calibrate._run_training(tmp_path, "")
