@@ -1,6 +1,7 @@
 """Two hosts, started as users start them: `ray start` on each, `python ray_gpt.py` once.
 
-One cluster serves all tests, in their order.
+One cluster serves all tests, in their order. The first test adds the second host: whoever selects
+some tests must select it too.
 """
 
 from __future__ import annotations
