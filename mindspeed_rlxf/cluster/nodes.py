@@ -187,9 +187,9 @@ class Place:
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
     """Sort processes into the order of ranks, by node and device ids; return (processes, places).
 
-    Nodes come in the order of `processes_per_node`, by `Place.entry`. Ray may swap nodes among
-    entries with equally many processes; these nodes are ordered by address, so that a restart gives
-    the same ranks.
+    Nodes come in the order of `processes_per_node`, by `Place.entry`. Entries with
+    equally many processes may get each other's nodes from Ray; these nodes are sorted by address,
+    so that a restart gives the same ranks.
     """
     sizes = Counter(place.entry for _, place in found)
     address = {place.entry: address_key(place.ip) for _, place in found}

@@ -42,7 +42,7 @@ class Problem:
     def keys(self) -> tuple[str, ...]:
         """Keys that the rule depends on: `key`, `reads`, then those marked by `ref` in `rule`.
 
-        Empty ones are left out; a key may come twice.
+        An empty `key`, and empty `reads`, are left out; a key may come twice.
         """
         named = [part for part in (self.key, *self.reads) if part]
         return (*named, *self.rule.split(REF)[1::2])

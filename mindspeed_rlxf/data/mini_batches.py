@@ -50,7 +50,7 @@ def rank_steps(
     """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
     Returns for each rank its samples of all epochs, ascending and each once, and for each
-    mini-batch the positions of the rank's part in them.
+    mini-batch the positions of the rank's samples in that list.
     orders:     [epochs][samples]. mini_batch_size must divide the number of samples, and be a
                 multiple of num_ranks * group_size, or an AssertionError is raised.
     costs:      cost of each sample, for parts of nearly equal cost; None = consecutive parts

@@ -289,6 +289,7 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """Take an optimizer step on one mini-batch, or skip it where a number is not finite.
 
+        Weights and optimizer are moved to the device if they were offloaded.
         Returns the metrics of the loss averaged over the mini-batch of all data-parallel ranks
         (on the last stage only), `grad_norm`, and with `nan_policy: skip` `skipped_steps`, 0 or 1.
         Raises FloatingPointError, before any weight changes, as `SkippedSteps.judge` decides.

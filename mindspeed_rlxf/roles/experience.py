@@ -69,9 +69,9 @@ class ExperienceMaker:
         zero = torch.zeros(trained.shape)
         given = self._make_rewarded(inputs, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
-        experience = self._gather_experience(given, estimate, old, ref)
+        experience = self._make_experience(given, estimate, old, ref)
         report = _summarize(experience, given, kl)
-        return RoleOutput(experience, report, _gather_token_rows(inputs, experience, kl))
+        return RoleOutput(experience, report, _make_token_rows(inputs, experience, kl))
 
     def _compute_kl(
         self, inputs: ExperienceInputs, old: Tensor | None, ref: Tensor | None
@@ -136,12 +136,12 @@ class ExperienceMaker:
             _check_finite(scores.scores, rollouts.sample_ids)
         return self.shaping.penalize(scores.scores, rollouts.response_lengths, rollouts.has_eos)
 
-    def _gather_experience(
+    def _make_experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None
     ) -> Experience:
-        """Return the Experience; columns that the run does not need have width 0.
+        """Return the Experience of these parts; columns that the run does not need have width 0.
 
-        Advantages are 0 at tokens that are not trained.
+        Advantages are set to 0 at tokens that are not trained; returns stay as they are.
         """
         trained = given.trained_mask
         none = trained.new_zeros(len(trained), 0)
@@ -168,13 +168,12 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
         )
 
 
-def _gather_token_rows(
+def _make_token_rows(
     inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
 ) -> TokenRows | None:
-    """Return advantages, KL and values of each token for the token log; None without a token log.
+    """Return the columns of the token log: advantages, KL and values, as they are on the device.
 
-    Values are None without a critic.
-
+    None without a token log. Values are None without a critic.
     kl: [batch, response] or None
     """
     if inputs.token_log is None:

@@ -158,8 +158,8 @@ class StopRequest:
     def _no_time_for_another(self) -> bool:
         """Return whether `max_wall_time` leaves no time for another iteration and its save.
 
-        Expects the longest of the past iterations, plus `save_s`. If True, also sets `reason`.
-        False without a limit or a past iteration.
+        They are expected to take as long as the longest past iteration, plus `save_s`. False where
+        there is no limit or no iteration has ended. If True, also sets `reason`.
         """
         if self.wall_s is None or not self._iterations:
             return False

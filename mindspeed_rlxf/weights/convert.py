@@ -145,8 +145,9 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     """Write the target folder; reuse files that an interrupted run of the same conversion finished.
 
     Returns the number of bytes of tensors in reused files. The target appears under its name once
-    complete. progress: called with (bytes done, bytes in all) before the first file and after each
-    tensor
+    complete.
+    progress: called with (bytes done, bytes in all) before the first file and after each tensor;
+              reused files count as done
     Raises UserError when the target exists (unless it may be replaced), the disk is too small or
     bytes of the source are damaged, DiskFull when the disk fills up, and other OSErrors.
     """

@@ -154,8 +154,8 @@ def _named_errors(folder: Path) -> Iterator[None]:
 def _check_objects(metadata: Metadata) -> None:
     """Read all entries that are no tensors, and `common.pt` if it exists, only to check them.
 
-    Raises ValueError where one is damaged or has pickled objects other than data. Small ones of the
-    same bytes are read once.
+    Raises ValueError where one is damaged or has pickled objects other than data. Of small
+    entries with equal bytes only one is checked.
     """
     seen: set[bytes] = set()
     for window in metadata.objects:

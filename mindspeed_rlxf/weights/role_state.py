@@ -137,8 +137,8 @@ StateReader = RunState | ShardedRunState
 def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
     """Open a role's folder of a checkpoint: torch_dist if it has METADATA, else the older format.
 
-    Raises ValueError when a file is damaged. Names and shapes of the weights are compared with
-    those of the model here for the older format (ValueError), else by `slot`.
+    Raises ValueError when a file is damaged and, for the older format, when names or shapes of the
+    weights are not those of the model. For torch_dist the reader's `slot(WEIGHT)` compares them.
     """
     if (folder / METADATA).exists():
         return ShardedRunState(folder, architecture)

@@ -45,11 +45,11 @@ class StagedFolder:
     def __init__(self, target: Path, plan: dict[str, Any], replace: bool) -> None:
         """Open and lock the partial folder; keep finished parts of an interrupted run.
 
-        If a run with this plan was killed after it had renamed the folder, opens the target.
+        If a run with this plan was killed after it had renamed the folder, continues in the target.
         plan:    JSON value that determines the content; parts of another plan are removed
         replace: replace an existing target
         Raises UserError when `target` exists without `replace`, another process writes it, or the
-        partial folder has files of others.
+        partial folder has files that its journal does not name.
         """
         self.target, self.replace = target, replace
         self.kept: dict[str, dict[str, Any]] = {}
@@ -157,7 +157,7 @@ class StagedFolder:
     def _discard(self) -> None:
         """Remove the files that the journal names, and folders that become empty by that.
 
-        Leaves subfolders that it names, and files that a link puts outside the folder.
+        Leaves subfolders that it names, and files in folders that a link puts outside this one.
         """
         for name in self._begun:
             path = self.folder / name

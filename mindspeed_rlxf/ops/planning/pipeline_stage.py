@@ -157,7 +157,7 @@ class PipelineStage:
         """
         if self.pp_rank < self.layout.pp - 1:
             return 0
-        hidden, read = self.architecture.hidden_size, self._read_tokens(samples)
+        hidden, read = self.architecture.hidden_size, self._head_tokens(samples)
         held = memory.last_hidden_bytes(self._tokens(samples), read, hidden, self.itemsize)
         if self.head is Head.SCORE:
             return held + memory.score_head_bytes(read, hidden)
@@ -172,11 +172,11 @@ class PipelineStage:
         optimizer = optimizer_of(self.config, self.role)
         early = optimizer is not None and optimizer.overlap_grad_reduce and self.section.bf16
         last = self.head is Head.LANGUAGE_MODEL and self.pp_rank == self.layout.pp - 1
-        if not (early and last and self._read_tokens(samples) > CHUNK_TOKENS):
+        if not (early and last and self._head_tokens(samples) > CHUNK_TOKENS):
             return 0
         return memory.head_gradient_bytes(self._vocab_rows(), self.architecture.hidden_size)
 
-    def _read_tokens(self, samples: int) -> int:
+    def _head_tokens(self, samples: int) -> int:
         """Return the tokens of a micro-batch that the head reads.
 
         They are those of responses, and for other heads than the language model one more a sample.

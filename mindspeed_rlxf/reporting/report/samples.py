@@ -43,9 +43,13 @@ class Chosen:
 
         Of a single validation prompt: every second sample.
         """
-        prompts = sorted({_prompt_of(sample) for sample in self.validation})[::2]
-        kept = [sample for sample in self.validation if _prompt_of(sample) in set(prompts)]
-        return Chosen(self.training[::2], kept if len(prompts) > 1 else kept[::2], self.seen)
+        prompts = sorted({_prompt_of(sample) for sample in self.validation})
+        if len(prompts) > 1:
+            half = set(prompts[::2])
+            kept = [sample for sample in self.validation if _prompt_of(sample) in half]
+        else:
+            kept = self.validation[::2]
+        return Chosen(self.training[::2], kept, self.seen)
 
 
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:

@@ -25,7 +25,7 @@ from mindspeed_rlxf.reporting.report.checks import list_checks
 from mindspeed_rlxf.reporting.report.curves import make_curves, thin
 from mindspeed_rlxf.reporting.report.illness import find_illnesses
 from mindspeed_rlxf.reporting.report.records import Iteration, read_iterations
-from mindspeed_rlxf.reporting.report.samples import choose_samples
+from mindspeed_rlxf.reporting.report.samples import Chosen, choose_samples
 from mindspeed_rlxf.reporting.report.schedule import read_schedules
 from mindspeed_rlxf.reporting.report.slowness import find_slow_stretches
 from mindspeed_rlxf.run import lock
@@ -323,6 +323,14 @@ def test_samples_that_do_not_compress_are_halved_until_they_fit(
     monkeypatch.setattr("mindspeed_rlxf.reporting.report.page.MAX_BYTES", 3_001_000)
     (found,) = report_of(run)["samples"]
     assert 0 < len(found["samples"]) < 60 and (found["seen"], found["every"]) == (175, 16)
+
+
+@pytest.mark.parametrize(("prompts", "kept"), [(4, [0, 0, 2, 2]), (2, [0, 0]), (1, [0])])
+def test_half_of_the_validation_prompts_keep_all_their_samples(
+    prompts: int, kept: list[int]
+) -> None:
+    samples = [{"prompt_id": i} for i in range(prompts) for _ in range(2)]
+    assert [each["prompt_id"] for each in Chosen([], samples).halve().validation] == kept
 
 
 @pytest.mark.parametrize(
