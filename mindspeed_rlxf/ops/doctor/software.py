@@ -21,7 +21,7 @@ REQUIRED = ("torch", "ray", "transformers", "safetensors", "numpy")
 def check_software(kind: DeviceKind) -> list[Finding]:
     """Check versions of Python and packages; for NPU also CANN and which versions fit together.
 
-    NPU requires torch_npu, other kinds Megatron.
+    On NPU the adaptor's torch must be installed, on other kinds Megatron.
     """
     kind = device.resolve_kind(kind)
     is_npu = kind is DeviceKind.NPU

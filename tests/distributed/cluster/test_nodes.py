@@ -43,6 +43,16 @@ def ray_nodes() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
+def wait_until_free(devices: int) -> None:
+    """Wait until no run has devices: Ray may take seconds to return those of a run that ended."""
+    import ray
+
+    deadline = time.monotonic() + JOIN_S
+    while (found := ray.available_resources().get("lab")) != devices:
+        assert time.monotonic() < deadline, f"{found} of {devices} devices are free"
+        time.sleep(0.1)
+
+
 class Nodes:
     """Ray nodes that are started here and end with the test module."""
 
@@ -161,6 +171,7 @@ def test_a_mixture_of_device_models_is_refused(make_pools: Callable[..., Any]) -
 def test_nodes_that_lack_devices_are_named_and_nothing_is_held(
     make_pools: Callable[..., Any],
 ) -> None:
+    wait_until_free(3)
     with pytest.raises(DevicesMissing) as missing:
         make_pools(1.0, {"small": [2], "big": [3]})
     missing.match(r"resource_pool\.big needs lab: 3 on one node; .*\): 2 of 2 A free")

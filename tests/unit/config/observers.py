@@ -99,7 +99,7 @@ def fresh_head(config: RunConfig) -> Any:
         source="",
     )
     with patch.object(engine, "open_weights"):
-        engine.MegatronEngine._load(stub, config.training.seed)
+        engine.MegatronEngine._load_weights(stub, config.training.seed)
     return head.weight.tolist()
 
 
