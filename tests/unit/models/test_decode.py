@@ -194,6 +194,6 @@ def grouped_mlp(layer: Layer) -> module.GroupedMLP:
         _Mlp({"linear_fc1": e.linear_fc1, "linear_fc2": e.linear_fc2})
         for e in layer.experts.local_experts
     )
-    made.num_local_experts = EXPERTS
+    made.num_local_experts, made.add_bias = EXPERTS, False
     made.config = SimpleNamespace(moe_apply_probs_on_input=False, fp8=None, fp4=None)
     return made
