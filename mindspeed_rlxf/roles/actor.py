@@ -57,8 +57,9 @@ class ActorRole:
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
         """Compute log-probs under the training model, and report their gaps to those of generation.
 
-        Rows: LogProbs. Report: LogProbReport. Both only on the leader of a replica.
-        Errors: ValueError for a gap over `max_log_prob_gap` or NaN, if that key is set.
+        Rows: LogProbs. Report: LogProbReport, with the importance weights too if
+        `rollout_is_threshold` is set. Both only on the leader of a replica.
+        Errors: ValueError for a token's gap over `max_log_prob_gap` or NaN, if that key is set.
         """
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
