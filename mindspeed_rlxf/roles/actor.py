@@ -100,7 +100,8 @@ class ActorRole:
 
         steps:   this rank's rows of each mini-batch
         kl_coef: weight of the KL where it is part of the loss
-        Report: UpdateReport; no rows.
+        Report: UpdateReport, with the metrics of `measure_differences` where `old_log_probs` is
+        auto; no rows.
         """
         metrics = []
         for rows in steps:
