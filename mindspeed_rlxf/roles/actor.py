@@ -57,8 +57,9 @@ class ActorRole:
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
         """Compute log-probs under the training model, and report their gaps to those of generation.
 
-        Rows: LogProbs. Report: LogProbReport. Both only on the leader of a replica.
-        Errors: ValueError for a gap over `max_log_prob_gap` or NaN, if that key is set.
+        Rows: LogProbs. Report: LogProbReport, with the importance weights too if
+        `rollout_is_threshold` is set. Both only on the leader of a replica.
+        Errors: ValueError for a token's gap over `max_log_prob_gap` or NaN, if that key is set.
         """
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
@@ -99,7 +100,8 @@ class ActorRole:
 
         steps:   this rank's rows of each mini-batch
         kl_coef: weight of the KL where it is part of the loss
-        Report: UpdateReport; no rows.
+        Report: UpdateReport, with the metrics of `measure_differences` where `old_log_probs` is
+        auto; no rows.
         """
         metrics = []
         for rows in steps:

@@ -57,7 +57,7 @@ class CriticRole:
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 
     def loss(self, experience: Experience, rows: list[int], values: Tensor) -> LossOutput:
-        """Compute the value loss of a micro-batch and its metrics.
+        """Compute a micro-batch's clipped value loss, times `vf_coef`, and its metrics.
 
         rows:   of the micro-batch
         values: [slots] fp32 with gradient, where `value_mask` of these rows is True, row after row

@@ -17,9 +17,9 @@ def measure_differences(
 ) -> PolicyStep:
     """Return a copy of the step whose loss reports two more metrics; its value is the same.
 
-    `rollout/log_prob_gap_mean`: mean over tokens of |log-prob - log-prob of generation|
-    `critic/kl`: KL to the reference, mean over samples of their mean per token; left out if the
-    experience has no log-probs of the reference
+    `rollout/log_prob_gap_mean`: mean over trained tokens of |log-prob - log-prob of generation|
+    `critic/kl`: KL to the reference, mean over samples of their mean per trained token; left out
+    if the experience has no log-probs of the reference
     The log-probs are those before the optimizer step.
     """
 

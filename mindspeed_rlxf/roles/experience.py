@@ -78,8 +78,8 @@ class ExperienceMaker:
     ) -> Tensor | None:
         """Return [batch, response]: the KL of each token, by `kl_penalty`.
 
-        None without old or reference log-probs. The KL over the vocabulary, if the reference has
-        computed it, is returned as it is.
+        If the reference has computed the KL over the vocabulary, returns that, old log-probs or
+        not; else None without old or reference log-probs.
         """
         if isinstance(inputs.ref, LogProbsWithKl):
             return fit_columns(inputs.ref.kl, inputs.rollouts.response_ids.size(1))
@@ -128,7 +128,7 @@ class ExperienceMaker:
         )
 
     def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
-        """Return [batch]: scores after scaling, clipping and penalties.
+        """Return [batch]: scores, scaled and clipped, less the penalties (missing EOS, length).
 
         Errors: ValueError for NaN or inf; with `nan_policy: skip` they give NaN.
         """
@@ -158,7 +158,7 @@ class ExperienceMaker:
 
 
 def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
-    """Raise ValueError, naming up to 8 samples, if a score is NaN or inf."""
+    """Raise ValueError, naming the first 8 such samples, if a score is NaN or inf."""
     wrong = {i: s for i, s in zip(sample_ids, scores.tolist(), strict=True) if not isfinite(s)}
     if wrong:
         named = ", ".join(f"{score} for sample {i}" for i, score in list(wrong.items())[:8])
@@ -171,7 +171,7 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
 def _make_token_rows(
     inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
 ) -> TokenRows | None:
-    """Return the columns of the token log: advantages, KL and values, as they are on the device.
+    """Return what the token log gets: ids, response lengths, advantages, KL, values; no copy.
 
     None without a token log. Values are None without a critic.
     kl: [batch, response] or None
@@ -192,8 +192,10 @@ def _make_token_rows(
 def _summarize(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
     """Return summaries of a replica's experience for the metrics.
 
-    `rewards` is of their sum per response. `returns`, `values` and `fit` are None without a critic.
-    kl: [batch, response], reported as a mean per response; None = not computed, reported as []
+    `rewards` is of their sum per response, `advantages` of trained tokens. `returns`, `values`
+    and `fit` are of the slots, None without a critic.
+    kl: [batch, response], reported as a list of each response's mean over trained tokens;
+        None = not computed, reported as []
     """
     tokens, slots = experience.trained_mask, experience.value_mask
     has_values = bool(slots.numel())

@@ -61,7 +61,7 @@ def validation_settings(
 def make_requests(
     prompts: Prompts, settings: SamplingSettings, seed: int
 ) -> list[GenerationRequest]:
-    """Return one request for each prompt, in their order; `place` is the prompt's row."""
+    """Return a request with `settings` and `seed` for each prompt, in order; `place` is its row."""
     samples = zip(prompts.sample_ids, prompts.token_ids, strict=True)
     return [
         GenerationRequest(place, sample_id, prompt, settings, seed)
@@ -97,7 +97,10 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
 
 
 def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
-    """Return (smallest, largest) weights version over the tokens of a row's response, not empty."""
+    """Return (smallest, largest) weights version over the tokens of a row's response.
+
+    Raises RuntimeError for a response without tokens.
+    """
     versions = rollouts.weights_version[row, : rollouts.response_lengths[row]]
     return int(versions.min()), int(versions.max())
 

@@ -61,6 +61,7 @@ class ClippedObjective:
     def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
         """Read where the KL term goes and the clip range; a bound that is None is `clip_ratio`.
 
+        The loss gets a KL term only if `kl_in` is loss and the run has a reference.
         sum_over_replicas: returns a tensor's sum over the data-parallel ranks
         """
         actor = config.actor_rollout
@@ -222,7 +223,8 @@ def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
 
     It is 1 where the first response is better, -1 where the second is, 0 if equal, or NaN.
 
-    advantages: [2 * pairs, response], equal for all trained tokens of a response
+    advantages: [2 * pairs, response], equal for all trained tokens of a response; its first
+                token is read where it has no trained one
     mask:       [2 * pairs, response] bool, True = trained token
     """
     first = mask.long().argmax(1, keepdim=True)

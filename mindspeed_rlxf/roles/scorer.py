@@ -92,8 +92,8 @@ class ScorerRole:
     ) -> Scoring:
         """Return the running scoring of a row that `follow` started, else start one.
 
-        Found by sample id and response. It is returned once: a second call for the same row starts
-        another.
+        Found by sample id and response, in the latest generation that has it. It is returned once:
+        a second call for the same row takes an earlier generation's or starts another.
         """
         key = _key(rollouts.sample_ids[row], response)
         for begun in reversed(self._started):

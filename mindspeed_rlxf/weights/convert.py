@@ -80,7 +80,10 @@ class Conversion:
 
     @property
     def shares_groups(self) -> bool:
-        """Whether a legacy target has more tensor-parallel ranks than query groups (KV heads)."""
+        """Whether a legacy target has more tensor-parallel ranks than query groups (KV heads).
+
+        Targets of other formats count as one rank.
+        """
         ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
         return ranks > self.architecture.kv_heads
 
@@ -316,7 +319,8 @@ def _fingerprint(c: Conversion) -> dict[str, Any]:
     """Return what determines the target's bytes: options; path, size and time of the weight files.
 
     Weight files are those that end with .safetensors, .pt or .distcp in the folder that has the
-    weights; paths are relative to it, and its own resolved path is listed too.
+    weights or below it, sorted by path; paths are relative to it. Its resolved path is in the
+    result, under "folder". `shard_size` is None unless the target is Hugging Face.
     """
     _, place = find_weights(c.source)
     files = sorted(

@@ -80,7 +80,7 @@ def is_scorer(config: dict[str, Any]) -> bool:
 
 
 def check_side_files(folder: Path) -> None:
-    """Check that config.json and those of SIDE_FILES that exist can be opened; reads nothing.
+    """Check that config.json and SIDE_FILES, where they exist, can be opened; reads nothing.
 
     Raises ValueError for one that cannot be, is no regular file or links out of the folder.
     """

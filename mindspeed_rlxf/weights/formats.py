@@ -31,7 +31,8 @@ class Format(str, Enum):
 def find_weights(folder: Path) -> tuple[Format, Path]:
     """Return the format of a folder, and the folder with the weights: itself or one inside it.
 
-    A folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
+    Looks for Hugging Face, torch_dist, run state, legacy, then an iteration, in this order. A
+    folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
     reports what is missing. Raises ValueError for a Megatron folder with several iterations and no
     tracker file, or whose tracker names a folder that does not exist.
     """
@@ -50,7 +51,8 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
 def _find_iteration(folder: Path) -> Path | None:
     """Return the folder of the iteration that the tracker file names; without one, the only one.
 
-    None where there is no iteration. Raises ValueError as `find_weights` does.
+    None without tracker file and iteration. Raises ValueError for several iterations without
+    tracker file, and for a tracker file that names a folder that does not exist.
     """
     tracker = folder / TRACKER
     if tracker.exists():

@@ -39,7 +39,7 @@ class HfFolder(BoxedWeights):
     def tensor(self, name: str) -> BoxedTensor:
         """Return a tensor by name; its data is not read yet.
 
-        Raises ValueError when its file does not have it.
+        Raises ValueError when its file does not have it, KeyError for a name not in the folder.
         """
         file, dtype, shape, first_byte = self._entry(name)
         return BoxedTensor(name, dtype, shape, [file.stored_box(first_byte, dtype, whole(shape))])

@@ -184,8 +184,8 @@ class InertUnpickler:
     def _allow_change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
         """Check that `values` may be added to the container `target`; raise its depth if needed.
 
-        The caller adds them. Raises Refused when `target` is not exactly of type `kind`, or is
-        already an element of another container.
+        Marks the values with `_hold`; the caller adds them. Raises Refused when `target` is not
+        exactly of type `kind`, or is already an element of another container.
         """
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")

@@ -138,8 +138,10 @@ def _find_size_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`.
 
-    If one of them is below 1, yields the first such alone. Else `tp` must divide heads, rows and
-    hidden size and fit the query groups, and `ep` must divide the number of experts.
+    If one of them is below 1, yields the first such alone. Else at most one for `tp` and one for
+    `ep`: `tp` must divide the attention heads, the rows of QKV and of the MLP, and the hidden size,
+    and divide or be a multiple of the query groups; `ep` must divide the number of experts (1 if
+    dense).
     """
     sizes = {
         "attention heads": a.num_attention_heads,

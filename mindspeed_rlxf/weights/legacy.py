@@ -99,7 +99,8 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig) -> Grid:
 def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> bool:
     """Whether the second number of folder names mp_rank_TT_NNN is the expert rank.
 
-    If so, rank 1 has the embedding too; a pipeline rank 1 does not. files: numbers -> chunks
+    If so, rank 1 has the embedding too; a pipeline rank 1 does not. False for a dense model and
+    if no folder has the second number 1. files: numbers -> chunks
     """
     second = next((chunks for parts, chunks in files.items() if int(parts[1]) == 1), None)
     return a.num_experts is not None and second is not None and EMBEDDING.name in second[0]
@@ -130,7 +131,7 @@ def _read_chunks(file: Path) -> list[Tensors]:
 def _find_layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
     """Return the layout of the ranks, with the number of layers in each pipeline stage.
 
-    A stage's number of layers is the largest index in the names of its tensors, plus 1. Raises
+    The number is the largest layer index in tensor names of tp and ep rank 0, plus 1. Raises
     ValueError where ranks differ in their number of chunks, or the sum is not the model's.
     """
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
@@ -155,10 +156,10 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned file of each rank below `folder`; nothing is written yet.
+    """Yield the planned file of each rank, in the order of `layout.ranks`; nothing is written.
 
     A rank's file has arguments, version, iteration, and its chunks' models with their shards. A
-    reward head gets a bias of zeros.
+    reward head gets a bias of zeros. folder: path that begins the paths of the files
     """
     for rank in layout.ranks():
         tp_rank, pp_rank, ep_rank = rank

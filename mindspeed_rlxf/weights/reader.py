@@ -56,8 +56,8 @@ class _StoredShard:
     def boxes(self, source: str, architecture: ArchitectureConfig) -> Iterator[StoredBox]:
         """Yield the boxes of a Hugging Face tensor that the shard contains, in that tensor.
 
-        Each has a function that reads it; nothing is read here. None where the shard has nothing of
-        the tensor `source`.
+        Each has a function that reads it; nothing is read here. Yields none if the shard has
+        nothing of the tensor `source`.
         """
         places = shard_boxes(self.parameter, architecture, self.tp_rank, self.tp, self.vocab_rows)
         for place in places:
@@ -128,7 +128,7 @@ class MegatronWeights(BoxedWeights):
     def note_bias(self, stored: StoredTensor | BoxedTensor | None) -> None:
         """Read the bias of a reward head into `dropped_bias`, if it has the shape [1].
 
-        Does nothing for None.
+        Does nothing for None and for other shapes.
         """
         if stored is not None and stored.shape == (1,):
             self.dropped_bias = float(stored.read(whole((1,))))

@@ -44,6 +44,7 @@ def file_of(folder: Path, rank: int) -> Path:
 def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
     """Write a rank's boxes to a safetensors file and fsync it; an older file is replaced.
 
+    The file has a tensor SLOT/NAME@STARTS for each box, the starts joined by commas.
     Raises AssertionError for a box that is given twice.
     """
     planned: dict[str, PlannedTensor] = {}

@@ -89,6 +89,7 @@ class SafetensorsFile:
     def tensors(self) -> Iterator[tuple[str, torch.dtype, Shape, int]]:
         """Read the header; yield (name, dtype, shape, offset of the first byte) of each tensor.
 
+        In the order of the header; offsets count from the start of the file.
         Raises HEADER_ERRORS where the header is damaged or does not fit the file.
         """
         length = int.from_bytes(self._read_bytes(0, 8), "little")

@@ -135,8 +135,8 @@ class StagedFolder:
     def _read_replaced(self, line: dict[str, Any]) -> Path | None:
         """Read a line of the journal: return the path that an older target was moved to.
 
-        None for a name that this module does not make. Stores the target's device and inode in
-        `_node_before`.
+        None for a name that this module does not make. Stores the older target's device and inode
+        from the line, [] if it has none, in `_node_before`.
         """
         name, self._node_before = line[REPLACES], line.get("node", [])
         ours = re.escape(self.target.name) + r"\.replaced(-[0-9a-f]{16})?"
@@ -157,7 +157,7 @@ class StagedFolder:
     def _discard(self) -> None:
         """Remove the files that the journal names, and folders that become empty by that.
 
-        Leaves subfolders that it names, and files in folders that a link puts outside this one.
+        Leaves subfolders that the journal names, and files that a linked folder puts outside.
         """
         for name in self._begun:
             path = self.folder / name
@@ -169,7 +169,7 @@ class StagedFolder:
                         (self.folder / parent).rmdir()
 
     def _refuse_others(self, ours: set[str]) -> None:
-        """Raise UserError if the folder has files that would be published but are not ours.
+        """Raise UserError if the folder holds anything but `ours` and the journal.
 
         Closes the journal first. ours: names of files and subfolders directly in the folder
         """
@@ -274,7 +274,7 @@ class StagedFolder:
         shutil.rmtree(scratch)
 
     def _make_scratch(self) -> Path:
-        """Make a subfolder of random name to write files in, after listing it in the journal."""
+        """List a scratch folder of random name in the journal, make it and return its path."""
         scratch = self.folder / f".scratch-{secrets.token_hex(8)}"
         self._begin(scratch.name)
         scratch.mkdir()
@@ -321,7 +321,7 @@ class StagedFolder:
         os.replace(self.target, self._before)
 
     def _finish(self) -> None:
-        """Remove the older target if moved away and replaced, then remove and close the journal."""
+        """Remove the older target if it is where it was moved to, and the journal; close that."""
         if self._before and self._is_replaced():
             _remove(self._before)
         (self.target / JOURNAL).unlink()

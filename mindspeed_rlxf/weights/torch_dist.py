@@ -186,7 +186,7 @@ def _boxes_of_shard(
 ) -> Iterator[PlannedBox]:
     """Yield the boxes in global tensors that a rank's shard of a parameter fills, with their data.
 
-    Two for gate and up of an MLP, else one.
+    Two for gate and up of an MLP, else one: (tensor's name, its size, box, data).
     layers: global indices of the layers of the rank's chunk
     planned: the shard
     """

@@ -218,8 +218,8 @@ class _Reader(InertUnpickler):
     def of(cls, window: Window) -> _Reader:
         """Make a reader of the zip archive in `window`.
 
-        Raises ValueError for an archive without PICKLE, a damaged one, and one whose record
-        `byteorder` is not "little".
+        Raises ValueError for an archive without PICKLE, a damaged one, and one with a record
+        `byteorder` other than "little".
         """
         path = window.file.path
         records = records_of(window.read, window.length)

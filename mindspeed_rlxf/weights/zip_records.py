@@ -55,7 +55,7 @@ class _Entry:
 
 
 def records_of(read: Read, size: int) -> dict[str, Record]:
-    """Return name -> record of an archive; names are without the folder that all begin with.
+    """Return name -> record of an archive, by offset; names lack the top folder.
 
     size: of the archive, bytes
     Raises Refused when the archive is ambiguous, has a program or anything that torch does not
@@ -133,7 +133,7 @@ def _extra_fields(extra: bytes) -> dict[int, bytes]:
     """Return a record's extra fields by id.
 
     Raises Refused for ids other than ZIP64_FIELD and PADDING_FIELD, a repeated id and a field that
-    ends after `extra`.
+    ends after `extra`, struct.error for fewer than 4 bytes at the end.
     """
     fields: dict[int, bytes] = {}
     at = 0
