@@ -67,7 +67,7 @@ class CoreAttention(MegatronModule):
         query:      [s, b, heads, d]; with an `Attend` [tokens, heads, d]
         key, value: [s, b, groups, d]; with an `Attend` [tokens, groups, d]
         Returns [s, b, heads * d]; with an `Attend` [tokens, heads * d], to which Megatron adds the
-        axis b. Raises AssertionError for a mask or a bias.
+        axis b. Raises AssertionError for a mask or a bias; ignores `attn_mask_type`.
         """
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):

@@ -38,7 +38,7 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, experts: Sequence[Any]) -> ExpertWeights | None:
-        """View the weights of Megatron's MLPs, one for each expert.
+        """View the weights of Megatron's MLPs, one for each expert, in their order in memory.
 
         None if torch has no grouped product, or cannot use the weights where they lie in memory.
         """
@@ -129,6 +129,9 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, None]:
         """Return probability * expert(token) for each token, and None in place of a bias.
+
+        Megatron computes it for one expert, no token, or weights of which `ExpertWeights.of` is
+        None.
 
         hidden:            [tokens, hidden], sorted by this rank's experts
         tokens_per_expert: [experts] int, on the host or on the device

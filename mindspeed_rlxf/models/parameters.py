@@ -158,7 +158,10 @@ MIXTRAL_MOE = (
 
 
 def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    """Describe all parameters of one decoder layer, except those of its experts."""
+    """Describe the parameters of one decoder layer, except those of its experts.
+
+    In order: attention, MLP (of an MoE layer its router), QKV bias and QK norms if any.
+    """
     mlp = MLP if architecture.num_experts is None else _moe_parameters(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
@@ -195,9 +198,9 @@ def stage_parameters(
     ep: int = 1,
     layers: range | None = None,
 ) -> Iterator[StageParameter]:
-    """Yield the parameters of one pipeline stage, in an order that is the same on every rank.
+    """Yield the parameters of one pipeline stage, in the same order on every rank.
 
-    Defaults: the whole model.
+    Embedding, layers (the experts of each last), final norm, head. Defaults: the whole model.
 
     pp_rank, pp: index of the stage and number of stages
     ep_rank, ep: expert-parallel rank and size; a rank has 1 / ep of each layer's experts
@@ -261,7 +264,7 @@ def _set_indices(
 
 
 def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every Hugging Face tensor of the model, by name."""
+    """Return the shape of every Hugging Face tensor of the model, by name; tied: no `lm_head`."""
     sources = (s for parameter in stage_parameters(architecture, head) for s in parameter.sources)
     return {source: hf_shape(source, architecture) for source in sources}
 
@@ -273,7 +276,7 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _shapes_by_ending(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
-    """Map the last two words of a tensor's name, "q_proj.weight", to its shape."""
+    """Map the last two words of a Hugging Face name, as "q_proj.weight", to the full shape."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)

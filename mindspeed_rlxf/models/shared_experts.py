@@ -58,7 +58,10 @@ class LocalExperts:
     """This rank's experts of a layer; in grouped products where torch and the weights allow it."""
 
     def __init__(self, module: Any) -> None:
-        """View the weights of Megatron's module of experts, which must not be moved afterwards."""
+        """View the weights of Megatron's module of experts, which must not be moved afterwards.
+
+        Views none (`weights` None) where MindSpeed fuses layers or they cannot be viewed.
+        """
         self.module, self.count = module, len(module.local_experts)
         # MindSpeed computes experts in its own way, which only the module knows.
         fused = device.fuses_layers()
@@ -78,12 +81,12 @@ class LocalExperts:
         return compute(hidden, numbers, shares.flatten())
 
     def _in_grouped_products(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute `__call__` in grouped products, without a wait for the device.
+        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
 
-        A pair is a token and one of its experts. Pairs of other ranks' experts are sorted to the
-        end, where no product reads or writes them, and are set to 0 afterwards.
+        Computes grouped products, without a wait for the device, of pairs of a token and one of its
+        experts. Pairs of other ranks' experts are sorted to the end, left out, and count as 0.
 
-        shares: [tokens * topk]
+        numbers, shares: expert [tokens, topk] (`count` = another rank's) and weight [tokens * topk]
         """
         assert self.weights is not None, "checked by the caller"
         topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
@@ -98,11 +101,13 @@ class LocalExperts:
         return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 
     def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute `__call__` with Megatron's module; waits for the device to sort on the host.
+        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
 
-        An NPU cannot sum in another dtype than its input's, so results become fp32 before the sum.
+        Megatron's module computes them; waits for the device to sort on the host. Experts of other
+        ranks count as 0. An NPU cannot sum in another dtype than its input's, so results become
+        fp32 before the sum.
 
-        shares: [tokens * topk]
+        numbers, shares: expert [tokens, topk] (`count` = another rank's) and weight [tokens * topk]
         """
         topk, flat = numbers.size(1), numbers.flatten().cpu()
         counts = flat.bincount(minlength=self.count + 1)[: self.count]
@@ -197,8 +202,8 @@ def _gather_rows(
 ) -> Tensor:
     """Return the rows of all ranks, rank after rank; a collective.
 
-    The rows of each rank are followed by rows of `padding`, up to the most rows of a rank, unless
-    `_is_sparse`.
+    If `_is_sparse(sizes)` these rows alone; else each rank's rows are followed by rows of
+    `padding`, up to the most rows of a rank.
 
     sizes: rows of each rank, without padding
     """

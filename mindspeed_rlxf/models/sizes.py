@@ -33,6 +33,8 @@ def shard_sizes(
 ) -> list[int]:
     """Return the number of elements of each parameter on a pipeline rank, padding included.
 
+    The parameters of experts come last.
+
     chunks: chunks of the model on a pipeline rank
     ep:     expert-parallel size; every expert-parallel rank has the same sizes
     """
@@ -49,7 +51,7 @@ def split_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[list[int], list[int]]:
-    """Return `shard_sizes` in two lists: parameters outside experts, and those of experts."""
+    """Return the elements of each parameter on a pipeline rank: outside experts, and of experts."""
     shared, expert_sizes = _split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
     return list(shared), list(expert_sizes)
 

@@ -264,7 +264,8 @@ def recompute_settings(role: LearningConfig) -> dict[str, Any]:
     """Return Megatron's settings of activation recomputation for a role; {} for none.
 
     Selective recomputation is of the MLP or experts, which keep the most activations. Megatron's
-    default, the core attention, would save nothing: fused kernels keep no scores.
+    default, the core attention, would save nothing: fused kernels keep no scores. Full
+    recomputation has the role's method and number of layers.
     """
     if role.recompute is Recompute.NONE:
         return {}
@@ -296,7 +297,7 @@ def transformer_config(
     """Return Megatron's configuration of a model on tp * pp ranks.
 
     Fusions that need extra kernels are on where the device has them (`device.kernels`), and the
-    activation's where MindSpeed has one.
+    activation's where MindSpeed has one. Without dropout; no weight is initialised.
 
     dtype:     of parameters and activations
     chunks:    chunks of the model on a pipeline rank

@@ -29,7 +29,8 @@ class Classifier:
     def __init__(self, folder: str, tokenizer: Any, batch_size: int, bf16: bool) -> None:
         """Load the model of a local folder; raise ValueError where weights are missing.
 
-        tokenizer:  used where the folder has none; its `truncation_side` is set to "left"
+        tokenizer:  used where the folder has none; the tokenizer in use is set to truncate on the
+                    left
         batch_size: texts per forward pass
         bf16:       compute in bfloat16 instead of float32
         """

@@ -36,7 +36,10 @@ def last_number(text: str) -> Fraction | None:
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the number after `####`, else that in the last box, else the last; None for none."""
+    """Return the first number after `####`, else the last in the last box, else the last of all.
+
+    None without a number.
+    """
     for find in (marked_number, boxed_number, last_number):
         if (number := find(text)) is not None:
             return number

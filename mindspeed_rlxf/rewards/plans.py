@@ -23,7 +23,8 @@ def make_plan(reward: RewardConfig) -> Plan:
     """Make the plan of a scoring process: functions, rules of data sources, plugins, sandbox.
 
     Functions with a url are left out, because servers run them. Loaded plugins are in it only if a
-    function or rule is used that is not built in.
+    function or rule is used that is not built in; the sandbox is None if no rule runs programs.
+    Rules are the default except with a reward model and functions together.
     """
     rules = BUILTIN_SOURCES | dict(reward.rules)
     parts = tuple(_part(function) for function in reward.parts if function.url is None)
@@ -79,8 +80,9 @@ def try_sandbox(reward: RewardConfig) -> str | None:
 def rule_decides(reward: RewardConfig, data_source: str) -> bool:
     """Whether the rule of the data source scores its samples, alone or with reward functions.
 
-    True if one of the functions that apply is the rule. If none applies: unless a reward model is
-    used with functions. A reward model alone lets the rule score validation samples.
+    True if one of the functions that apply to the source is the rule. Where no function applies,
+    True unless a reward model is used with functions: alone, it lets the rule score validation
+    samples.
     """
     applying = [part for part in reward.parts if part.applies_to(data_source)]
     if not applying:
@@ -122,7 +124,7 @@ def _try_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def find_idle_sources(reward: RewardConfig, data_sources: Collection[str]) -> Iterator[str]:
-    """Yield a line for each config key that names data sources which no row has.
+    """Yield a line for `reward.rules`, and for each function, that names sources which no row has.
 
     data_sources: all data sources of the rows
     """

@@ -99,9 +99,10 @@ class ScoringProcess:
             raise EOFError(f"it wrote {line[:60]!r} to the channel of the run") from error
 
     def read_output(self) -> None:
-        """Read what the process has printed, without waiting; keep MAX_SHOWN bytes of it.
+        """Read what the process has printed, without waiting; keep the first MAX_SHOWN bytes.
 
-        Sets `output_ended` at its end. Raises TooMuchOutput if a sample printed over MAX_OUTPUT.
+        `take_printed` returns and clears them. Sets `output_ended` at the end of the output. Raises
+        TooMuchOutput if a sample printed over MAX_OUTPUT.
         """
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.output.fileno(), READ):

@@ -68,7 +68,7 @@ class CodeRules:
         self._sandbox = None
 
     def count_passed(self, program: str, cases: list[Case]) -> int:
-        """Run the program on the cases in turn, and return how many pass.
+        """Run the program on all cases in turn, also after one that fails; return how many pass.
 
         All cases together may take `reward.sandbox.response_s`. The case that runs when this time
         is over is killed; it and later cases do not pass.

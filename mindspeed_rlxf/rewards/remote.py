@@ -165,7 +165,7 @@ def _connect(scheme: str, host: str, deadline: float) -> http.client.HTTPConnect
 def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> None:
     """Set the time-out of the connection's socket, if it is open, to the time until the deadline.
 
-    Raises TimeoutError if none is left.
+    Raises TimeoutError if none is left. deadline: as `time.monotonic` gives it
     """
     left = deadline - time.monotonic()
     if left <= 0:

@@ -135,7 +135,8 @@ def normalise(text: str) -> str:
 def to_number(text: str) -> Fraction | None:
     """Convert a text after `normalise` (decimal, a/b, \\frac{a}{b}) to an exact number.
 
-    None for another text, a fraction over 0, or one longer than MAX_DIGITS.
+    Commas before three digits are dropped. None for another text, a fraction over 0, or a text
+    longer than MAX_DIGITS.
     """
     if len(text) > MAX_DIGITS:
         return None

@@ -32,7 +32,7 @@ def whole_text(response: str) -> str:
 
 
 def boxed_answer(response: str) -> str | None:
-    """Return the last boxed answer, normalised as the verifier `acc` does; None without a box."""
+    """Return the last boxed answer, a number by value, else `normalise`d; None without a box."""
     answer = find_boxed(response)
     return None if answer is None else _normalise_answer(answer)
 
@@ -87,7 +87,7 @@ class AnswerFinder:
         self._for_all = (comparing or [whole_text])[0] if verifiers else None
 
     def find(self, responses: Sequence[str], data_sources: Sequence[str]) -> list[str | None]:
-        """Return the answer of each response; None without one.
+        """Return each response's answer, by its source's rule or the verifiers; None without one.
 
         An answer over LONGEST characters is cut, and ends with a hash of the whole.
         """

@@ -156,6 +156,7 @@ class _Loop:
     def _hand_out(self) -> None:
         """Send waiting samples to idle processes, and start processes for the rest, up to `size`.
 
+        The oldest sample is sent first.
         A sample fails if its process cannot be written to. In a broken pool, all waiting samples
         fail.
         """
@@ -215,7 +216,8 @@ class _Loop:
     def _handle_message(self, worker: _Worker, message: Any) -> None:
         """Handle a message of a process: an error, "ready", or the outcome of its sample.
 
-        An error breaks the pool. After an outcome with Cause.MEMORY the process is removed.
+        An error breaks the pool; "ready" prints the line on the sandbox. After an outcome with
+        Cause.MEMORY the process is removed.
         """
         if isinstance(message, dict) and "error" in message:
             self._fail_pool(worker, str(message["error"]))
@@ -272,7 +274,7 @@ class _Loop:
     def _remove_process(self, worker: _Worker, ends_itself: bool = False) -> str:
         """Remove a process from the pool and kill it; return a text on how it had ended.
 
-        ends_itself: as of `ScoringProcess.end`
+        ends_itself: the process is about to end, so give it time (`ScoringProcess.end`)
         """
         self._workers.remove(worker)
         for file in (worker.process.channel, worker.process.output):

@@ -181,7 +181,8 @@ class Collector:
         arXiv:2503.14476, section 3.2. Prompts whose responses all score the same are dropped, but
         fill the batch where `max_num_gen_batches` batches are not enough. Scores are compared after
         shaping; penalties (missing EOS, length, KL) do not count, because any two responses differ
-        in them. Prompts beyond the batch are dropped too. Waits for the scores.
+        in them. Prompts beyond the batch are dropped too; kept ones stay in the order drawn. Waits
+        for the scores.
         """
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []

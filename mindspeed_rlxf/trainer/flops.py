@@ -26,9 +26,10 @@ def iteration_flops(
 ) -> float:
     """Return the floating-point operations of all passes over the samples of an iteration.
 
-    Counts actor, critic, reference and a reward model of the Megatron kind, each with its epochs.
-    generated:     reports on all responses; generation counts as one forward pass over each
-    learnt:        lengths of the samples that are kept
+    A pass is forward; an epoch of an update counts as three, since backward counts as two.
+    generated:     reports on all responses: a pass of the actor, and of a Megatron reward model
+    learnt:        lengths of the kept samples: a pass of reference, of critic, and of the actor if
+                   its log-probs are recomputed; then the epochs of actor and critic
     updates_actor: whether the actor is updated
     Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count.
     """

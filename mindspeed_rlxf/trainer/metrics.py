@@ -22,10 +22,10 @@ SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Return statistics of prompt and response lengths, in tokens.
+    """Return statistics of lengths in tokens, as `prompt_length/...` and `response_length/...`.
 
-    For both the `_summary`; for responses also p50, p90, `eos_fraction` (the share that has EOS)
-    and `cut_fraction` (the rest).
+    For both mean, max and min; for responses also p50, p90, `eos_fraction` (the share that has
+    EOS) and `cut_fraction` (the rest).
     """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {
@@ -74,7 +74,7 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
 
 
 def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, float]:
-    """Return the mean score and parts of each data source, as `train/<data source>/<name>`.
+    """Return the means `train/<data source>/score` and `train/<data source>/<part>` of samples.
 
     sources: data source of each sample
     Failed samples are left out, and so is a source that has no others; a part's mean is over the

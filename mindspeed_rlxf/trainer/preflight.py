@@ -248,9 +248,9 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
 
 
 def _suggest_tiny_model(folder: Path) -> str:
-    """Return advice with the command that makes a model of examples/tiny, if it is missing.
+    """Return advice with the command that makes the missing tiny model `folder`.
 
-    "" if `folder` exists or is not one of TINY_MODELS.
+    "" if the folder exists or does not lie in TINY_MODELS. The name "rm" adds --reward-model.
     """
     if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
         return ""
@@ -259,10 +259,10 @@ def _suggest_tiny_model(folder: Path) -> str:
 
 
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
-    """Return the rules that a role's folder breaks, as it differs from the model, and one remedy.
+    """Return a text for each way in which a role's weights differ from its model, and one remedy.
 
-    One rule if config.json differs, else one per tensor of another shape, MAX_SHAPE_PROBLEMS at
-    most. [] if they agree; a critic's folder may lack the score head.
+    One text if config.json differs, else one per tensor of another shape: MAX_SHAPE_PROBLEMS, then
+    one with the number of others. [] if they agree; a critic's folder may lack the score head.
     tokenizer: folder with config.json if the weights have none
     Errors: ValueError where a file is missing or cannot be read.
     """

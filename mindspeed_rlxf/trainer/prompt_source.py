@@ -40,7 +40,9 @@ class PromptSource:
         n_samples_per_prompt: int,
         fixed: FixedResponses | None = None,
     ) -> None:
-        """sampler: draws indices of `prompts`; it is advanced
+        """Start with sample id 0 and no batch drawn.
+
+        sampler: draws indices of `prompts`; it is advanced
         fixed: responses to use instead of generating them; None = generate
         """
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed

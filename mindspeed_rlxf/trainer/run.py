@@ -258,7 +258,7 @@ class Run:
 def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
     """In the block, raise a WorkerError anew with what the worker's host shows (`explain_death`).
 
-    For use while the cluster runs; copies the logs of other hosts to this one.
+    For use while the cluster runs; on such an error the logs of other hosts are copied here.
     """
     try:
         yield
@@ -269,7 +269,8 @@ def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
 def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
     """Write the keys and pools that a restart needs to the supervisor's file; nothing without one.
 
-    A pool's `step` is the number of processes of which its size must be a multiple.
+    Each pool that has roles is given with its number of `processes` and its `step`, of which that
+    number must be a multiple.
     """
     training = config.training
     steps = {

@@ -88,8 +88,8 @@ def measure(
 
     groups:       the responses to each prompt
     data_sources: of each prompt
-    `score`, `response_length` and the parts are means over responses. The other names (mean@N,
-    best@K, pass@K, maj@N), if in `ValidationConfig.metrics`, are means over prompts.
+    `score`, `response_length` and the parts are means over responses that have them. The other
+    names (mean@N, best@K, pass@K, maj@N), if in `ValidationConfig.metrics`, are means over prompts.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for group, source in zip(groups, data_sources, strict=True):

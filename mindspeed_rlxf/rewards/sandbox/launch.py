@@ -303,7 +303,7 @@ def _fork_program(enter: Callable[[], None], streams: Streams) -> int:
 
 
 def _exit_like(pid: int) -> NoReturn:
-    """Wait for children until `pid` ends, and end this process with its exit code."""
+    """Wait for children until `pid` ends; exit with its exit code, 128 + n if signal n ended it."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -323,7 +323,7 @@ def _close_all_streams() -> None:
 
 
 def make_sealed_file(data: bytes) -> int:
-    """Return the descriptor of a memory file with `data`, which can be read but not changed."""
+    """Return the descriptor, at offset 0, of a memory file with `data` that cannot be changed."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)

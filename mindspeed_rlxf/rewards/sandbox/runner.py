@@ -181,7 +181,7 @@ class Sandbox:
     def _ask_warden(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
         """Let the warden run a program; start the warden if needed. Does not retry.
 
-        Raises SandboxError when the warden was lost or reports a failure.
+        Raises SandboxError when the warden was lost, which is then closed, or reports a failure.
         """
         seconds = min(self.limits.wall_s, wall_s or self.limits.wall_s)
         with self._lock:

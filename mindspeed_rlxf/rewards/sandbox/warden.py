@@ -66,7 +66,7 @@ class Output:
     over: bool = False
 
     def take(self, descriptor: int) -> bool:
-        """Read up to 64 KiB of available output into `data`, without waiting.
+        """Read up to 64 KiB of available output without waiting; keep what the limit allows.
 
         Returns False if there is none now or the output has ended. Sets `over` beyond the limit.
         """
@@ -171,7 +171,10 @@ class Run:
                 return ""
 
     def _find_exceeded_limit(self) -> str:
-        """Return the name of a limit that all processes together exceed now, "" for none."""
+        """Return the first limit that all processes together exceed now, "" for none.
+
+        Of "memory", "processes" (threads), "cpu_time", and "files" where helper processes run.
+        """
         pids = self.descendants.find()
         use, limits = measure(pids), self.limits
         if use.memory > limits.memory_mb * MIB:
