@@ -164,7 +164,8 @@ class View:
     def _format_headline(self, width: int) -> Text:
         """Return a line with the title and the iteration; a long title loses its start."""
         right = f"iteration {self.iteration} / {self.total}"
-        title = self.title[-max(width - len(right) - 2, 0) :]
+        room = max(width - len(right) - 2, 0)
+        title = self.title[max(len(self.title) - room, 0) :]
         return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
 
     def _format_progress(self, width: int) -> Text:
