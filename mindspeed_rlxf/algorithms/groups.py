@@ -17,7 +17,7 @@ EPSILON = 1e-8
 def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Return (R - mean) / (std + 1e-8) of each group (GRPO, arXiv:2402.03300, 4.1.2).
 
-    The standard deviation has divisor n - 1.
+    The standard deviation has divisor n - 1. AssertionError for a group_size of 1.
     rewards: [batch], the `group_size` rewards of a group are adjacent -> [batch]
     """
     groups = _groups(rewards, group_size)

@@ -48,7 +48,8 @@ class KlController:
         """Raise `value` if `kl` is over the target, lower it if below; a fixed coefficient stays.
 
         kl:          mean over samples of their mean KL per token; NaN changes nothing
-        num_samples: of the iteration; the change is proportional to it
+        num_samples: of the iteration. `value` is multiplied by 1 + e * num_samples / horizon,
+                     where e is kl / target - 1, clamped to +-0.2
         """
         if not self._adaptive or math.isnan(kl):
             return

@@ -45,7 +45,7 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this host, or with --cluster every host; print the findings.
+    """Check this host, or with --cluster every host; print the findings, with --json as JSON.
 
     Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
     With --bundle it packs the findings and a run's logs into an archive instead, and returns 0;

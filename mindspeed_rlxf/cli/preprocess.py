@@ -227,7 +227,7 @@ def _handler_problems(name: str) -> list[Problem]:
 
 
 def _merge_data_sets(arguments: argparse.Namespace) -> None:
-    """Merge the data sets of the --input folder; print the files that were written.
+    """Merge the data sets of the --input folder; print the new files and their sequence counts.
 
     Raises UserError unless there is one folder and at least one key.
     """

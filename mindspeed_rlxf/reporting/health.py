@@ -90,7 +90,7 @@ class History:
         """Add the metrics of an iteration; watched metrics that are None or not finite are skipped.
 
         If there are finite validation scores, adds their mean, and the mean of the last BASELINE
-        training scores. Updates `lagging` too.
+        training scores (NaN without any). Updates `lagging` too.
         """
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
@@ -118,8 +118,8 @@ class History:
         """Update `lagging`: phase -> (slowest rank, its skews in consecutive iterations).
 
         At most the last LAG_ITERATIONS skews, oldest first. They begin anew when another rank is
-        slowest. (-1, []) if the skew is below SKEW_LIMIT, or the phase takes less than LAG_SHARE of
-        the iteration.
+        slowest. (-1, []) if the skew is absent or below SKEW_LIMIT, or the phase takes less than
+        LAG_SHARE of the iteration. Phases without a slowest rank in `metrics` keep their entry.
         """
         whole = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():
@@ -263,8 +263,8 @@ def measure_growing_gap(history: History) -> Reading | None:
 def measure_lagging_rank(history: History) -> Reading | None:
     """Ill if the same rank was by far the slowest of a phase LAG_ITERATIONS times in a row.
 
-    Reads the phase with the longest row; its value is the mean skew in it. None if no phase of
-    several ranks was measured yet.
+    Reads the phase with the longest row; its value is the mean skew in it, 0 if no rank is by far
+    the slowest. None if no phase of several ranks was measured yet.
     """
     if not history.lagging:
         return None

@@ -87,9 +87,9 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _print(self, line: str) -> None:
-        """Print a line above the view, or as it is once the view is closed; warnings are yellow.
+        """Print a line above the view, or alone once the view is closed; warnings are yellow.
 
-        Control characters are replaced, and tabs expanded to 4 columns.
+        In both cases control characters are replaced, and tabs expanded to 4 columns.
         """
         text = Text(printable(line).expandtabs(4))
         if line.split("] ", 1)[-1].startswith(WARNING):
@@ -116,7 +116,7 @@ class View:
     def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a finished iteration, and estimate the time left.
 
-        Keeps the mean of the validation scores, if there are any, until the next validation.
+        The mean of its validation scores, if it has any, stays in the view until the next ones.
         """
         self.iteration, self.metrics = iteration, dict(metrics)
         self._left = str(self._owner.time_left(iteration))
@@ -137,8 +137,8 @@ class View:
     def lines(self, width: int) -> list[Text]:
         """Return the lines of the view, for a terminal of `width` columns.
 
-        Title and progress come only after `begin`, metrics only after the first iteration; the last
-        line is always that of the phase.
+        First title and progress, only after `begin`; then, only after the first iteration, score,
+        KL, length, loss, speed, phases and memory. The last line is always that of the phase.
         """
         lines = [self._format_headline(width), self._format_progress(width)] if self.total else []
         if self.metrics:
@@ -164,13 +164,15 @@ class View:
     def _format_headline(self, width: int) -> Text:
         """Return a line with the title and the iteration; a long title loses its start."""
         right = f"iteration {self.iteration} / {self.total}"
-        title = self.title[-max(width - len(right) - 2, 0) :]
+        room = max(width - len(right) - 2, 0)
+        title = self.title[max(len(self.title) - room, 0) :]
         return Text.assemble((title, "bold"), " " * (width - len(title) - len(right)), right)
 
     def _format_progress(self, width: int) -> Text:
         """Return a bar of the iterations done, their percentage, and the time passed and left.
 
-        The time passed is that since the view began.
+        The time passed is that since the view began; that left is absent before
+        the first `add`.
         """
         passed = time.monotonic() - self._began
         text = f" {self.iteration / self.total:4.0%}  {_format_clock(passed)} passed"
@@ -181,8 +183,7 @@ class View:
         """Return a line: label, last value of metric `name`, its curve, and `facts`.
 
         The curve has 8 to 60 characters, so that the line fits `width` if possible. Before the
-        first
-        value: the label and "-".
+        first value: the label and "-".
         """
         curve = self._curves[name]
         if not curve:
@@ -214,8 +215,9 @@ class View:
     def _format_phases(self, width: int) -> list[Text]:
         """Return two lines: a coloured bar of an iteration's longest phases, and its legend.
 
-        The legend has their shares of the iteration. Validation, saving and the sending of weights
-        are left out; without times the lines have no phases.
+        Longest first, at most SHOWN_PHASES. The legend has the shares of the iteration; entries
+        that do not fit `width` are left out. Validation, saving and the sending of weights are not
+        shown; without times the lines have no phases.
         """
         whole = self.metrics.get("timing/all", 0.0)
         found = {
@@ -334,6 +336,6 @@ def _show(name: str, value: float) -> str:
 
 
 def _format_clock(seconds: float) -> str:
-    """Format seconds, rounded down and not negative, as H:MM:SS."""
+    """Format seconds, 0 or more, as H:MM:SS, rounded down."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

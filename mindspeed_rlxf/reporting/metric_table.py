@@ -50,7 +50,10 @@ class Metric:
 
 
 def _spread(name: str, unit: str, meaning: str) -> tuple[Metric, ...]:
-    """Return the metrics `name/mean`, `name/max` and `name/min`."""
+    """Return the metrics `name/mean`, `name/max` and `name/min`.
+
+    Their meanings are "mean", "largest" or "smallest", followed by `meaning`.
+    """
     words = {"mean": "mean", "max": "largest", "min": "smallest"}
     return tuple(Metric(f"{name}/{end}", unit, f"{word} {meaning}") for end, word in words.items())
 
@@ -205,9 +208,9 @@ def tables() -> str:
 
 
 def replace_tables(text: str) -> str:
-    """Return the document up to its line `MARK`, followed by the tables of all metrics.
+    """Return the document up to and with its line `MARK`, followed by the tables of all metrics.
 
-    The document must have that line; the text after it is dropped.
+    The old text after that line is dropped. AssertionError without the line.
     """
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"

@@ -101,9 +101,9 @@ class MetricsWriter(_JsonLines):
 
 
 def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yield (iteration, metrics) of each readable line of metrics.jsonl; nothing if it is absent.
+    """Yield (iteration, metrics) of each readable line of metrics.jsonl, in the order of the file.
 
-    A metric that was not finite is None.
+    Nothing if it is absent. A metric that was not finite is None.
     """
     if not file.exists():
         return

@@ -58,8 +58,8 @@ class TokenWriter:
 def cut_token_files(folder: Path, iteration: int) -> None:
     """Cut the file of each rank from its first line of an iteration after `iteration` on.
 
-    An incomplete line goes too, with all after it. A damaged file stays as it is, without an error:
-    readers use the last line of each sample.
+    Or from an incomplete line on, if that comes earlier. A file that cannot be read up to that line
+    stays uncut, without an error: readers use the last line of each sample.
     """
     for file in token_files(folder):
         kept = 0

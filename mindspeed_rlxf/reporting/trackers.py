@@ -95,7 +95,7 @@ class Trackers:
             sender.put(iteration, metrics)
 
     def close(self) -> None:
-        """Wait until the trackers have written everything; warn of losses.
+        """End the trackers, and wait until they have written what is queued; warn of losses.
 
         Waits CLOSE_S at most, for all of them together.
         """
@@ -213,7 +213,7 @@ class _Sender:
     def _read_last(self) -> int:
         """Return the highest iteration that an earlier start recorded in its file.
 
-        -1 if there is none or the file cannot be read.
+        -1 if it has none, or cannot be opened.
         """
         with contextlib.suppress(OSError), open_file(self._file, "r", encoding="ascii") as stream:
             numbers = [int(line) for line in stream.read().split() if line.isdigit()]

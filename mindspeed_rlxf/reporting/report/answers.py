@@ -73,7 +73,8 @@ class Change:
 def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
     """Return (iteration, value) of a validation metric; iterations without it are left out.
 
-    metric: a name below `val/<data_source>/`, averaged over the data sources; or a whole name
+    metric: a whole name `val/...`; or a name below `val/<data_source>/`, averaged in each iteration
+            over the data sources that have it
     """
     if metric.startswith("val/"):
         return curve_of(iterations, metric)
@@ -102,10 +103,11 @@ def compare_ends(curve: Curve) -> Change | None:
 
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
-    """Answer whether the score rose: that of validation from two validations on, else of training.
+    """Answer whether the score rose: that of two or more validations, else that of training.
 
-    "too early to say" if neither can be compared yet; "no clear change" where the change is within
-    the noise: of the training score, and for validation also below SMALL of the score.
+    "no clear change" if the training score changed within its noise, or the validation score, from
+    the first to the last of two or more, by at most SMALL of its size. "too early to say" with
+    under six iterations and under two validations.
     """
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
@@ -141,7 +143,8 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[s
 def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one sentence: at which temperature or greedily validation and training decode.
 
-    It adds if they differ. Nothing is yielded if one of their four keys is absent.
+    If the two differ, the sentence says that too. Nothing is yielded if one of the four keys
+    (do_sample and temperature of validation and actor_rollout) is absent.
     """
     modes = []
     for section in ("validation", "actor_rollout"):
@@ -182,8 +185,8 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
 def milestones(curve: Curve) -> tuple[int, int] | None:
     """Return the first iterations with half and nine tenths of the rise to the best value.
 
-    The rise is from the first value. None if it is not over SMALL of the larger absolute value.
-    The curve must not be empty.
+    The rise is from the first value. None if it is not over SMALL times the larger of |first| and
+    |best|. The curve must not be empty.
     """
     first, best = curve[0][1], max(value for _, value in curve)
     if best - first <= SMALL * max(abs(best), abs(first)):

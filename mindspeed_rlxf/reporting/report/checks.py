@@ -77,9 +77,10 @@ def list_checks(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> l
 
 
 def read_kl_limit(config: Mapping[str, Any]) -> float:
-    """Return the KL, in nats per token, that counts as a runaway: `runaway_limit` of two flat keys.
+    """Return the KL, in nats per token, above which a run of this flat configuration is ill.
 
-    They are algorithm.kl_ctrl.type and .target_kl; a target that is no number counts as 0.
+    It is KL_LIMIT, or twice algorithm.kl_ctrl.target_kl if that is larger and .type is "adaptive".
+    A target that is no number counts as 0.
     """
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
@@ -99,8 +100,9 @@ def replay(iterations: Sequence[Iteration], kl_limit: float) -> tuple[Health, li
 def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
     """Yield a check of each metric that has a healthy range, by name, on its mean at the end.
 
-    The mean is of the last LATELY iterations of training; metrics without a value there are left
-    out. Also counts the values of all iterations that are out of the range, and has the worst.
+    Iteration 0 does not count. The mean is of the last LATELY iterations; metrics without a value
+    there are left out. The check also has the number of values in all iterations, how many are
+    outside the range, and the one farthest outside.
     """
     trained = [each for each in iterations if each.number > 0]
     lately = trained[-LATELY:]
@@ -120,9 +122,9 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
 
 
 def _check_rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
-    """Yield a check per health rule: the iterations in which its illness began, or not found.
+    """Yield a check per health rule: the iterations in which its illness began, or "not found".
 
-    TOO_FEW where it was never measured.
+    In the order of LIMITS. TOO_FEW for a rule that never had enough values.
     """
     health, findings = replay(iterations, kl_limit)
     for rule, limit in LIMITS.items():

@@ -130,7 +130,8 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
 def _list_changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return a row {file, key, before, after} per key that differs from the configuration before.
 
-    file: the later one. A key that is missing in one of the two files has the value None there.
+    By file, then by key. file: the later one of the two. A key that is missing in one of them has
+    the value None there.
     """
     found = []
     for (_, before), (name, after) in itertools.pairwise(configs):

@@ -48,9 +48,10 @@ def _failure_findings(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding
 def _health_findings(
     run: Path, iterations: Sequence[Iteration], kl_limit: float
 ) -> Iterator[Finding]:
-    """Yield a finding per illness, in order: from health.jsonl, or without this file by the rules.
+    """Yield a finding per illness: from health.jsonl, or without this file by the health rules.
 
-    Its level is "watch" if it ended, and the text says when; else "bad".
+    They are in the order of their beginnings; `iteration` is that of the beginning. The level is
+    "watch" if the illness ended, and the text says when; else "bad".
     """
     if (run / HEALTH).exists():
         events = [dict(each) for each in read_records(run / HEALTH)]
@@ -74,7 +75,7 @@ def _health_findings(
 def _non_finite_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
     """Yield a finding of level "bad" per metric that was NaN or infinite, with its first iteration.
 
-    The text has the number of such iterations.
+    The metrics are in the order of these iterations. The text has the number of such iterations.
     """
     first: dict[str, int] = {}
     counts: dict[str, int] = {}
@@ -97,7 +98,8 @@ def _slowness_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 def _range_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
     """Yield a finding of level "watch" per metric whose mean at the end is out of its range.
 
-    The mean is that of `check_ranges`.
+    The mean is that of `check_ranges`, and `iteration` the first of the mean. Skews of phases that
+    take less than LAG_SHARE of an iteration do not count.
     """
     for each in check_ranges(iterations):
         if each.is_found:

@@ -35,7 +35,7 @@ LEVEL = 6  # of gzip
 def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> str:
     """Return the HTML text of a report of runs, in the given order; at most about 10 MB.
 
-    max_samples: of all runs together
+    Samples are left out for that, see `pack_samples`. max_samples: of all runs together
     """
     main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
@@ -46,8 +46,9 @@ def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> st
 def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
     """Return the samples of runs as compressed JSON, in at most `room` bytes if possible.
 
-    If they are too large, fewer samples get numbers per token; then samples are halved until they
-    fit or none is left. max_samples: of all runs together
+    If they are too large, fewer training samples get numbers per token (one in 4, then in 16);
+    then samples are halved until they fit or none is left. max_samples: of all runs together,
+    shared equally
     """
     chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
     fewer = iter(FEWER)
@@ -89,7 +90,10 @@ def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str
 
 
 def content_policy(style: str, script: str, live: bool) -> str:
-    """Return the Content-Security-Policy: our script and style; requests only if `live`."""
+    """Return the Content-Security-Policy: only this script and style, by hash, and data: images.
+
+    Requests to the own server are allowed only if `live`.
+    """
     asks = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "

@@ -34,7 +34,8 @@ class Iteration:
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file of lines and its older parts, oldest first.
 
-    Lines that are no JSON object are skipped; damage ends the reading. Nothing for an absent file.
+    Lines that are no JSON object are skipped. A part that cannot be read ends the reading, so that
+    newer parts are left out. Nothing for an absent file.
     """
     with contextlib.suppress(OSError, EOFError, zlib.error):
         for line in LineFile(file).lines():
@@ -46,8 +47,8 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 def read_iterations(run: Path) -> list[Iteration]:
     """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged.
 
-    Of a metric in several lines the last value counts. Values that are no finite number become
-    None.
+    Of a metric in several lines the last value counts, as does the last `time_s` (0 if absent).
+    Metrics that are no finite number become None.
     """
     found: dict[int, Iteration] = {}
     for record in read_records(run / "metrics.jsonl"):

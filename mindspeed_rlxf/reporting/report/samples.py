@@ -41,7 +41,8 @@ class Chosen:
     def halve(self) -> Chosen:
         """Return every second training sample, and all samples of every second validation prompt.
 
-        Of a single validation prompt: every second sample.
+        The first ones are kept; prompts are taken in the order of `_prompt_of`. Of a single
+        validation prompt: every second sample.
         """
         prompts = sorted({_prompt_of(sample) for sample in self.validation})
         if len(prompts) > 1:
@@ -55,8 +56,10 @@ class Chosen:
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     """Choose at most `limit` samples: training samples evenly, and validation prompts evenly.
 
-    All responses to a chosen validation prompt are kept. They are at most VALIDATION_SHARE of
-    `limit` if there are training samples. Memory: at most four times the samples that it returns.
+    All responses to a chosen validation prompt are kept: at most VALIDATION_SHARE of `limit`, or
+    `limit` without training samples. Prompts are halved until that holds; a last prompt that has
+    more responses is left out. Training samples get the rest of `limit`.
+    Memory: at most about 4 * limit samples.
     """
     validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
     has_training = next(read_records(run / "samples.jsonl"), None) is not None
@@ -87,8 +90,9 @@ def read_token_numbers(
 ) -> dict[tuple[int, int], dict[str, list[float | None]]]:
     """Return (iteration, sample id) -> name -> one number per response token.
 
-    Only names of NUMBERS. wanted: (iteration, sample id) to look for; those without numbers are
-    absent from the result. Damaged files are read up to the damage.
+    Only names of NUMBERS. Of several lines of a sample the last counts. Damaged files are read up
+    to the damage. wanted: (iteration, sample id) to look for; those without a line are absent from
+    the result
     """
     found = {}
     for file in token_files(run / "samples_tokens"):
@@ -124,8 +128,8 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
 def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
     """Return all responses to evenly chosen prompts, and the number of responses in the file.
 
-    The prompts are those whose number is a multiple of the smallest power of two with which at most
-    4 * limit responses remain.
+    Responses are in the order of the file, at most 4 * limit. The prompts are those whose number is
+    a multiple of the smallest power of two with which that many remain.
     """
     kept: list[dict[str, Any]] = []
     step, count = 1, 0
@@ -155,7 +159,8 @@ def _make_entry(
 
     kind: "training" or "validation"; the latter adds the prompt's id
     numbers: by (iteration, sample id). Tokens and their numbers are added if `split` is given, the
-             sample has numbers, and its response is not shortened
+             sample has numbers, and its response is not shortened; a name that has not one number
+             for each token is left out
     """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []

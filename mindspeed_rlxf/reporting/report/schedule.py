@@ -92,9 +92,9 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
 
 
 def _iterate_events(folder: Path) -> Iterator[Event]:
-    """Yield the spans and the names of pools and ranks in all files of the timeline.
+    """Yield the spans and the names of pools and ranks in all files of the timeline, oldest first.
 
-    Lines that cannot be read, or lack a field, are skipped.
+    Files and lines that cannot be read are skipped, as are lines that lack a field.
     """
     for file in sorted(folder.glob("iterations_*.json")):
         with contextlib.suppress(OSError), open_plain(file) as stream:

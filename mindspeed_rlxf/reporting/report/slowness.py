@@ -42,8 +42,8 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
     """Return stretches in which the median of 10 iterations is over 1.5 times the level before.
 
     The level is the median of all iterations before the first such 10. A stretch begins and ends
-    with an iteration that is over the limit itself; `last` is None if it goes on at the end. []
-    under 20 iterations with a time.
+    with an iteration that is over the limit itself; `last` is None if it goes on at the end. Only
+    iterations from 1 on with a time count; [] for under 20 of them.
     """
     curve = [point for point in curve_of(iterations, TIME) if point[0] > 0]
     values = [value for _, value in curve]
@@ -70,9 +70,10 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
 
 
 def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
-    """Return a text: which long phases became over SLOW times slower, and which metrics to compare.
+    """Return a text: the long phases that became over SLOW times slower, if any, and an advice.
 
-    If all of them did, it only advises to look at load, clocks and temperatures of the hosts.
+    It advises to compare lengths, memory and skews; if all long phases became slower, to look at
+    load, clocks and temperatures of the hosts, without naming phases.
     """
     before = [i for i in iterations if 0 < i.number < stretch.first]
     last = stretch.last if stretch.last is not None else iterations[-1].number
@@ -94,8 +95,8 @@ def _compare_phases(
 ) -> Iterator[tuple[str, float]]:
     """Yield (phase, median of its times in `during` / median in `before`), sorted by phase.
 
-    Only phases whose median is at least LAG_SHARE of that of the whole iteration in `during`,
-    and not 0 in `before`; without validation and saves.
+    Only phases that both have, with a median in `during` of at least LAG_SHARE of the whole
+    iteration's, and not 0 in `before`. Validation and saves are left out.
     """
     names = sorted({n for i in during for n in i.metrics if n.startswith("timing/")} - {TIME})
     whole = statistics.median(v for _, v in curve_of(during, TIME))

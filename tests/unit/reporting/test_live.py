@@ -74,6 +74,15 @@ def test_no_line_is_wider_than_the_terminal(terminal: Terminal, width: int) -> N
     assert len(lines) == 11 and max(map(len, lines)) < width
 
 
+def test_a_narrow_terminal_shows_the_iteration_in_place_of_the_title(terminal: Terminal) -> None:
+    console = LiveConsole(terminal)
+    console.begin(1000, [], title="outputs/run")
+    console.update(299, METRICS)
+    lines = shown(console, 20)
+    console.close()
+    assert lines[0].startswith("iteration 299")
+
+
 def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
     console = LiveConsole(terminal)
     console.begin(200, [], title="outputs/mine")
