@@ -255,7 +255,10 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Score each response at its last token, [rows]; None on ranks other than the leader."""
+        """Return the score head's output at each response's last token; None but on the leader.
+
+        [rows] fp32, on the CPU, in the order of `rollouts`.
+        """
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 

@@ -118,7 +118,7 @@ class _MovedPart:
     def offload(self) -> None:
         """Copy the part to the host if it has changed, wait, and free it on the device.
 
-        Does nothing if it is not on the device.
+        Without `is_copied` it is only freed. Does nothing if it is not on the device.
         """
         if self.is_away:
             return
