@@ -134,7 +134,8 @@ class MegatronEngine:
     def _make_offload(self) -> Offload:
         """Make the parts that the role's key `offload` names movable, and move them to the host.
 
-        Also registers the engine with `residency`, which moves its parts from then on.
+        `offload.optimizer` is for gradients and optimizer. Also registers the engine with
+        `residency`, which moves its parts from then on.
         """
         optimizer, keys = self.optimizer, self.role.offload
         adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []

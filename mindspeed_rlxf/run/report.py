@@ -32,8 +32,9 @@ def write_report(
 ) -> int:
     """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
 
-    tokenizer: of all runs; None = each run's own, where it can be loaded
-    mode:      permission bits of the file, None = by umask
+    max_samples: of all runs together
+    tokenizer:   of all runs; None = each run's own, where it can be loaded
+    mode:        permission bits of the file, None = by umask
     Raises UserError for folders that have no iteration, and OSError.
     """
     split = None if tokenizer is None else TokenPieces(tokenizer)
