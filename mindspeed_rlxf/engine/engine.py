@@ -256,9 +256,9 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Return the score head's output at each response's last token; None but on the leader.
+        """Return the score head's output at the last token of each response, in order, [rows] fp32.
 
-        [rows] fp32, on the CPU, in the order of `rollouts`.
+        None on ranks other than the leader.
         """
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None

@@ -264,7 +264,8 @@ def tensors_of(
     """Return, for each part of a Megatron engine, a function that lists its present tensors.
 
     models: chunks wrapped for data parallelism, which have the gradient buffers
-    adams:  torch's optimizers; empty if nothing is trained: then there are only weights
+    adams:  torch's optimizers, which have moments and main weights beside the model's own; empty if
+            nothing is trained: then there are only weights
     """
     if not adams:
         return {Part.WEIGHTS: module.parameters}

@@ -120,7 +120,7 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for the files of all ranks; return all manifest entries, and the longest time in s.
+        """Wait for the files of all ranks; return all entries, by rank, and the longest time in s.
 
         An entry has the path within the folder, hash and host. Raises OSError on all ranks where
         one could not write.

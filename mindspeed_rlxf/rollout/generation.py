@@ -94,7 +94,7 @@ class Generation:
         self._prompt_states: dict[bytes, Tensor] = {}
 
     def advance(self) -> list[GrowingSample]:
-        """Prefill or decode, in turn, until samples end; remove and return them, by slot."""
+        """Prefill or decode, in turn, until samples end; remove and return them in slot order."""
         finished: list[GrowingSample] = []
         while not finished:
             refills = self._should_admit()

@@ -40,8 +40,9 @@ class Change:
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the keys that differ, in the order of the configuration; COMMAND_KEYS are left out.
+    """Return the keys that differ, in the order of `now`, then those that only `before` has.
 
+    COMMAND_KEYS are left out.
     before, now: nested dicts of `dump.to_tree` in plain YAML types. A key that one of them lacks,
     because another version of the package wrote it, counts as its default. Values of environment
     variables are masked. With `reward.allow_changed_function` in `now`, a changed text of a reward

@@ -246,7 +246,7 @@ class Recorder:
 def _kl_limit(config: RunConfig) -> float:
     """Return the KL, in nats per token, above which the health rules report a runaway.
 
-    See `runaway_limit`; it depends on `algorithm.kl_ctrl`.
+    KL_LIMIT, or with an adaptive `kl_ctrl` twice its `target_kl` if that is larger.
     """
     control = config.algorithm.kl_ctrl
     return runaway_limit(control.type is KlControl.ADAPTIVE, control.target_kl)

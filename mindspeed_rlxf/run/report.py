@@ -97,7 +97,8 @@ def find_state(run: Path) -> str:
 def load_split(run: Path) -> TokenSplitter | None:
     """Load the run's tokenizer; return a function that splits responses into its tokens.
 
-    None where the run has no samples_tokens, names no tokenizer, or it cannot be loaded.
+    It is the one in the last configuration. None where the run has no samples_tokens, names no
+    tokenizer, or it cannot be loaded.
     """
     configs = read_configs(run)
     path = configs[-1][1].get(TOKENIZER) if configs else None
