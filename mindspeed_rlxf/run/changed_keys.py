@@ -113,7 +113,7 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
     section, *rest = path
     if section == "model" and len(rest) == 2:
         return ArchitectureConfig.model_fields.get(rest[1])
-    if section == "resource_pool" and rest[0] in PoolSettings.model_fields:
+    if section == "resource_pool" and rest and rest[0] in PoolSettings.model_fields:
         return PoolSettings.model_fields[rest[0]]
     roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
     if section in roles and rest:

@@ -91,3 +91,11 @@ def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) 
     newer = changed(tree, "algorithm.of_a_later_version", 1)
     (found,) = find_changes(newer, tree)
     assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")
+
+
+@pytest.mark.parametrize("value", [None, {}, "text"])
+def test_a_pool_section_that_was_emptied_by_hand_is_a_change(
+    tree: dict[str, Any], value: Any
+) -> None:
+    changes = find_changes({**tree, "resource_pool": value}, tree)
+    assert ("resource_pool", value) in [(change.key, change.before) for change in changes]
