@@ -80,8 +80,8 @@ def is_function_text(change: Change) -> bool:
     return bool(_without_hashes(change.before) == _without_hashes(change.now))
 
 
-def _without_hashes(entries: Any) -> Any:
-    return [{**entry, "sha256": None} for entry in entries]
+def _without_hashes(entries: list[Any]) -> list[Any]:
+    return [{**e, "sha256": None} if isinstance(e, dict) else e for e in entries]
 
 
 def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
