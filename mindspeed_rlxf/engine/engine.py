@@ -134,7 +134,8 @@ class MegatronEngine:
     def _make_offload(self) -> Offload:
         """Make the parts that the role's key `offload` names movable, and move them to the host.
 
-        Also registers the engine with `residency`, which moves its parts from then on.
+        `offload.optimizer` is for gradients and optimizer. Also registers the engine with
+        `residency`, which moves its parts from then on.
         """
         optimizer, keys = self.optimizer, self.role.offload
         adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
@@ -255,7 +256,10 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Score each response at its last token, [rows]; None on ranks other than the leader."""
+        """Return the score head's output at the last token of each response, in order, [rows] fp32.
+
+        None on ranks other than the leader.
+        """
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 

@@ -27,7 +27,8 @@ def group_rows(
     far as they have more than one row.
 
     lengths:  tokens of every row of the batch, indexed by row
-    in_order: True = groups of consecutive rows only
+    in_order: True = groups of consecutive rows also with `balance_by_length`, which would pack
+              rows by tokens (`pack_by_tokens`)
     group:    the data-parallel ranks, for tensors on the CPU
     """
     limit = role.max_tokens_per_micro_batch
@@ -86,9 +87,9 @@ def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]
 
 
 def _group_longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Put indices of `tokens`, longest first, into the group with the fewest tokens.
+    """Divide the indices of `tokens` over `count` groups; leave out groups that stay empty.
 
-    Returns at most `count` groups, none of them empty.
+    Longest first, each is appended to the group that has the fewest tokens then.
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     shortest = [(0, number) for number in range(count)]
@@ -102,6 +103,7 @@ def _group_longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
 def split_groups(groups: Sequence[Rows], count: int) -> list[Rows]:
     """Return the groups after halving that of the most rows until there are `count` groups.
 
+    Of equal groups the first is halved; the halves, the shorter one first, take its place.
     Stops earlier where every group has one row. More than `count` groups are returned unchanged.
     """
     result = list(groups)

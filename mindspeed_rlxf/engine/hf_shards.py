@@ -35,6 +35,7 @@ class Shard:
     def held_boxes(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldBox]:
         """Yield views of `tensor`, one per box of a Hugging Face tensor that the range covers.
 
+        Elements that pad the vocabulary are in no box.
         flat:   a range of flattened elements of the shard
         tensor: the elements of that range, contiguous
         """

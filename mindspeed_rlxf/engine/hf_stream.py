@@ -19,6 +19,7 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank.
 
+    Ordered by pipeline stage, then by expert-parallel rank.
     A collective: all ranks of the role must iterate to the same tensor. Memory for one parameter is
     needed beside the model. A tied output layer is left out, as in Hugging Face's files.
     """

@@ -27,8 +27,9 @@ def normalised_loss(
     per_token:      name -> [tokens], metrics averaged over tokens
     coefficient:    factor of the loss; metrics are reported without it
 
-    With `micro_batch_mean`, as in TRL, loss and metrics are means of micro-batch means. The
-    constant divisor of `sequence_sums` is that of Dr. GRPO (arXiv:2503.20783, section 3.2).
+    The weight is the tokens with `minibatch_tokens`, 1 with `micro_batch_mean` (whose loss, as in
+    TRL, is a mean already), else the responses. The constant divisor of `sequence_sums` is that of
+    Dr. GRPO (arXiv:2503.20783, section 3.2).
     """
     tokens, rows = loss.numel(), len(lengths)
     scale, weight, token_scale, token_weight = 1.0, tokens, 1.0, tokens

@@ -98,7 +98,10 @@ def _lengths_and_targets(
 def _pack_rows(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
-    """Join the rows to one packed sequence; padding is one more sequence, which is never read."""
+    """Make a micro-batch of the rows end to end, of a multiple of `multiple_of` tokens.
+
+    The padding, if any, is one more sequence, which is never read.
+    """
     sequences = _sequences(rollouts, rows)
     lengths = torch.tensor([len(s) for s in sequences])
     fill = -int(lengths.sum()) % multiple_of
@@ -119,7 +122,7 @@ def _pack_rows(
 def _pad_rows(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
-    """Pad the rows to the longest one, and further to a multiple of `multiple_of`."""
+    """Make a micro-batch of rows padded to the longest one, then to a multiple of `multiple_of`."""
     token_ids = pad_sequence(_sequences(rollouts, rows), batch_first=True)
     fill = -token_ids.size(1) % multiple_of
     token_ids = torch.nn.functional.pad(token_ids, (0, fill))

@@ -118,7 +118,7 @@ class _MovedPart:
     def offload(self) -> None:
         """Copy the part to the host if it has changed, wait, and free it on the device.
 
-        Does nothing if it is not on the device.
+        Without `is_copied` it is only freed. Does nothing if it is not on the device.
         """
         if self.is_away:
             return
@@ -264,7 +264,8 @@ def tensors_of(
     """Return, for each part of a Megatron engine, a function that lists its present tensors.
 
     models: chunks wrapped for data parallelism, which have the gradient buffers
-    adams:  torch's optimizers; empty if nothing is trained: then there are only weights
+    adams:  torch's optimizers, which have moments and main weights beside the model's own; empty if
+            nothing is trained: then there are only weights
     """
     if not adams:
         return {Part.WEIGHTS: module.parameters}

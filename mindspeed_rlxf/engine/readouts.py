@@ -70,6 +70,7 @@ def read_values(
 ) -> Tensor:
     """Compute the values of the marked slots, row after row, fp32.
 
+    A slot's value is the score head's output one token before it (`prediction_places`).
     slots: [rows, slots] bool of this micro-batch, True = wanted
     """
     full = model.full_hidden(hidden, partial_gradient=False)

@@ -120,7 +120,7 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for the files of all ranks; return all manifest entries, and the longest time in s.
+        """Wait for the files of all ranks; return all entries, by rank, and the longest time in s.
 
         An entry has the path within the folder, hash and host. Raises OSError on all ranks where
         one could not write.
@@ -237,7 +237,7 @@ def _checked_numbers(file: Path) -> dict[str, Any]:
 
 
 def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
-    """Yield the weights and optimizer slots that this rank writes, copied to the host."""
+    """Yield the weights, then the optimizer slots, that this rank writes, copied to the host."""
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
@@ -366,7 +366,7 @@ def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
 
 
 def _gather_all(items: list[T]) -> list[T]:
-    """Return the items of all ranks as one list, in the order of ranks; a collective."""
+    """Return the items of all ranks of the world as one list, by rank; a collective."""
     gathered: list[list[T]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, items)
     return [item for part in gathered for item in part]

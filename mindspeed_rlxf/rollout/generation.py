@@ -94,7 +94,7 @@ class Generation:
         self._prompt_states: dict[bytes, Tensor] = {}
 
     def advance(self) -> list[GrowingSample]:
-        """Prefill and decode until at least one sample ends; remove and return the ended ones."""
+        """Prefill or decode, in turn, until samples end; remove and return them in slot order."""
         finished: list[GrowingSample] = []
         while not finished:
             refills = self._should_admit()
@@ -110,7 +110,8 @@ class Generation:
     def _should_admit(self) -> bool:
         """Whether the batch is empty, or enough waiting samples fit to make a prefill worthwhile.
 
-        Enough: all waiting samples, or 1 in REFILLED of the rows that the batch would have.
+        Enough: at least one, and all waiting samples or 1 in REFILLED of the rows that the batch
+        would have.
         """
         entering = self._count_admissible()
         if not self.active:
@@ -131,7 +132,7 @@ class Generation:
         return rows - len(self.active)
 
     def _admit(self) -> None:
-        """Move waiting samples that fit into the batch, at least one, and prefill them.
+        """Move the first waiting samples into the batch, all that fit, one at least; prefill them.
 
         The prefill also draws the next token of each. Afterwards drops the states of prompts that
         no waiting sample has.
@@ -258,7 +259,8 @@ class Generation:
     def _remove_ended(self, decoded: bool) -> list[GrowingSample]:
         """Wait for the drawn tokens; remove from the batch the samples that ended, and return them.
 
-        Counts the new tokens in the stats. Empty if no sample has ended.
+        Ordered by slot; [] if no sample has ended. Tokens after a stop string are dropped. Counts
+        the new tokens in the stats.
 
         decoded: whether the new tokens are of decode steps, not of a prefill
         """
@@ -297,9 +299,10 @@ class Generation:
         self.waiting.extendleft(reversed(preempted))
 
     def _remove_rows(self, slots: list[int]) -> list[GrowingSample]:
-        """Remove rows from the batch and return their samples, with tokens and log-probs.
+        """Remove rows from the batch; return their samples, in the order of `slots`.
 
-        Waits for the device. The last rows move into the freed slots.
+        Waits for the device, and copies tokens and log-probs from it to the samples. The last rows
+        move into the freed slots.
 
         Raises FloatingPointError for a log-prob that is nan.
         """

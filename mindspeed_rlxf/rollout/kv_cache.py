@@ -59,8 +59,9 @@ class KvCache:
     def fit(self, slots: int, length: int) -> None:
         """Reallocate the cache for `slots` rows of `length` tokens, rounded up to pages.
 
-        Rows keep their keys and values, as far as the new capacity goes. A cache that is large
-        enough stays as it is, unless it is over a page longer or has twice the slots or more.
+        The first `slots` rows keep their keys and values, as far as the new capacity goes. A cache
+        that is large enough stays unchanged, unless it is over a page longer than needed, or has
+        twice the slots or more.
         """
         capacity = min(round_to_pages(length), self.max_length)
         if slots <= self.slots and capacity <= self.capacity <= capacity + PAGE:

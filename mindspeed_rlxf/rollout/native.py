@@ -127,7 +127,7 @@ class NativeRollout:
     def _generate(
         self, requests: Sequence[GenerationRequest], version: int
     ) -> Iterator[GenerationResult]:
-        """Yield the result of each request, without serving other ranks afterwards.
+        """Yield the result of each request as it ends, without serving other ranks afterwards.
 
         requests: at least one
         version:  of the weights. Raises AssertionError if the weights are replaced meanwhile
@@ -200,6 +200,7 @@ class NativeRollout:
     ) -> list[list[float]]:
         """Return the log-probs of each response's tokens, computed in one packed forward pass.
 
+        Announces the pass and counts its tokens in the stats.
         pack: (prompt, response) of each sequence; the last token of a response is no input, as
               nothing after it is predicted
         """

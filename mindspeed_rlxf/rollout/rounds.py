@@ -34,7 +34,7 @@ class Rounds:
         self.layers, self.exchange, self.host = layers, exchange, host
 
     def begin(self) -> None:
-        """View the weights of the shared layers, which must not be moved until `finish`."""
+        """Take views of the shared layers' weights, which must not be moved until `finish`."""
         for layer in self.layers:
             layer.bind()
 

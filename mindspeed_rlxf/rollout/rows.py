@@ -38,7 +38,7 @@ class GrowingSample:
     def from_request(cls, request: GenerationRequest) -> GrowingSample:
         """Make the sample of a request, without a response yet.
 
-        Its `sampling` is the request's settings without limit of tokens and stop strings.
+        Its `sampling` is the request's settings with `max_new_tokens` 0 and `stop` None.
         """
         sampling = replace(request.settings, max_new_tokens=0, stop=None)
         return cls(request, sampling, request.prompt.tobytes())

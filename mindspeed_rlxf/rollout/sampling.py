@@ -151,7 +151,8 @@ def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def _outside_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Return the mask of the tokens that top-p drops, [rows, vocab] bool, True = dropped.
 
-    A function of its own, so that the sorted copies are freed on return.
+    A token is dropped if the probabilities of more likely tokens sum to `top_p` or more. A function
+    of its own, so that the sorted copies are freed on return.
     """
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)

@@ -107,7 +107,8 @@ class WeightSender(_TransferSide):
     def send(self) -> None:
         """Send the present weights and wait until they are received.
 
-        A collective: all training ranks call `send` while all rollout ranks call `receive`.
+        A collective: all training ranks call `send` while all rollout ranks call `receive`. Raises
+        AssertionError, before sending, if together they would not receive as much as is sent.
         """
         self._check_totals(self._count_numbers())
         for receiver, buckets in self.buckets.items():
@@ -136,7 +137,8 @@ class WeightReceiver(_TransferSide):
     def receive(self) -> None:
         """Receive all parameters, in place; a collective with `WeightSender.send`.
 
-        Raises WeightsDiffer where a checksum differs; the parameters are then not valid.
+        Raises WeightsDiffer after the first bucket with a checksum that differs; the parameters are
+        then not valid. Raises AssertionError as `send`.
         """
         self._check_totals(-self._count_numbers())
         for sender, buckets in self.buckets.items():

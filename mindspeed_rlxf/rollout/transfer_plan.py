@@ -140,7 +140,8 @@ def _find_overlaps(
 ) -> Iterator[_Overlap]:
     """Yield the overlaps of a rollout rank's shard with the shards of all training ranks.
 
-    They cover the shard. A replicated parameter has one, of no certain rank.
+    They cover the shard, in the order of training ranks, with adjacent ones joined. A replicated
+    parameter has one, of no certain rank.
 
     tp_rank, tp: tensor-parallel rank and size of the rollout
     training_tp: tensor-parallel size of the training
@@ -226,12 +227,12 @@ def _cut_move(move: Move, limit: int) -> Iterator[Move]:
 
 
 def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
-    """Return all ranks of the other side, from 0, in an order in which exchanges cannot deadlock.
+    """Return the ranks of the other side in an order in which exchanges cannot deadlock.
 
     In turn k sender s meets receiver (s + k) % n, n = the larger side. A rank waits only for ranks
     at an earlier turn, so the ranks at the earliest turn can always go on.
 
-    rank:               of this side, counted from 0
+    rank:               of this side; on each side ranks count from 0
     senders, receivers: number of ranks on each side
     sends:              whether this side sends
     """

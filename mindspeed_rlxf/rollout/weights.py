@@ -158,7 +158,7 @@ def _map_slices(
     architecture: ArchitectureConfig,
     ranks: ParallelRanks,
 ) -> dict[str, list[_TensorSlice]]:
-    """Map each Hugging Face name of the model to its slices that this rank needs, or to []."""
+    """Map every Hugging Face name of the model to its slices that this rank needs, [] for none."""
     tp_rank, tp, ep_rank, ep = ranks
     found: dict[str, list[_TensorSlice]] = {
         name: [] for name in hf_shapes(architecture, Head.LANGUAGE_MODEL)

@@ -40,8 +40,9 @@ class Change:
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the keys that differ, in the order of the configuration; COMMAND_KEYS are left out.
+    """Return the keys that differ, in the order of `now`, then those that only `before` has.
 
+    COMMAND_KEYS are left out.
     before, now: nested dicts of `dump.to_tree` in plain YAML types. A key that one of them lacks,
     because another version of the package wrote it, counts as its default. Values of environment
     variables are masked. With `reward.allow_changed_function` in `now`, a changed text of a reward
@@ -79,8 +80,8 @@ def is_function_text(change: Change) -> bool:
     return bool(_without_hashes(change.before) == _without_hashes(change.now))
 
 
-def _without_hashes(entries: Any) -> Any:
-    return [{**entry, "sha256": None} for entry in entries]
+def _without_hashes(entries: list[Any]) -> list[Any]:
+    return [{**e, "sha256": None} if isinstance(e, dict) else e for e in entries]
 
 
 def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -112,7 +113,7 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
     section, *rest = path
     if section == "model" and len(rest) == 2:
         return ArchitectureConfig.model_fields.get(rest[1])
-    if section == "resource_pool" and rest[0] in PoolSettings.model_fields:
+    if section == "resource_pool" and rest and rest[0] in PoolSettings.model_fields:
         return PoolSettings.model_fields[rest[0]]
     roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
     if section in roles and rest:

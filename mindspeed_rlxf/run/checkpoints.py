@@ -92,8 +92,8 @@ class RunCheckpoints:
     def write(self, iteration: int, note: Note) -> float:
         """Let all ranks write a checkpoint to a hidden folder; return the seconds that this took.
 
-        First finishes an earlier asynchronous save (`settle`). Waits until all files are written,
-        or with `async_save` until the ranks have copied their state.
+        First finishes an earlier asynchronous save (`settle`), whose seconds do not count. Waits
+        until all files are written, or with `async_save` until the ranks have copied their state.
         """
         self.settle(note)
         started = time.monotonic()
@@ -122,7 +122,7 @@ class RunCheckpoints:
     ) -> None:
         """Add the driver's state and publish the checkpoint; `async_save` leaves both to `settle`.
 
-        Fsyncs the line files; their lengths become part of the state.
+        In either case fsyncs the line files now; their present lengths are part of the state.
         score: value of `validation.best_metric`, None = not validated
         note:  prints a line for the user
         """
@@ -202,10 +202,11 @@ class RunCheckpoints:
     def restore(self, note: Note) -> dict[str, Any] | None:
         """Load the newest undamaged checkpoint into the roles; return the driver's state.
 
-        None if there are no checkpoints. Cuts line files and token files to their length at the
-        checkpoint (to 0 without one), renames later checkpoints, removes unfinished ones. Raises
-        UserError where the prompts differ, where all checkpoints are damaged, and where hosts do
-        not see the run directory without `training.no_shared_storage`.
+        None if there are no checkpoints. Cuts line files to their length at the checkpoint (to 0
+        without one), removes later iterations from token files, renames later checkpoints, and
+        removes unfinished ones. Raises UserError where the prompts differ, where all checkpoints
+        are damaged, and where hosts do not see the run directory without
+        `training.no_shared_storage`.
         """
         self._parts = self._look_at_hosts(note)
         if self.writes:
@@ -359,8 +360,8 @@ class RunCheckpoints:
     ) -> None:
         """Continue the run from the checkpoint that the roles have loaded.
 
-        Sets `newest`, cuts token files to their length at the checkpoint, and prints notes, one of
-        them where the layout differs. The process that writes also renames later checkpoints to
+        Sets `newest`, removes later iterations from the token files, and prints notes, one of them
+        where the layout differs. The process that writes also renames later checkpoints to
         NAME.unused, points to this checkpoint as latest and to the best of those left, and cuts
         line files.
         """
@@ -401,8 +402,9 @@ class RunCheckpoints:
 def _describe_writer(config: RunConfig) -> dict[str, Any]:
     """Return {"versions", "layouts"} of this run, for the manifest.
 
-    versions: package -> version, of this package, Python and four others; layouts: saved name of
-    each trained role -> world size, tp and pp
+    versions: package -> version, None = not installed; of this package, Python, torch,
+              megatron-core, ray and numpy
+    layouts:  saved name of each trained role -> world size, tp and pp
     """
     layouts = {name: config.layout(role) for role, name in SAVED_AS.items() if role in config.roles}
     return {

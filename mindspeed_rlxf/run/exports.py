@@ -25,6 +25,7 @@ def export_weights(
 ) -> None:
     """Write Hugging Face and Megatron folders of each role's weights; wait until they are written.
 
+    They are those of `export_folders`: in `ROLE.save`, else in final/ of the run's folder.
     writes: whether this process first removes existing folders; False on all but the first rank of
             torchrun
     """

@@ -116,7 +116,8 @@ class HostParts:
         """Copy to each host the files of its roles that it lacks, and check pickled files.
 
         Returns a text on damaged or lost files, "" for none; at the first role with lost files only
-        that one. Raises UserError where only a host outside this run has a file.
+        that one. Pickled files are checked only while no damage was found. Raises UserError where
+        only a host outside this run has a file.
         """
         found: list[str] = []
         for name, agents in self.roles.items():

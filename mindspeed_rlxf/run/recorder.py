@@ -123,7 +123,7 @@ class Recorder:
     ) -> None:
         """Print a warning per role with skipped optimizer steps, and one if scores were not finite.
 
-        The latter names 8 samples at most.
+        The latter names the first 8 samples.
         metrics: of the iteration, with `skipped_steps` of each role
         scores:  sample id -> score that was not finite
         """
@@ -244,7 +244,10 @@ class Recorder:
 
 
 def _kl_limit(config: RunConfig) -> float:
-    """Return the KL, in nats per token, above which the health rules report a runaway."""
+    """Return the KL, in nats per token, above which the health rules report a runaway.
+
+    KL_LIMIT, or with an adaptive `kl_ctrl` twice its `target_kl` if that is larger.
+    """
     control = config.algorithm.kl_ctrl
     return runaway_limit(control.type is KlControl.ADAPTIVE, control.target_kl)
 

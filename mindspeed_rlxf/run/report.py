@@ -32,8 +32,9 @@ def write_report(
 ) -> int:
     """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
 
-    tokenizer: of all runs; None = each run's own, where it can be loaded
-    mode:      permission bits of the file, None = by umask
+    max_samples: of all runs together
+    tokenizer:   of all runs; None = each run's own, where it can be loaded
+    mode:        permission bits of the file, None = by umask
     Raises UserError for folders that have no iteration, and OSError.
     """
     split = None if tokenizer is None else TokenPieces(tokenizer)
@@ -96,7 +97,8 @@ def find_state(run: Path) -> str:
 def load_split(run: Path) -> TokenSplitter | None:
     """Load the run's tokenizer; return a function that splits responses into its tokens.
 
-    None where the run has no samples_tokens, names no tokenizer, or it cannot be loaded.
+    It is the one in the last configuration. None where the run has no samples_tokens, names no
+    tokenizer, or it cannot be loaded.
     """
     configs = read_configs(run)
     path = configs[-1][1].get(TOKENIZER) if configs else None

@@ -121,7 +121,7 @@ class StopRequest:
 
     @property
     def save_s(self) -> float:
-        """Predicted seconds of a save: the longest of the last ones.
+        """Predicted seconds of a save: the longest of the last HISTORY saves.
 
         Before the first save, half the median iteration; 0 before the first iteration has ended.
         """
@@ -144,8 +144,9 @@ class StopRequest:
 
     @property
     def work_lost(self) -> str:
-        """Text on the iterations that a stop now would lose, those after the last checkpoint.
+        """Text on the iterations that a stop now would lose, and from where they would run again.
 
+        They are those after the last checkpoint, up to the one in progress.
         "nothing is lost" if there are none.
         """
         first, last = self.saved + 1, self.under_way

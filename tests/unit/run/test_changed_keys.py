@@ -12,7 +12,7 @@ import yaml
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.run.changed_keys import find_changes
+from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]
@@ -91,3 +91,18 @@ def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) 
     newer = changed(tree, "algorithm.of_a_later_version", 1)
     (found,) = find_changes(newer, tree)
     assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")
+
+
+@pytest.mark.parametrize("value", [None, {}, "text"])
+def test_a_pool_section_that_was_emptied_by_hand_is_a_change(
+    tree: dict[str, Any], value: Any
+) -> None:
+    changes = find_changes({**tree, "resource_pool": value}, tree)
+    assert ("resource_pool", value) in [(change.key, change.before) for change in changes]
+
+
+def test_reward_functions_that_are_no_tables_are_no_change_of_text() -> None:
+    entry = {"path": "a.py", "sha256": "1"}
+    other = {**entry, "sha256": "2"}
+    assert is_function_text(Change("reward.functions", [entry], [other], "fixed"))
+    assert not is_function_text(Change("reward.functions", ["a.py"], [entry], "fixed"))
