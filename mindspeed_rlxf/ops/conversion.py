@@ -34,7 +34,7 @@ GB = 1e9
 def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     """Check the arguments of `convert`, open the source and return the conversion; writes nothing.
 
-    Raises UserError with the problems found.
+    Raises UserError with the problems of the first part that is wrong: flags, folders, then model.
     """
     from mindspeed_rlxf.weights.convert import (
         DTYPE_NAMES,
@@ -124,7 +124,7 @@ def _find_config_and_target(
     """Return the folder of config.json (--hf-config, else the source), and the target.
 
     To Hugging Face, --save-dir may be the original folder, as in the old tool: that is then the
-    folder of config.json, and the target is a folder in it.
+    folder of config.json, and the target is its folder MG2HF.
     Raises UserError if source or --save-dir lack a needed config.json; does not check --hf-config.
     """
     target = Path(arguments.target or arguments.save_dir)

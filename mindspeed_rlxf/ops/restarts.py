@@ -75,9 +75,10 @@ def smaller_pools(
 
 
 def _fill_nodes(count: int, free: Sequence[int]) -> list[int]:
-    """Return processes per node, `count` in all, on as few nodes as possible.
+    """Return processes per node, on as few nodes as possible; nodes without one are left out.
 
-    free: devices of each node, descending; nodes without a process are left out
+    They are `count` in all, or fewer if there are fewer devices.
+    free: devices of each node, descending
     """
     shape = []
     for devices in free:

@@ -82,7 +82,10 @@ class Supervisor:
     """Runs the attempts of one command until it is done, is stopped, or may not restart."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """command: starts the training process; on a restart, key=value arguments are appended"""
+        """Keep the command; no process is started yet.
+
+        command: starts the training process; on a restart, key=value arguments are appended
+        """
         self._command, self._started = list(command), time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: int | None = None  # the first signal that asked for an end
@@ -198,7 +201,7 @@ class Supervisor:
     def _forward_signal(self, child: subprocess.Popen[bytes], number: int) -> None:
         """Send a signal to the process, and set the time at which it is killed if it still runs.
 
-        A later signal does not move that time back.
+        That is after the run's `stop_grace_s` and SHUTDOWN_S; a later signal does not move it back.
         """
         grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)

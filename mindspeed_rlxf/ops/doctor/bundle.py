@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import stat
@@ -36,7 +37,7 @@ MOST_FILES, MOST_CONFIGS = 20_000, 50
 STACK_SEARCH_BYTES = 8 * 2**20  # of the end of a log
 SAMPLE_BYTES, MOST_TEXTS = 32 * 2**20, 20_000  # of samples, whose texts are removed
 FILE_MODE = re.compile("0?6[046][046]")
-CONFIG_FILE = re.compile(r"config(\.\d+)?\.yaml")
+CONFIG_FILE = re.compile(r"config(?:\.(\d+))?\.yaml")
 LOG_FILE = re.compile(r"(driver|rank_\d+|faulthandler[\w.\-]*|stacks?[\w.\-]*)\.(log|txt)")
 STACK_START = re.compile(r"^(Fatal Python error|(Current thread|Thread) 0x|Timeout \()")
 STACK_LINE = re.compile(r'^\s+File "|^\s+\.\.\.|^\s*$|^Extension modules')
@@ -87,7 +88,7 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
 def _bundle_files(
     run: RunDirectory, report: Report, redactor: Redactor
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the files of a bundle: note, report, environment, list of files, newest
+    """Yield (name, text) of the files of a bundle: note, report, environment, list of files,
     configurations, failure, metrics, the end of each log and its stacks.
 
     Secrets and private texts are removed. Files that a run does not have are left out.
@@ -97,9 +98,8 @@ def _bundle_files(
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
     yield "environment.json", redactor.clean(json.dumps(variables, indent=2))
     yield "files.txt", redactor.clean(printable(_list_files(run.path)))
-    for file in sorted(islice(run.path.glob("config*.yaml"), MOST_FILES))[-MOST_CONFIGS:]:
-        if CONFIG_FILE.fullmatch(file.name):
-            yield file.name, redactor.clean(_read_tail(file, STACK_BYTES))
+    for file in _choose_configs(run):
+        yield file.name, redactor.clean(_read_tail(file, STACK_BYTES))
     if run.failure.exists():
         yield (
             run.failure.name,
@@ -153,6 +153,14 @@ def _json_object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _choose_configs(run: RunDirectory) -> list[Path]:
+    """List at most MOST_CONFIGS configurations: those of the highest numbers, then config.yaml."""
+    files = islice(run.path.glob("config*.yaml"), MOST_FILES)
+    found = [(m[1], file) for file in files if (m := CONFIG_FILE.fullmatch(file.name))]
+    found.sort(key=lambda each: int(each[0]) if each[0] else math.inf)
+    return [file for _, file in found][-MOST_CONFIGS:]
+
+
 def _choose_logs(run: RunDirectory) -> list[Path]:
     """List at most MOST_LOGS log files: the driver's, the failed rank's, then the newest."""
     found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
@@ -201,8 +209,8 @@ def _stack_lines(file: Path) -> Iterator[str]:
 def _list_files(folder: Path) -> str:
     """Return size, UTC time and path of the files below `folder`, one per line.
 
-    Links are not followed. At most MOST_FILES lines; then a last line `and more` says that others
-    exist.
+    Files of a folder come before those of its subfolders, both sorted by name. Links are not
+    followed. At most MOST_FILES lines; then a last line `and more` says that others exist.
     """
     lines: list[str] = []
     for parent, folders, names in os.walk(folder):

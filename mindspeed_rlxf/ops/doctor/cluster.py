@@ -221,9 +221,9 @@ def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
 def _collectives(
     subject: Subject, nodes: Sequence[Node], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
-    """Start a process per free device of all hosts, run all-reduces among them, and end them.
+    """Return findings of all-reduces among new processes, one per free device of all hosts.
 
-    environment: variables of the processes; end: deadline, of `time.monotonic`
+    The processes are ended. environment: their variables; end: deadline, of `time.monotonic`
     Busy devices are a warning and left out. A process that does not start is an error, and its host
     is left out. Equal findings of several hosts are merged.
     """
@@ -274,7 +274,7 @@ def _collectives(
 def _free_devices(kind: DeviceKind, node: Node) -> int:
     """Return how many ranks to start on a node: one per free device.
 
-    On CPU at most MOST_RANKS_ON_CPU, and 1 where the node declares no device.
+    On CPU at most MOST_RANKS_ON_CPU, and 1 if the node declares no resource for devices.
     """
     if kind is not DeviceKind.CPU:
         return node.free

@@ -78,7 +78,8 @@ def check_collectives(
 ) -> list[Finding]:
     """Run all-reduces inside each host, between pairs and over all; report failing hosts and links.
 
-    hosts: one party per host, with the host's ranks; those that fail inside are not paired
+    hosts: one party per host, with the host's ranks; those that fail inside are not paired, but
+           searched for the devices at fault
     Returns when done or after `deadline_s`, plus what the last round takes to answer. If that
     deadline leaves no time to begin, there is one warning.
     """
@@ -125,7 +126,7 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
 def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
     """Yield an error per host, per link and per undecided pair that failed.
 
-    If any pair passed, `ok` with the number of pairs comes last.
+    If any pair passed, `ok` with the number of pairs that were tried comes last.
     """
     check, verdict = "collectives.pairs", hunt.verdict()
     for party in verdict.broken:
@@ -154,7 +155,8 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
 def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
     """Yield an error for each group of three or more hosts that fails although its halves pass.
 
-    Then the number of hosts that passed together, if any, and a warning if the deadline came first.
+    Then `ok` with the number of hosts that passed together, if any, and a warning if the deadline
+    came before the end of the search.
     (Pairs that fail are findings of the links between hosts.)
     count: number of hosts that passed the test inside the host
     """

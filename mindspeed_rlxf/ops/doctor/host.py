@@ -43,7 +43,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def processes() -> Finding:
-    """Warn if this user may start fewer than PROCESSES processes and threads."""
+    """Warn if the soft limit of this user's processes and threads is under PROCESSES; else `ok`."""
     soft = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     return judge(
         soft >= PROCESSES,

@@ -103,8 +103,9 @@ class Hunt:
     def rounds(self) -> Rounds:
         """Yield the groups of each round, be sent their outcomes, and record them.
 
-        A generator. The rounds are the pairs, without parties found broken by then; the doubtful
-        pairs; all parties without a known failure together, in parts if that fails.
+        A generator. First the pairs, without parties found broken by then; then CONFIRM_ROUNDS
+        times the doubtful pairs; then the parties not at fault all together, in parts if that
+        fails.
         """
         for pairs in pair_rounds(self._parties):
             broken = self._broken()
@@ -169,8 +170,9 @@ class Hunt:
     def _doubtful_pairs(self) -> list[Group]:
         """Return disjoint pairs to try for a decision.
 
-        Each doubtful party with a working one that it was not tried with; and failed pairs of
-        working parties again, until a pair was tried CONFIRM_ROUNDS + 1 times.
+        First each party that is neither broken nor working, with a working one that it was not
+        tried with; then failed pairs of working parties again, until a pair was tried
+        CONFIRM_ROUNDS + 1 times.
         """
         broken, working = self._broken(), self._working()
         free = [party for party in self._parties if party in working]
@@ -192,10 +194,11 @@ class Hunt:
         return pairs
 
     def _try_together(self) -> Rounds:
-        """Yield rounds that try all parties without a known failure; record the result.
+        """Yield rounds that try all parties together; record how many passed, or what fails.
 
-        If they fail, yields rounds to find the pair or group at fault. A pair is recorded as link,
-        its first party is left out, and the rest tried again, MAX_FAULTS_TOGETHER times at most. A
+        Left out are broken and undecided parties, and the first of each failed link. If the others
+        fail, yields rounds to find the pair or group at fault. A pair is recorded as link, its
+        first party is left out, and the rest tried again, MAX_FAULTS_TOGETHER tries at most. A
         group of more than two is recorded as undecided, which ends the search.
         """
         verdict = self.verdict()
@@ -226,8 +229,8 @@ def _halves(group: Group) -> tuple[Group, Group]:
 def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
     """Search a failing group by halves; return the smallest group found that fails.
 
-    It has two parties, or more if they only fail together. Yields the groups of each round, which
-    the caller tries, and is sent their outcomes in the same order.
+    It has two parties, or more if they only fail together; if both halves fail, it is in the first.
+    Yields the groups of each round, which the caller tries, and is sent their outcomes in order.
     """
     while len(group) > 2:
         left, right = _halves(group)

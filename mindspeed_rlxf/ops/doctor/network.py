@@ -144,9 +144,19 @@ def proxy_finding(environment: Mapping[str, str]) -> Finding:
 
 
 def _without_password(url: str) -> str:
-    """Return `scheme://host:port` of a URL, without user and path; "(set)" if it has no host."""
-    parts = urllib.parse.urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}:{parts.port}" if parts.hostname else "(set)"
+    """Return `scheme://host[:port]` of a URL; "(set)" if it has no host or a bad port.
+
+    The host is in lower case, the port left out if the URL has none.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return "(set)"
+    if not host:
+        return "(set)"
+    shown = f"[{host}]" if ":" in host else host  # an IPv6 address
+    return f"{parts.scheme}://{shown}" + ("" if port is None else f":{port}")
 
 
 def port_findings(
@@ -210,7 +220,7 @@ def _port_range(variable: str, text: str) -> range:
     """Parse ports such as "6000-6010" or "6000,6010" into the range from the lowest to the highest.
 
     Of BASE_PORT, one number: the range of BASE_PORT_COUNT ports that begins there.
-    Raises ValueError if a port is not in 1024-65535.
+    Raises ValueError if a port is no number in 1024-65535.
     """
     numbers = [int(word) for word in re.split(r"[-,]", text)]
     first, last = min(numbers), max(numbers)

@@ -82,7 +82,10 @@ class RayRanks:
             process.end()
 
     def _replace(self, numbers: Sequence[int]) -> None:
-        """End these processes, start new ones and wait; record those that do not start as dead."""
+        """End the processes of these ranks, start new ones and wait until they are ready.
+
+        Records the ranks whose process does not start as dead.
+        """
         processes = [self.processes[number] for number in numbers]
         for process in processes:
             process.end()

@@ -108,7 +108,8 @@ def _clean_line(line: str) -> str:
 def _cut_long_line(line: str) -> str:
     """Cut a line over MAX_LINE characters, and say how many were removed; return others unchanged.
 
-    It is cut at the last space before MAX_LINE, but at most LONGEST_WORD characters before it.
+    It is cut at the last space in the LONGEST_WORD characters before MAX_LINE, or without a space
+    there at their start.
     """
     if len(line) <= MAX_LINE:
         return line
@@ -117,9 +118,9 @@ def _cut_long_line(line: str) -> str:
 
 
 def _without_values(line: str) -> str:
-    """Return the line without the values of `NAME=value` and `name: value` that may be secret.
+    """Return the line with GONE in place of secret values of `NAME=value` and `name: value`.
 
-    Removed are values of names of secrets, and of variables that are not in OPEN_VARIABLES.
+    Secret are values of names of secrets, and of variables that OPEN_VARIABLES does not cover.
     """
     parts, start, place = [], 0, 0
     while found := ASSIGNMENT.search(line, place):

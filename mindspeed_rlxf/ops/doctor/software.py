@@ -71,7 +71,8 @@ def package_findings(
 def npu_findings() -> Iterator[Finding]:
     """Yield findings on CANN, imported source folders and combinations of versions on this host.
 
-    A combination without a problem yields nothing.
+    Each problem of a combination is an error if it is fatal, else a warning; a combination
+    without a problem yields nothing.
     """
     versions = npu_versions.read_versions()
     yield _cann_finding(versions.cann)

@@ -50,7 +50,10 @@ def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bo
 
 
 def _input_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path or glob pattern) of each input of a run; the path of an unset key is ""."""
+    """Yield (key, path or glob pattern) of each input of a run; the path of an unset key is "".
+
+    In this order: tokenizer, weights of each role, data files, packed data, fixed responses.
+    """
     training, data = config.training, config.data
     yield "training.tokenizer_name_or_path", _tokenizer_path(training.tokenizer_name_or_path)
     yield from ((f"{role.value}.load", config.role(role).load or "") for role in config.roles)

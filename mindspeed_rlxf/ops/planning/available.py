@@ -23,9 +23,9 @@ def on_cpu(config: RunConfig) -> bool:
 
 
 def device_memory(config: RunConfig) -> int | None:
-    """Return the bytes of memory of a device; None = unknown, as on a joined cluster or on CPU.
+    """Return `device.memory_gib` in bytes if set, else the memory of this host's smallest device.
 
-    It is `device.memory_gib` if set, else the memory of this host's smallest device.
+    None = unknown, as without `device.memory_gib` on a joined cluster or on CPU.
     """
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)

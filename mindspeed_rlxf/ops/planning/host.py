@@ -133,9 +133,9 @@ def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role
 
 
 def _bytes_loaded(config: RunConfig) -> int:
-    """Return the bytes of weights to load, computed from the numbers of parameters.
+    """Return the bytes of the weights that all roles load, in the data type of their folders.
 
-    A folder that several roles load counts once.
+    They are computed from the numbers of parameters. A folder that several roles load counts once.
     """
     folders: dict[str | None, int] = {}
     for role in config.roles:

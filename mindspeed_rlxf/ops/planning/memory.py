@@ -277,7 +277,7 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
-    """Return how many tokens the KV cache may have; None = no limit.
+    """Return how many tokens the KV cache of a rollout replica may have; None = no limit.
 
     There is no limit if `num_samples_per_step` is set, or the memory of the device is unknown.
     """

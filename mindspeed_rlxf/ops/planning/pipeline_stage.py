@@ -166,8 +166,8 @@ class PipelineStage:
     def _head_gradient_bytes(self, samples: int) -> int:
         """Return the bytes of the fp32 sum of the head's gradient; 0 if no such sum is made.
 
-        It is made on the last stage in bf16 with overlap_grad_reduce, over several chunks of
-        tokens.
+        It is made on the last stage of a language model that learns in bf16 with
+        overlap_grad_reduce, if the head reads more than one chunk of tokens.
         """
         optimizer = optimizer_of(self.config, self.role)
         early = optimizer is not None and optimizer.overlap_grad_reduce and self.section.bf16

@@ -98,7 +98,7 @@ def _suggestions(
 
 
 def _run_section(config: RunConfig) -> list[tuple[str, object]]:
-    """Return the rows (title, value) of the plan's section on the run, iterations first."""
+    """Return rows (title, value) on the run: iterations, folders, data, runtime, device, reward."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
@@ -169,8 +169,8 @@ def _environment_table(config: RunConfig) -> str:
 def _roles_table(config: RunConfig) -> list[list[object]]:
     """Return the table of roles, a heading row first: model, pool, sizes, precision, weights.
 
-    A reward role without a model has NONE in the columns of models. A split pool adds a row after
-    the actor's, for its ranks that generate.
+    A reward role without a model has the model `rule`, and NONE for TP, PP, EP, precision and
+    weights. A split pool adds a row after the actor's, for its ranks that generate.
     """
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
@@ -200,7 +200,7 @@ def _rollout_row(config: RunConfig, precision: str) -> list[object]:
 
 
 def _batch_section(config: RunConfig) -> list[tuple[str, object]]:
-    """Return rows (title, value) of the plan's section on prompts and samples of an iteration."""
+    """Return rows (title, value) on an iteration: prompts, samples, longest lengths, decoding."""
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     return [
@@ -235,9 +235,9 @@ def _forwards_table(config: RunConfig) -> list[list[object]]:
 
 
 def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    """Describe size and number of the micro-batches that a rank makes of `samples`.
+    """Return size and number of the micro-batches that a rank makes of `samples`, as text.
 
-    Both are upper bounds (`<= ...`) if the role limits the tokens of a micro-batch.
+    For example ("4", "8"); ("<= 4096 tokens", "<= 8") if the role limits their tokens.
     """
     section, actor = config.role(role), config.actor_rollout
     count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
@@ -248,9 +248,10 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 
 
 def _updates_table(config: RunConfig) -> list[list[object]]:
-    """Return the table of updates: mini-batches, epochs and steps of actor and critic.
+    """Return the table of updates: a heading row, the actor's row, and the critic's if any.
 
-    A heading row is first. A run without critic has no row of it.
+    Columns: role, size and number of mini-batches, epochs, steps per iteration, micro-batches per
+    step, steps in the run, learning rate.
     """
     actor = config.actor_rollout
     rows: list[list[object]] = [

@@ -91,7 +91,10 @@ class _Search:
         return f"{' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
 
     def try_single_changes(self, start: Tried) -> list[Tried]:
-        """Try each single change in addition to those of `start`; return those that save bytes."""
+        """Try each single change in addition to those of `start`; return those that save bytes.
+
+        In the order of `_single_changes`, without those that break a rule of the configuration.
+        """
         pool = _same_part(start.config, self.pool)
         found = [
             self._try_changes({**start.changes, **changes})

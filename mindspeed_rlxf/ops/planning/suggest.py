@@ -96,7 +96,8 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
     """Yield the layouts to try: all combinations of TP, PP, recomputation and micro-batch size.
 
-    Those with TP x PP over the size of the largest pool are left out.
+    TP and PP are of SIZES; a micro-batch has 1, 2, 4 or as many longest sequences as FULL_TOKENS
+    hold. Layouts with TP x PP over the size of the largest pool are left out.
     """
     largest = max(map(config.pool_size, config.resource_pool))
     actor = config.actor_rollout
@@ -152,8 +153,9 @@ def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
     """Return the changes of keys that make a layout, for every role with a model.
 
     TP and PP are reduced to the role's number of ranks; PP is 1 for roles that do not learn.
-    Sequence parallelism is on where TP is over 1; virtual stages are unset. Roles that learn get
-    recomputation, and a distributed optimizer where DP is over 1.
+    Sequence parallelism is on where TP is over 1; virtual stages are unset. A micro-batch has at
+    most the tokens of `layout.sequences` longest sequences. Roles that learn get recomputation,
+    layer by layer, and a distributed optimizer where DP is over 1.
     """
     actor = config.actor_rollout
     tokens = layout.sequences * (actor.max_prompt_length + actor.max_new_tokens)

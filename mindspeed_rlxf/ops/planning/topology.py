@@ -60,7 +60,10 @@ def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dic
 
 
 def _host_blocks(sizes: Sequence[int]) -> list[Block]:
-    """Return a block for each host. sizes: number of processes on each host"""
+    """Return a block per host, with all its processes; ranks are counted on from host to host.
+
+    sizes: number of processes on each host
+    """
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [
         Block(range(i, i + 1), range(size), range(end - size, end))

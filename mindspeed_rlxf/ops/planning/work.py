@@ -104,8 +104,8 @@ def mean_lengths(config: RunConfig) -> Lengths:
 def iteration_work(config: RunConfig) -> list[PhaseWork]:
     """Return the work of all phases of an iteration: generation, forward passes, updates.
 
-    Forward passes are of each role with a model; the actor has one only if old log-probs are
-    computed again. The critic's update is before the actor's.
+    Forward passes are of each role with a model, in the order actor (only if old log-probs are
+    computed again), reference, critic, reward. The critic's update is before the actor's.
     """
     lengths = mean_lengths(config)
     actor = Role.ACTOR_ROLLOUT
@@ -179,7 +179,10 @@ class _ModelWork:
         return self._forward_work(samples, head_passes=1) + self._offload_copies(trains=False)
 
     def updates(self) -> Work:
-        """Return the work of all optimizer steps of an iteration, and offload copies."""
+        """Return the work of all updates of an iteration, forward and backward passes included.
+
+        Copies of what the role offloads count once.
+        """
         config, section = self.config, self.section
         assert isinstance(section, LearningConfig), "frozen roles have no update"
         if self.role is Role.CRITIC:

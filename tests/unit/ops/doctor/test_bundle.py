@@ -113,6 +113,14 @@ def test_the_bundle_holds_configuration_failure_metrics_logs_and_stacks(run: Pat
     assert "final.safetensors" in found["files.txt"]  # its name and size
 
 
+def test_the_configurations_with_the_highest_numbers_are_taken(run: Path) -> None:
+    for number in range(1, 103):
+        (run / f"config.{number}.yaml").write_text("{}")
+    (run / "configuration.yaml").write_text("{}")
+    found = [name for name in bundle(run) if name.startswith("config")]
+    assert found == [*(f"config.{number}.yaml" for number in range(54, 103)), "config.yaml"]
+
+
 def test_a_second_bundle_does_not_replace_the_first(run: Path) -> None:
     report = Report("here", "0.1.0", "now", ())
     names = [write_bundle(run, report, run.parent).name for _ in range(2)]

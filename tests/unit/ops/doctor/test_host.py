@@ -204,6 +204,24 @@ def test_a_proxy_for_this_host_is_reported_without_its_password() -> None:
     assert status(network.proxy_finding({"http_proxy": ""})) == "ok"
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://me:secret@proxy.site", "http://proxy.site"),
+        ("http://me:secret@proxy.site:/path", "http://proxy.site"),
+        ("http://me:secret@[fd00::1]:3128/", "http://[fd00::1]:3128"),
+        ("http://[fd00::1]", "http://[fd00::1]"),
+        ("http://me:secret@proxy.site:port", "(set)"),
+        ("http://me:secret@proxy.site:70000", "(set)"),
+        ("http://me:secret@[fd00", "(set)"),
+        ("proxy.site:3128", "(set)"),
+    ],
+)
+def test_a_proxy_is_shown_without_a_port_that_is_absent_or_wrong(url: str, shown: str) -> None:
+    found = network.proxy_finding({"https_proxy": url, "no_proxy": "*"})
+    assert found.value == f"https_proxy={shown}, not for this host"
+
+
 def test_no_check_needs_more_than_its_deadline() -> None:
     subject = Subject(DeviceKind.CPU, os.getcwd())
     deadlines = {probe.name: probe.deadline_s for probe in local.probes(subject)}
