@@ -255,7 +255,8 @@ class View:
         width: columns of the line
         """
         phase = PHASES.current
-        warned = f"  {self.warnings} warnings above" if self.warnings else ""
+        noun = "warning" if self.warnings == 1 else "warnings"
+        warned = f"  {self.warnings} {noun} above" if self.warnings else ""
         if phase is None:
             runs = self.total > 0 and self.iteration < self.total
             return _line("now", (f"iteration {self.iteration + 1}" if runs else "-") + warned)

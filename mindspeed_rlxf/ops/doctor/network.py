@@ -146,14 +146,15 @@ def proxy_finding(environment: Mapping[str, str]) -> Finding:
 def _without_password(url: str) -> str:
     """Return `scheme://host[:port]` of a URL; "(set)" if it has no host or a bad port.
 
-    The host is in lower case, the port left out if the URL has none.
+    The host is in lower case, the port left out if the URL has none. "(set)" also where an @ comes
+    after the host: the password has an unescaped /, ? or #, so its beginning looks like a port.
     """
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         return "(set)"
-    if not host:
+    if not host or "@" in url.split(parts.netloc, 1)[1]:
         return "(set)"
     shown = f"[{host}]" if ":" in host else host  # an IPv6 address
     return f"{parts.scheme}://{shown}" + ("" if port is None else f":{port}")

@@ -214,6 +214,7 @@ def test_a_proxy_for_this_host_is_reported_without_its_password() -> None:
         ("http://me:secret@proxy.site:port", "(set)"),
         ("http://me:secret@proxy.site:70000", "(set)"),
         ("http://me:secret@[fd00", "(set)"),
+        ("http://me:12#3@proxy.site", "(set)"),  # 12 begins the password, and is no port
         ("proxy.site:3128", "(set)"),
     ],
 )
