@@ -108,7 +108,7 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
             threads to its log; wait up to STACK_S for them
     """
     kills = oom_kills()
-    before = {subject.rank: _log_size(subject.log) for subject in subjects}
+    before = {subject: _log_size(subject.log) for subject in subjects}  # pools share ranks
     asked = [
         s
         for s in subjects
@@ -119,11 +119,11 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
     while time.monotonic() < deadline:
         time.sleep(0.1)
         seen, sizes = sizes, [_log_size(s.log) for s in asked]
-        if sizes == seen and all(_stack_since(s.log, before[s.rank]) for s in asked if s.log):
+        if sizes == seen and all(_stack_since(s.log, before[s]) for s in asked if s.log):
             break
     found = []
     for subject in subjects:
-        stack = _stack_since(subject.log, before[subject.rank]) if subject in asked else ""
+        stack = _stack_since(subject.log, before[subject]) if subject in asked else ""
         state, waits = _describe_state(subject, stack, subject in asked)
         found.append(Sighting(subject.rank, state, waits, read_tail(subject.log), kills))
     return found
