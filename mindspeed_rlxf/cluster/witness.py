@@ -150,6 +150,7 @@ def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, boo
 def describe_stack(stack: str) -> tuple[str, bool]:
     """Return what the thread that runs roles does, in words, and whether it waits for other ranks.
 
+    It waits if it is in `fetch_rows` or in torch.distributed.
     stack: the stacks of all threads, as `faulthandler` writes them; without such a thread the
            process "has no call to work on"
     """
@@ -277,8 +278,8 @@ def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sightin
     """Write the ends of logs that are not on this host to the same paths here.
 
     A heading with FETCHED and the host comes first. Earlier copies are replaced; other existing
-    files, as the logs of this host's workers, are not changed. Workers without a log, or not in
-    `seen`, are left out.
+    files, as the logs of this host's workers, are not changed. Workers without a log, with an empty
+    one, or not in `seen` are left out.
     """
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))
