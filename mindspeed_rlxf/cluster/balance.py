@@ -21,11 +21,12 @@ Lengths = Callable[[], ResponseLengths]
 def balanced_steps(
     config: RunConfig, role: Role, orders: list[list[int]], mini_batch_size: int, lengths: Lengths
 ) -> list[RankSteps]:
-    """Return, for each replica, the rows of its samples and their optimizer steps.
+    """Return, for each replica, the rows of its samples and their optimizer steps (`rank_steps`).
 
-    Replicas get samples of equal work, for which `lengths` is waited for; with `balance_by_length`
-    off, or one replica, they get consecutive samples without waiting.
-    orders: the order of the samples in each epoch
+    Replicas get equally many samples of each mini-batch, of nearly equal work, for which `lengths`
+    is waited for; with `balance_by_length` off, or one replica, consecutive ones without waiting.
+    orders:          the order of the samples in each epoch
+    mini_batch_size: samples of all replicas in one optimizer step
     """
     replicas, together = config.layout(role).dp, config.kept_together(role)
     costs = _estimate_costs(config, role, lengths)

@@ -43,7 +43,7 @@ class Deadlines:
     """The deadlines of the calls of one run, learnt from the calls that ended."""
 
     def __init__(self, longest_s: float) -> None:
-        """longest_s: `runtime.timeout_s`, the deadline of first calls"""
+        """Start without any call. longest_s: `runtime.timeout_s`, the deadline of first calls"""
         self.longest_s = longest_s
         self._seen: dict[Phase, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 

@@ -40,7 +40,9 @@ class Pending:
         pool: str = "",
         what: Sequence[str] = (),
     ) -> None:
-        """leaders: ranks whose rows and reports are used
+        """Describe a call that has been submitted.
+
+        leaders:  ranks whose rows and reports are used
         num_rows: rows of each leader's output; None = only the worker knows
         pool:     its name
         what:     the name of each rank's method, as `critic.update_critic`

@@ -61,7 +61,7 @@ def call_each(
 ) -> list[Any]:
     """Call a function on several hosts at the same time and wait; return the results in order.
 
-    Raises the HostError of the first of these hosts that failed.
+    Raises the HostError of the first host, in the order of `agents`, that failed.
     """
     calls = [agent.start(function, *args, timeout_s=timeout_s) for agent in agents]
     return [call.result() for call in calls]

@@ -61,7 +61,10 @@ class LocalCall:
     """A call that has ended; implements `Call`."""
 
     def __init__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
-        """outcomes: (rows, reply) of each rank"""
+        """Keep the replies, and make a handle of the rows of each rank, also where it has none.
+
+        outcomes: (rows, reply) of each rank
+        """
         role, method = requests[0].role.value, requests[0].method
         self.handles = [
             LocalHandle(rows, f"rows of {role}.{method} from rank {rank}")
@@ -107,7 +110,7 @@ class LocalWorld:
     """The ranks of torchrun, or this process alone, and how they exchange results."""
 
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
-        """Set up the device, join the torch world of all ranks and exchange the names of hosts.
+        """Set up the device, join the torch world of all ranks, make `hosts`: each rank's agent.
 
         Waits for the other ranks. RANK and WORLD_SIZE of torchrun are 0 and 1 by default.
         timeout_s: longest wait for the other ranks in an exchange

@@ -194,7 +194,9 @@ class NodeCheck:
         timeout_s: float,
         probe: DeviceKind | None = None,
     ) -> None:
-        """agent_on: returns the agent of a node, by id and host
+        """Store what to compare; nothing is compared yet.
+
+        agent_on: returns the agent of a node, by id and host
         keys:     folder that workers read -> the configuration keys that name it
         run_file: a file of the run directory: nodes that see it share the directory
         probe:    leave out nodes that do not answer, differ, or have sick devices of this kind;
@@ -226,8 +228,8 @@ class NodeCheck:
     ) -> None:
         """Add faulty nodes to `left_out` with warnings; without `probe` raise UserError instead.
 
-        Nodes are faulty that gave no report, or whose report differs from the driver's or, with
-        `probe`, names sick devices.
+        The error names the faults of all nodes. Nodes are faulty that gave no report, or whose
+        report differs from the driver's or, with `probe`, names sick or too few devices.
         silent: node id -> message, for nodes that gave no report
         """
         assert self._driver is not None, "asked first"
@@ -250,7 +252,8 @@ class NodeCheck:
     def _find_faults(self, node: Node, seen: NodeReport) -> list[str]:
         """Return texts on a node's faults; [] without any.
 
-        These are sick devices, what differs from the driver, and fewer devices than Ray counts.
+        These are, in order, sick devices, what differs from the driver's node, and fewer devices
+        than Ray counts.
         """
         assert self._driver is not None, "asked first"
         found = [*seen.sick, *find_node_problems(self._driver, [seen], self._keys)]

@@ -185,11 +185,11 @@ class Place:
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
-    """Sort processes into the order of ranks, by node and device ids; return (processes, places).
+    """Sort processes into the order of ranks, by node, then device; return (processes, places).
 
-    Nodes come in the order of `processes_per_node`, by `Place.entry`. Entries with
-    equally many processes may get each other's nodes from Ray; these nodes are sorted by address,
-    so that a restart gives the same ranks.
+    Nodes come in the order of `processes_per_node`, by `Place.entry`; but Ray may swap nodes with
+    equally many processes: these take their entries in the order of addresses, so that a restart
+    gives the same ranks.
     """
     sizes = Counter(place.entry for _, place in found)
     address = {place.entry: address_key(place.ip) for _, place in found}

@@ -97,7 +97,10 @@ class PoolPart:
     """A part of a pool as a pool of its own; implements `Pool`."""
 
     def __init__(self, pool: Pool, first_rank: int, world_size: int) -> None:
-        """first_rank: rank in `pool` that is rank 0 of the part"""
+        """Take consecutive ranks of `pool`, under its name; asserts that the pool has them.
+
+        first_rank: rank in `pool` that is rank 0 of the part
+        """
         assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
             f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
         )

@@ -147,9 +147,9 @@ def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
 
 
 def list_items(value: Any) -> list[tuple[str, Any]]:
-    """Return (path, item) for each item of a container and each field of a dataclass.
+    """Return (path, item) for each item of a list, tuple, set or dict, or field of a dataclass.
 
-    The path is `[2]`, `['key']` or `.field`. Empty for other values.
+    The path is `[2]`, `['key']` or `.field`. In their order; empty for other values.
     """
     if isinstance(value, dict):
         return [(f"[{key!r}]", item) for key, item in value.items()]

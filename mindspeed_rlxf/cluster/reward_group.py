@@ -28,10 +28,10 @@ class RewardGroup:
     """
 
     def __init__(self, config: RunConfig, pool: Pool, beside: RoleGroup | None = None) -> None:
-        """beside: the ranks that generate, if functions or rules score in processes; else None.
+        """Choose the ranks: `group` for the reward, `scorers` for functions in processes, or None.
 
-        `scorers` are then on these ranks. Without a reward model `group` is `scorers` too, and
-        `pool` is not used.
+        Without a reward model `group` is `scorers`, if there are any, and `pool` is not used.
+        beside: the ranks that generate, which get the scorers; None = no scorers
         """
         self.run, self.scorers = config, None
         by_model = config.reward.kind is not RewardKind.RULE
@@ -48,7 +48,10 @@ class RewardGroup:
         return [self.scorers.build(ScorerRole, self.run)] if self.scorers else []
 
     def build(self) -> list[Pending]:
-        """Start to build the reward model or the rules; empty where the scorers do their work."""
+        """Submit the building of the reward model, or of the rules on the reward's own ranks.
+
+        A list of one Pending; [] where the scorers do all the work.
+        """
         if self.group is self.scorers:
             return []
         return [self.group.build(RewardRole, self.run)]
@@ -56,6 +59,7 @@ class RewardGroup:
     def score(self, rollouts: RowsRef) -> Pending:
         """Submit the scoring of the responses. Rows: Scores. Reports: ScoreReport per replica.
 
+        With functions beside a model, the scorers score first and the model adds its scores.
         Where functions score, `Pending.result` raises RewardsFailed if too many samples failed.
         """
         if not self.streams:

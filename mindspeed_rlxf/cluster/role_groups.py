@@ -96,7 +96,10 @@ class ActorGroup(TrainedGroup):
         return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
-        """Return the token ids of the first `count` samples, for the sample log; waits for them."""
+        """Wait for the first `count` samples; return their token ids, for the sample log.
+
+        count: at least 1, at most the samples of `rollouts`
+        """
         rows = list(range(count))
         rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
         pending = self.train.call(ActorRole.describe, rollouts.take(rows))
@@ -157,10 +160,10 @@ class RolloutGroup:
         self._version: int | None = None  # of the weights that the ranks have
 
     def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
-        """Build the rollout on its ranks, after the actor.
+        """Submit the building of the rollout on its ranks; call it after that of the actor.
 
         It shares the processes and weights of the actor, unless the pool is split.
-        scored: responses go to the scorers in the same processes, which must have been built
+        scored: responses go to the scorers in the same processes, whose building comes before too
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
@@ -169,8 +172,8 @@ class RolloutGroup:
     def update_weights(self, actor: ActorGroup, version: int) -> None:
         """Give the rollout the weights of the actor after `version` updates, and wait.
 
-        Does nothing when the rollout has that version. Where the same ranks train and generate, no
-        weights are sent. Raises WorkerError, RuntimeTimeout.
+        Does nothing when the rollout has that version. All its ranks run `update_weights`; the
+        actor's ranks send weights only in a split pool. Raises WorkerError, RuntimeTimeout.
         """
         if version == self._version:
             return

@@ -108,7 +108,7 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
             threads to its log; wait up to STACK_S for them
     """
     kills = oom_kills()
-    before = {subject.rank: _log_size(subject.log) for subject in subjects}
+    before = {subject: _log_size(subject.log) for subject in subjects}  # pools share ranks
     asked = [
         s
         for s in subjects
@@ -119,11 +119,11 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
     while time.monotonic() < deadline:
         time.sleep(0.1)
         seen, sizes = sizes, [_log_size(s.log) for s in asked]
-        if sizes == seen and all(_stack_since(s.log, before[s.rank]) for s in asked if s.log):
+        if sizes == seen and all(_stack_since(s.log, before[s]) for s in asked if s.log):
             break
     found = []
     for subject in subjects:
-        stack = _stack_since(subject.log, before[subject.rank]) if subject in asked else ""
+        stack = _stack_since(subject.log, before[subject]) if subject in asked else ""
         state, waits = _describe_state(subject, stack, subject in asked)
         found.append(Sighting(subject.rank, state, waits, read_tail(subject.log), kills))
     return found
@@ -150,6 +150,7 @@ def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, boo
 def describe_stack(stack: str) -> tuple[str, bool]:
     """Return what the thread that runs roles does, in words, and whether it waits for other ranks.
 
+    It waits if it is in `fetch_rows` or in torch.distributed.
     stack: the stacks of all threads, as `faulthandler` writes them; without such a thread the
            process "has no call to work on"
     """
@@ -277,8 +278,8 @@ def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sightin
     """Write the ends of logs that are not on this host to the same paths here.
 
     A heading with FETCHED and the host comes first. Earlier copies are replaced; other existing
-    files, as the logs of this host's workers, are not changed. Workers without a log, or not in
-    `seen`, are left out.
+    files, as the logs of this host's workers, are not changed. Workers without a log, with an empty
+    one, or not in `seen` are left out.
     """
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))

@@ -44,7 +44,7 @@ class RoleHost:
     """Holds the role objects of one rank and runs their methods."""
 
     def __init__(self, rank: int, fetch: Fetch) -> None:
-        """rank: in the pool; fetch: returns the rows of handles"""
+        """Start without roles. rank: in the pool; fetch: returns the rows of handles"""
         self._rank, self._fetch = rank, fetch
         self._roles: dict[Role, Any] = {}
 
@@ -121,7 +121,8 @@ class RoleHost:
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
     """Print the traceback to stderr, and return the WorkerError of this rank.
 
-    Its `is_aftermath` is True for errors that the end of another rank causes.
+    Its cause is `ValueError: text`; its `is_aftermath` is True for errors that the end of another
+    rank causes.
     """
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
@@ -139,7 +140,10 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
 
 
 def write_token_rows(rows: TokenRows, rank: int) -> None:
-    """Append the logged samples to the file of this rank. Raises OSError."""
+    """Append all samples of `rows` to this rank's file in the folder `rows.log.folder`.
+
+    Raises OSError.
+    """
     log = rows.log
     writer = TokenWriter(Path(log.folder), rank, log.file_bytes, log.file_mode)
     writer.write(log.iteration, rows.as_lists())
@@ -155,7 +159,10 @@ def to_host(rows: Rows) -> Rows:
 
 
 def _with_own_storage(column: Any) -> Any:
-    """Return a tensor detached, on the host, with a storage of its own; other values unchanged."""
+    """Return a tensor detached and on the host, cloned if its storage is larger than it is.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(column, torch.Tensor):
         return column
     column = column.detach().cpu()

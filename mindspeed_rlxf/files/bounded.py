@@ -86,9 +86,9 @@ def _run_child(
 
 
 def _pack_dicts(value: Any) -> Any:
-    """Return the value for JSON, with each dict as {"items": [[key, value], ...]}.
+    """Return the value for JSON, with each dict, at any depth, as {"items": [[key, value], ...]}.
 
-    Keys of JSON objects are always text. Tuples become lists.
+    So keys need not be text, as those of JSON objects. Tuples become lists.
     """
     if isinstance(value, dict):
         return {"items": [[key, _pack_dicts(item)] for key, item in value.items()]}

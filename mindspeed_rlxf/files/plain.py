@@ -79,7 +79,7 @@ def read_plain(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> bytes:
 def read_text(path: str | os.PathLike[str], limit: int = MAX_TEXT) -> str:
     """Return the text of a regular UTF-8 file of at most `limit` bytes.
 
-    Errors: as in `open_plain`, and UnicodeDecodeError.
+    Ends of lines become newlines. Errors: as in `open_plain`, and UnicodeDecodeError.
     """
     with open_plain(path, limit) as stream:
         return io.TextIOWrapper(stream, encoding="utf-8").read(limit)

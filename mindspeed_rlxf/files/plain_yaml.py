@@ -22,7 +22,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return YAML text as plain values (dict, list, str, number, date, None).
+    """Return YAML text as the plain values of `yaml.safe_load`: dict, list, str, bool, date, ...
 
     Errors: yaml.YAMLError for invalid text or text beyond the limits, ValueError for a bad value.
     """

@@ -80,9 +80,9 @@ class _Encoder(codecs.IncrementalEncoder):
 
 
 def _find_codec(name: str) -> codecs.CodecInfo | None:
-    """Return the codec named CODEC, which encodes with `printable`; None for other names.
+    """Return the codec CODEC: UTF-8 that passes text through `printable` before encoding.
 
-    Python's codec registry calls it.
+    None for other names; "_" counts as "-". Python's codec registry calls it.
     """
     if name.replace("_", "-") != CODEC:
         return None

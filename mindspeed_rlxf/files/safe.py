@@ -116,9 +116,10 @@ def hidden_name(path: Path) -> Path:
 
 
 def find_hidden_files(path: Path) -> list[Path]:
-    """Return the files beside `path` whose names `hidden_name` made, left by killed processes.
+    """Return the temporary files of `path`: the files beside it with names by `hidden_name(path)`.
 
-    In no order; [] without any. Errors: OSError where the folder cannot be read.
+    Killed processes leave them; those being written are included. In no order; [] without any.
+    Errors: OSError where the folder cannot be read.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(SUFFIX)}")
     return [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]

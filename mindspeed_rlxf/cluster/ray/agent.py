@@ -53,7 +53,10 @@ class RayAgent(HostAgent):
     """Runs functions in a process on one node; the first call starts it."""
 
     def __init__(self, node: str, host: str, **options: Any) -> None:
-        """node: Ray's id of the node; options: of the Ray actor"""
+        """Store where and how the process is to run; none is started yet.
+
+        node: Ray's id of the node; options: of the Ray actor
+        """
         super().__init__(host)
         self._node, self._options = node, options
         self._actor: Any = None
@@ -96,7 +99,10 @@ class RayHostCall:
         timeout_s: float,
         inputs: Sequence[RayHostCall],
     ) -> None:
-        """ref: Ray's reference to the result; inputs: calls whose results are its arguments"""
+        """Describe a call that has been started; its deadline is `timeout_s` from now.
+
+        ref: Ray's reference to the result; inputs: calls whose results are its arguments
+        """
         self.ref = ref
         self._agent, self._function, self._inputs = agent, function, inputs
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
@@ -130,7 +136,7 @@ class RayAgents:
     """Makes the agents of a run's nodes, one for each."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """environment: variables to set in the agents' processes"""
+        """Start without agents. environment: variables to set in the agents' processes"""
         self._environment = environment or {}
         self._by_node: dict[str, RayAgent] = {}
 

@@ -46,7 +46,9 @@ class DeviceClaim:
     def __init__(
         self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
     ) -> None:
-        """resource: Ray's name of a device
+        """Store what `reserve` needs; nothing is reserved yet.
+
+        resource: Ray's name of a device
         logical:  True on our own CPU cluster, where one host stands for all nodes
         wait_s:   longest wait for devices; None on our own cluster, which never grows
         check:    compares the nodes of a joined cluster with the driver's
@@ -149,7 +151,10 @@ class DeviceClaim:
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
-    """Wait up to `wait_s` for all groups; return the names of those that Ray has not placed."""
+    """Wait up to `wait_s` for all groups; return the names of those that Ray has not placed.
+
+    In the order of `groups` (name -> placement group).
+    """
     deadline = time.monotonic() + wait_s
     return [
         name

@@ -58,8 +58,8 @@ def main(temp_dir: str) -> None:
 
 
 def kill(pid: int) -> None:
-    """Send SIGKILL; does nothing where the process is gone."""
-    with contextlib.suppress(ProcessLookupError):
+    """Send SIGKILL; does nothing where the process is gone or another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -76,7 +76,8 @@ def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
 def mentions(pid: int, word: bytes) -> bool:
     """Return whether the word is in a process's command line, environment, or open files' paths.
 
-    What cannot be read does not count: of processes that ended or of other users.
+    What cannot be read does not count: all of a process that has ended; of another user's
+    process, which may have a readable command line, the rest.
     """
     for name in ("cmdline", "environ"):
         try:

@@ -159,7 +159,9 @@ class RayCall:
     """A method submitted to ranks of a pool; implements `Call`."""
 
     def __init__(self, pool: RayPool, origins: Sequence[Origin], refs: list[Any], key: int) -> None:
-        """origins: of the ranks, in order; refs: Ray's references to their replies
+        """Describe a call that has been submitted; ranks keep its rows while it or a handle lives.
+
+        origins: of the ranks, in order; refs: Ray's references to their replies
         key:     under which the ranks keep their rows
         """
         self._pool, self._origins, self._key = pool, origins, key
@@ -261,7 +263,10 @@ class RayPool:
         return Origin(role, rank, host, phase, log, self.name)
 
     def list_input_origins(self) -> list[Origin]:
-        """Return the ranks that made the rows which unfinished calls read, with repeats."""
+        """Return the Origins of all rows that unfinished calls of this pool read, with repeats.
+
+        In the order of the calls; a row's rank may still be computing it.
+        """
         requests = [request for call in list(self.under_way.values()) for request in call]
         return [handle.origin for handle in _list_inputs(requests)]
 

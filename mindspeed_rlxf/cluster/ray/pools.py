@@ -53,7 +53,9 @@ class RayPools:
         node_check: NodeCheck,
         agents: RayAgents,
     ) -> None:
-        """num_devices: devices that all pools together may use, which limits warm processes
+        """Store the settings, without pools yet; nothing is reserved or started.
+
+        num_devices: devices that all pools together may use, which limits warm processes
         log_dir, keep_warm: see `RayRuntime`
         """
         self._agents = agents
@@ -157,9 +159,11 @@ class RayPools:
     def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        """Inspect all workers, with stacks; return a new timeout with the states of the late ranks.
+        """Inspect the workers of all pools, with stacks; return a timeout that tells their states.
 
-        See `witness.explain_timeout`. inputs: handles of rows that these ranks wait for
+        `witness.explain_timeout` makes it, and chooses the ranks that it names as late.
+        pool:   of the late ranks
+        inputs: handles of rows that these ranks wait for
         """
         producers = [handle.origin for handle in inputs]
         made = dict.fromkeys(origin for each in self._pools for origin in each.list_input_origins())

@@ -72,9 +72,9 @@ class RayHandle:
 
     @cached_property
     def address(self) -> tuple[Any, ...]:
-        """(actor name, key, role, rank, host, phase, log, pool), as plain values.
+        """Return (actor name, key, role, rank, host, phase, log, pool), as plain values.
 
-        All but the first two are fields of the origin.
+        They are the rank's process, the call, and fields of the origin.
         """
         process, o = self.call.pool.workers.places[self.origin.rank].process, self.origin
         return process, self.call.key, o.role, o.rank, o.host, o.phase, o.log, o.pool
@@ -88,9 +88,9 @@ class RayHandle:
 
 
 def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
-    """Return the handles of ranks that have not replied yet, one per reply; does not wait.
+    """Return the handles of ranks that have not replied yet, one for each rank of a call.
 
-    Handles of calls without replies are not returned.
+    Does not wait. Calls that `RayCall.wait` has ended have no late ranks.
     """
     late = {}
     for handle in handles:
@@ -148,7 +148,8 @@ class WorkerRows:
     def fetch_rows(self, handles: Sequence[KeptHandle]) -> list[Any]:
         """Wait until the rows of all these handles are here; return them in the order of `handles`.
 
-        Raises the WorkerError of a rank that failed or died, TimeoutError after `timeout_s`.
+        Raises TimeoutError if some are missing after `timeout_s`. When all have come, raises the
+        WorkerError of a rank that failed or died.
         """
         deadline = time.monotonic() + self.timeout_s
         waiting = _by_process(handles)

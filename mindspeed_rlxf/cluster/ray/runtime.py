@@ -32,7 +32,7 @@ class RayRuntime:
     ) -> None:
         """Join the Ray cluster that `settings.address` names, or start our own.
 
-        num_devices: devices of the run; our own cluster declares as many if Ray does not find any
+        num_devices: devices of the run; our own cluster declares as many of a kind unknown to Ray
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
         keep_warm: keep the processes of ended pools for later pools of the same shape (tests)
         pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`
@@ -61,6 +61,7 @@ class RayRuntime:
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
         """Join or start the cluster that the configuration names; `create_pools` checks its nodes.
 
+        Workers get `resource_pool.env`, and the variables of `offload_environment`.
         log_dir, run_file: see the constructor
         """
         pool = config.pool_settings
@@ -83,6 +84,7 @@ class RayRuntime:
         """Create all pools at the same time and wait; return them by name.
 
         Exempts the driver's present objects from garbage collection (`freeze_imports`).
+        parts: pool -> sizes of its parts, where it is split
         Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
         WorkerError where a process cannot start, RuntimeTimeout where it does not answer.
         """

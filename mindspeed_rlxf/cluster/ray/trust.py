@@ -82,9 +82,9 @@ def check_trust(address: str, allow_unauthenticated: bool) -> bool:
 
 
 def ask_without_token(address: str) -> View:
-    """Ask the cluster for its nodes without a token, in a child process.
+    """Ask the cluster for its nodes without a token, in a child process; return its answer.
 
-    Raises ConnectionError where it does not answer as Ray does.
+    Raises ConnectionError where it does not answer as Ray does, or not within PROBE_S.
     """
     private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in private}

@@ -109,7 +109,7 @@ def make_death_error(origin: Origin, cause: str, details: str = "") -> WorkerErr
 
 
 def describe_end(error: RayError) -> str:
-    """Return what a task raised, or why it has no result.
+    """Return what a task raised, as `ValueError: text`, or why it has no result.
 
     The text begins with DIED if the process of the task has died.
     """

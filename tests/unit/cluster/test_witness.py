@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_stacks_of_all_threads_go_to_the_log_and_states_are_reported(
     before = Path(workers[0].log).stat().st_size
     (again,) = inspect_workers(workers[:1], stacks=False)
     assert again.state == "is alive" and Path(workers[0].log).stat().st_size == before
+
+
+def test_equal_ranks_of_two_pools_on_one_host_have_their_own_stacks(
+    workers: list[Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(witness, "STACK_S", 2.0)
+    with open(workers[1].log, "a") as stream:
+        stream.write("earlier output\n" * 5000)  # more than the stacks of the other one
+    first, _ = inspect_workers([workers[0], replace(workers[1], rank=0)], stacks=True)
+    assert first.state == "has no call to work on"
 
 
 def test_a_process_that_takes_no_signal_is_reported(

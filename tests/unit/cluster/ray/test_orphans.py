@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
+from mindspeed_rlxf.cluster.ray import orphan_guard
 from mindspeed_rlxf.cluster.ray.orphans import OrphanGuard
 
 
@@ -43,3 +46,11 @@ def test_a_killed_guard_is_replaced_and_the_next_one_gets_its_pids(
             process.kill()
             process.wait()
         guard.end()
+
+
+def test_a_process_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, signal: int) -> None:
+        raise PermissionError(f"{pid} is root's")  # as `sudo tail` of a file in the folder
+
+    monkeypatch.setattr(os, "kill", refuse)
+    orphan_guard.kill(1)
