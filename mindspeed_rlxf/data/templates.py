@@ -174,9 +174,10 @@ def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
 
 
 def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
-    """Insert the turns' texts into a layout: a run becomes one piece, its numbers turns' texts.
+    """Return the pieces of a layout in order; a run is joined to one piece of text.
 
-    Runs whose text is empty are left out.
+    A number in a run stands for the text of the turn with that index. Runs whose text is empty are
+    left out.
     """
     pieces = []
     for part in layout:

@@ -147,7 +147,10 @@ def _write_pair(output: Path, readers: Sequence[IndexedReader]) -> None:
 
 
 def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path]:
-    """Return the prefixes of the sets in `folder` with a sidecar and a pair in `groups`, sorted."""
+    """Return, sorted, the prefixes in `folder` that have a sidecar and a column in `groups`.
+
+    groups: by the keys; a column is a path `{prefix}_packed_...` in any of them
+    """
     names = {stem.name for readers in groups.values() for stem in readers}
     prefixes = (f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}"))
     own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
