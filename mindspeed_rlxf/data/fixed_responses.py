@@ -42,8 +42,8 @@ class FixedResponses:
         """Return the token ids of the responses to these samples, in the order of `sample_ids`.
 
         prompts: token ids of each sample's prompt in this run
-        Raises UserError where the file's response answers another prompt (`differs`), KeyError for
-        a sample that the file lacks.
+        Raises UserError for the first sample whose response in the file answers another prompt
+        (`differs`), KeyError for a sample that the file lacks.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if self.differs(sample_id, prompt):

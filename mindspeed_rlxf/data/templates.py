@@ -247,7 +247,7 @@ def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
 
 
 def _fill(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
-    """Split a pattern at its fields and special tokens, and return the parts without empty text.
+    """Split a pattern at its fields and special tokens; return the parts in order, no empty text.
 
     `{text}` and `{system}` are replaced by `values["text"]` and `values["system"]`; `{eos}` and the
     template's special tokens become special pieces.

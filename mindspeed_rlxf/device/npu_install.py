@@ -53,7 +53,7 @@ class Host(NamedTuple):
 
 
 def check_driver(host: Host) -> Iterator[Checked]:
-    """Yield the results for the driver, its libraries, the device files and the firmware.
+    """Yield four results, in order: driver, its libraries, device files, firmware.
 
     It is an error if the driver's version file has no version, a warning if its libraries are
     neither in a folder of LD_LIBRARY_PATH nor found by the linker.
@@ -112,7 +112,7 @@ def _check_firmware(host: Host) -> Checked:
 
 
 def check_cann(host: Host) -> Iterator[Checked]:
-    """Yield the results for CANN's environment, its Python folder, operators, and the library ATB.
+    """Yield four results, in order: CANN's environment, its Python folder, operators, library ATB.
 
     The environment passes if the variables of HOME name one folder, links followed; if they name
     none, only this result is yielded. The Python folder passes if it is on PYTHONPATH or absent.

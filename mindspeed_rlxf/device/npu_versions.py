@@ -135,7 +135,7 @@ def read_text(file: Path) -> str:
 
 
 def find_set(megatron_core: str) -> VersionSet | None:
-    """Return the set for this minor version of megatron-core; None if SETS has none."""
+    """Return the set for this megatron-core, compared by minor version; None if SETS has none."""
     wanted = Version(megatron_core).release[:2]
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 

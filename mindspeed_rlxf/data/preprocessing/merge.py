@@ -179,7 +179,7 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
 
 
 def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[OwnSet]:
-    """Return the sets with a sidecar and their opened columns.
+    """Return the sets of `prefixes`, in order: sidecar and opened columns of each.
 
     Raises UserError with every problem: a pair that belongs to none of them, keys that are not
     exactly their columns, sets that were made differently, are incomplete or have no valid sidecar.
@@ -211,7 +211,7 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
 def _find_differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
     """Yield a problem for each property in `_describe_origin` that differs from the first set's.
 
-    Also one for an unknown handler.
+    Also one if the first set's handler is unknown.
     """
     first = sets[0]
     remedy = f"train on data.data_path=[{','.join(str(each.prefix) for each in sets)}]"
