@@ -275,7 +275,7 @@ def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
 def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
     """Set absent keys: default_data_source to prompts; overlong_prompts to drop, with a note.
 
-    A null `overlong_prompts` counts as absent.
+    Null counts as absent.
     """
     set_default(data, "default_data_source", "prompts")
     if data.get("overlong_prompts") is None:
