@@ -112,7 +112,10 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -> None:
-    """Add the flags to a parser, hidden from its help; the value of an absent flag is None."""
+    """Add the flags to a parser, hidden from its help; the value of an absent flag is None.
+
+    A flag that takes no value has the value True.
+    """
     for name, flag in flags.items():
         kind: dict[str, Any] = {"nargs": flag.nargs}
         if flag.nargs == 0:

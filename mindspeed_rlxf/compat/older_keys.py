@@ -27,7 +27,10 @@ class NoOp:
     remedy: str | None = None
 
     def allows(self, value: Any) -> bool:
-        """Return whether a value is accepted: true is not 1; 0 is 0.0; ANY = scalars and null."""
+        """Return whether a value equals one of `allowed`; true is not 1, but 0 is 0.0.
+
+        ANY allows scalars and null, but no lists and dicts.
+        """
         if isinstance(self.allowed, str):
             return value is None or isinstance(value, (bool, int, float, str))
         return any(

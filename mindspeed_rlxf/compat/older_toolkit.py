@@ -148,7 +148,8 @@ def _reject_non_flag(draft: Draft, path: str, value: Any) -> None:
 def _take_value(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None:
     """Remove a key from the sections that apply to the actor; return its path and value, or None.
 
-    Of several values that of the actor's section counts, then training's, then its model's.
+    Of several values that of the actor's section counts, then training's, then its model's; the
+    others are removed too. The path is as the YAML spells it.
     """
     training, actor = sections["training"], sections[ACTOR]
     model = str(actor.get("model", training.get("model")))
@@ -188,7 +189,7 @@ def _set_moved_key(draft: Draft, sections: Tree, path: str, value: Any, target: 
 
 
 def _merge_seeds(draft: Draft, sections: Tree) -> None:
-    """Set training.seed to the actor's seed, if any; remove the seeds and lengths of all models.
+    """Set training.seed to the actor's seed, if any; remove `seed` and `seq_length` of all models.
 
     The actor's seed is that of its section, else of training, else of its model. Notes each other
     seed of a model that differs.
@@ -272,7 +273,10 @@ def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
 
 
 def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
-    """Set absent keys: data source `prompts`; long prompts are dropped, with a note."""
+    """Set absent keys: default_data_source to prompts; overlong_prompts to drop, with a note.
+
+    Null counts as absent.
+    """
     set_default(data, "default_data_source", "prompts")
     if data.get("overlong_prompts") is None:
         data["overlong_prompts"] = OverlongPrompts.DROP.value
@@ -312,7 +316,7 @@ def _translate_category(draft: Draft, sections: Tree) -> None:
 
 
 def _translate_algorithm(draft: Draft, sections: Tree) -> None:
-    """Move `missing_eos_penalty`, replace a whitening of true or false by a word, and `group_norm`.
+    """Move `missing_eos_penalty`; write whitening true as batch, false as none; group_norm as grpo.
 
     For online DPO, remove an entropy_coeff that is the older toolkit's default, with a note.
     """

@@ -11,7 +11,7 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 
 def layer_matrices(a: ArchitectureConfig) -> tuple[int, int]:
-    """Return (attention, MLP) weights of one layer that each token is multiplied with.
+    """Return the numbers of (attention, MLP) weights of one layer that multiply each token.
 
     In a layer with experts the MLP counts `moe_router_topk` experts; the router is left out.
     """

@@ -38,7 +38,7 @@ class Rows:
 
     @classmethod
     def concat(cls: type[R], parts: Sequence[R]) -> R:
-        """Concatenate the rows of `parts`; narrower tensors are padded with zeros on the right.
+        """Concatenate the rows of `parts`; narrower 2-D tensors are padded with zeros on the right.
 
         A single part is returned as it is. Raises AssertionError for no parts.
         """

@@ -71,7 +71,7 @@ def _fill_one(
 
 @contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Set TOKENIZERS_PARALLELISM inside the block, unless it is set, to silence a warning at forks.
+    """Set TOKENIZERS_PARALLELISM=true inside the block, unless it is set: no warning at forks.
 
     The variable is restored after the block. The warning does not apply: the child only fills in
     templates and tokenizes nothing.

@@ -155,14 +155,12 @@ def look_up(row: Row, key: str) -> Any:
 
 
 def unicode_problem(text: str) -> Problem | None:
-    """Return the problem of a prompt that UTF-8 cannot encode; None where it can."""
+    """Return the problem of a text that UTF-8 cannot encode; None where it can."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        return fault(
-            f"a prompt must be valid Unicode, {half} is half a character", "repair the row"
-        )
+        return fault(f"text must be valid Unicode, {half} is half a character", "repair the row")
     return None
 
 

@@ -42,8 +42,8 @@ class FixedResponses:
         """Return the token ids of the responses to these samples, in the order of `sample_ids`.
 
         prompts: token ids of each sample's prompt in this run
-        Raises UserError where the file's response answers another prompt (`differs`), KeyError for
-        a sample that the file lacks.
+        Raises UserError for the first sample whose response in the file answers another prompt
+        (`differs`), KeyError for a sample that the file lacks.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if self.differs(sample_id, prompt):
@@ -86,8 +86,8 @@ def load_fixed_responses(
     max_new_tokens: longest response allowed
     num_samples:    samples of the whole run, each of which needs a response
     Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one. Raises UserError
-    with every problem: an invalid response, a sample_id that is no integer or is repeated, only
-    some rows with one, and, if nothing else is wrong, samples without a response.
+    for another ending, else with every problem: invalid responses, sample_ids that are no integers
+    or are repeated, only some rows with one; if nothing else is wrong, samples without a response.
     """
     problems = FileProblems(f"{KEY}: {file}")
     reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
@@ -141,8 +141,8 @@ class _Reader:
     def read_response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
         """Return (token ids of the row's response, ""), or ([], problem).
 
-        Text is tokenized. If it has fewer than max_new_tokens tokens and no EOS at its end, the
-        first EOS id is appended.
+        `response_ids` are taken if the row has them, else the text `response` is tokenized. If that
+        has fewer than max_new_tokens tokens and no EOS at its end, the first EOS id is appended.
         """
         if "response_ids" in row:
             ids = row["response_ids"]

@@ -129,7 +129,7 @@ class _DataSet:
 
         For pairs, it is PAIR_LABELS. For others, the sidecar says if there is one; without a
         sidecar, a column `labels` counts if its first row is as long as that of the token ids and
-        contains IGNORED, as it has answers otherwise.
+        contains IGNORED; any other column `labels` holds answers.
         """
         if self._is_pairs:
             return self._open(PAIR_LABELS)

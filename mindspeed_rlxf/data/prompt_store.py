@@ -100,7 +100,7 @@ class PromptStore(Sequence[Prompt]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of prompts of each file or data set, in order."""
+        """Number of prompts of each file or data set that `end_part` has ended, in order."""
         starts = [0, *self._part_ends]
         return tuple(end - start for start, end in zip(starts, self._part_ends, strict=False))
 

@@ -133,7 +133,7 @@ class MixtureSampler:
         return self._starts[chosen] + self._sources[chosen].take(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights and the state of each source's sampler."""
+        """Return {"weights": weights, "sources": the state of each source's sampler, in order}."""
         sources = [source.state_dict() for source in self._sources]
         return {"weights": self._weights, "sources": sources}
 

@@ -174,9 +174,10 @@ def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
 
 
 def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
-    """Insert the turns' texts into a layout: a run becomes one piece, its numbers turns' texts.
+    """Return the pieces of a layout in order; a run is joined to one piece of text.
 
-    Runs whose text is empty are left out.
+    A number in a run stands for the text of the turn with that index. Runs whose text is empty are
+    left out.
     """
     pieces = []
     for part in layout:
@@ -246,7 +247,7 @@ def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
 
 
 def _fill(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
-    """Split a pattern at its fields and special tokens, and return the parts without empty text.
+    """Split a pattern at its fields and special tokens; return the parts in order, no empty text.
 
     `{text}` and `{system}` are replaced by `values["text"]` and `values["system"]`; `{eos}` and the
     template's special tokens become special pieces.

@@ -183,9 +183,9 @@ def describe_stop_tokens(
 ) -> str:
     """Return a line for the log: every id that ends a response, ascending, its token and sources.
 
-    Without any, the line says that only max_new_tokens ends a response. Sources are the tokenizer,
-    generation_config.json, the template of the data set and configured ids. Raises UserError when
-    generation_config.json is not valid.
+    Without any, the line says that only max_new_tokens ends a response, and for an id without a
+    token "not in the vocabulary". Sources are the tokenizer, generation_config.json, the template
+    of the data set and configured ids. Raises UserError when generation_config.json is not valid.
     """
     sources: dict[str, Sequence[int]] = {
         **_own_stop_ids(tokenizer, model_folder),
@@ -196,8 +196,9 @@ def describe_stop_tokens(
     for source, ids in sources.items():
         for token_id in ids:
             named.setdefault(token_id, []).append(source)
+    tokens = {token_id: repr(token) for token, token_id in tokenizer.get_vocab().items()}
     shown = [
-        f"{token_id} {tokenizer.convert_ids_to_tokens(token_id)!r} ({', '.join(names)})"
+        f"{token_id} {tokens.get(token_id, 'not in the vocabulary')} ({', '.join(names)})"
         for token_id, names in sorted(named.items())
     ]
     return f"responses end with: {'; '.join(shown) or 'nothing but max_new_tokens'}"

@@ -97,7 +97,7 @@ def parse_nvidia(text: str) -> Parsed:
     """Return (driver version, devices) from lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`.
 
     The columns are index, name, total and used memory (MiB; 0 if no number) and version. Every
-    device is "OK". Other lines are ignored; the version is "" without any.
+    device is "OK". The last device's version is returned, "" without any. Other lines are ignored.
     """
     version, devices = "", []
     for line in text.splitlines():

@@ -107,7 +107,7 @@ def setup(
     assigned: str | None = None,
     deadline_s: float | None = None,
 ) -> torch.device:
-    """Select the device of this process, apply its adaptor, and return the device.
+    """Select the device of this process, apply its adaptor, hide trackers; return the device.
 
     threads:    CPU threads of torch
     local_rank: index among the devices that this process sees; used if `assigned` is None
@@ -316,7 +316,10 @@ def process_bytes(kind: DeviceKind) -> int:
 
 
 def communicator_bytes(kind: DeviceKind) -> int:
-    """Return an estimate of the device memory for the buffers of one process group; 0 on CPU."""
+    """Return an estimate of the device memory for the buffers of one process group; 0 on CPU.
+
+    On NPU it follows HCCL_BUFFSIZE of this process, elsewhere it is a constant.
+    """
     if resolve_kind(kind) is DeviceKind.NPU:
         return npu.communicator_mib(os.environ) * MIB
     return FACTS[resolve_kind(kind)].communicator_mib * MIB

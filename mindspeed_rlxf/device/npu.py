@@ -88,8 +88,8 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 def check_cann(environment: Mapping[str, str]) -> None:
     """Raise ValueError unless CANN's set_env.sh has been sourced and its library is found.
 
-    A variable in HOME must name an existing folder; LIBRARY must be in a folder of LD_LIBRARY_PATH
-    or where the linker finds it.
+    The first variable of HOME that is set must name an existing folder; LIBRARY must be in a folder
+    of LD_LIBRARY_PATH or where the linker finds it.
     """
     homes = [environment[name] for name in HOME if environment.get(name)]
     if not homes:

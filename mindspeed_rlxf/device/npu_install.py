@@ -53,7 +53,7 @@ class Host(NamedTuple):
 
 
 def check_driver(host: Host) -> Iterator[Checked]:
-    """Yield the results for the driver, its libraries, the device files and the firmware.
+    """Yield four results, in order: driver, its libraries, device files, firmware.
 
     It is an error if the driver's version file has no version, a warning if its libraries are
     neither in a folder of LD_LIBRARY_PATH nor found by the linker.
@@ -112,7 +112,7 @@ def _check_firmware(host: Host) -> Checked:
 
 
 def check_cann(host: Host) -> Iterator[Checked]:
-    """Yield the results for CANN's environment, its Python folder, operators, and the library ATB.
+    """Yield four results, in order: CANN's environment, its Python folder, operators, library ATB.
 
     The environment passes if the variables of HOME name one folder, links followed; if they name
     none, only this result is yielded. The Python folder passes if it is on PYTHONPATH or absent.
@@ -146,9 +146,9 @@ def check_cann(host: Host) -> Iterator[Checked]:
 
 
 def _find_script(host: Host) -> str:
-    """Return the path of CANN's set_env.sh: the first in SET_ENV that exists on the host.
+    """Return the path of CANN's set_env.sh: the first that exists on the host, else SET_ENV[0].
 
-    Next come the same paths below ~/Ascend of the user; SET_ENV[0] if none exists.
+    Looks at all paths of SET_ENV, then at the same ones below the user's ~/Ascend.
     """
     home = f"{host.environment.get('HOME', '~')}/Ascend"
     own = [name.replace("/usr/local/Ascend", home) for name in SET_ENV]
@@ -185,7 +185,7 @@ def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iter
     """Yield `npu.links` (is every port's link up?) and `npu.tls` (is the TLS switch equal on all?).
 
     Without hccn_tool yield only `npu.links`, "not looked at": a warning on several hosts, else it
-    passes.
+    passes. A TLS switch that differs is an error.
     devices:       numbers of the devices, as npu-smi lists them
     several_hosts: a link that is down is an error; on one host it is only shown
     """

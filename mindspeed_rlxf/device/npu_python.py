@@ -121,7 +121,7 @@ def _check_tested() -> Checked:
 def find_copies(path: Sequence[str]) -> Iterator[tuple[str, Path, str]]:
     """Yield (module, folder, version) once for each copy of Megatron and MindSpeed on the path.
 
-    path: as sys.path; the folders of editable installs are searched too, after it
+    path: as sys.path; its folders are searched in order, then those of editable installs
     Modules are "megatron/core" and "mindspeed"; the folder has its links resolved; the version may
     be "unknown".
     """

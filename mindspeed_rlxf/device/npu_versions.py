@@ -135,7 +135,7 @@ def read_text(file: Path) -> str:
 
 
 def find_set(megatron_core: str) -> VersionSet | None:
-    """Return the set for this minor version of megatron-core; None if SETS has none."""
+    """Return the set for this megatron-core, compared by minor version; None if SETS has none."""
     wanted = Version(megatron_core).release[:2]
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 
@@ -143,8 +143,8 @@ def find_set(megatron_core: str) -> VersionSet | None:
 def pair_problems(versions: Installed) -> Iterator[Problem]:
     """Yield a problem for each pair of versions that do not fit, or were not tried together.
 
-    Pairs: torch_npu and torch; Megatron-LM with torch and MindSpeed, unless it is missing;
-    torch_npu and CANN.
+    Pairs, in this order: torch_npu and torch; if Megatron-LM is on the path, it with torch and
+    MindSpeed; torch_npu and CANN.
     """
     yield from _torch_problems(versions)
     if CORE not in versions.missing:  # a missing one is reported by itself
@@ -153,7 +153,7 @@ def pair_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _torch_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield a problem if torch_npu's release number, such as 2.7.1, is not torch's.
+    """Yield a fatal problem if torch_npu's release number, such as 2.7.1, is not torch's.
 
     Nothing if one of both is not installed.
     """
@@ -169,14 +169,17 @@ def _torch_problems(versions: Installed) -> Iterator[Problem]:
 def _megatron_problems(versions: Installed) -> Iterator[Problem]:
     """Yield problems with the versions of Megatron-LM and MindSpeed.
 
-    Warnings: a Megatron-LM that is in no set, or has a torch of another set; a MindSpeed without a
-    version. Fatal: a MindSpeed of another minor version than Megatron-LM. An absent MindSpeed is
-    not looked at.
+    Warnings: a Megatron-LM that is in no set, or has a torch of another set; a Megatron-LM or
+    MindSpeed without a version. Fatal: a MindSpeed of another minor version than Megatron-LM. An
+    absent MindSpeed is not looked at.
     """
     core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
     chosen = find_set(core) if core else None
     use_tag = f"use Megatron-LM {TAGS}"
-    if chosen is None:
+    if core is None:
+        rule = "Megatron-LM is on the path without package_info.py or metadata"
+        yield Problem(f"{rule}: its version is not known", use_tag, fatal=False)
+    elif chosen is None:
         yield Problem(f"Megatron-LM {core} is in no set of constraints/", use_tag, fatal=False)
     elif torch and Version(torch).base_version not in chosen.torch:
         rule = f"torch {torch} is not that of {chosen.name}"

@@ -128,7 +128,10 @@ def check_host_state(state: Tensor) -> None:
 
 
 def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
-    """Convert numpy's state from JSON for `np.random.set_state`. Raises ValueError if it is bad."""
+    """Convert numpy's state from JSON for `np.random.set_state`. Raises ValueError if it is bad.
+
+    state: [words, position, has_gauss, gauss]; the result begins with "MT19937"
+    """
     keys, position, has_gauss, gauss = _parts(state, 4, "numpy")
     _check_words(keys, WORDS, "numpy")
     _check_position(position, "numpy")
@@ -138,7 +141,11 @@ def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
-    """Convert Python's state from JSON for `random.setstate`. Raises ValueError if it is bad."""
+    """Convert Python's state from JSON for `random.setstate`. Raises ValueError if it is bad.
+
+    state: [version, words with the position as the last one, number or None]; the version must be
+           that of this Python's `random`
+    """
     version, words, normal = _parts(state, 3, "python")
     if type(version) is not int or version != random.getstate()[0]:
         raise ValueError(f"the version of Python's stream must be {random.getstate()[0]}")

@@ -6,7 +6,10 @@ import os
 
 
 def list_visible(variable: str | None) -> list[str]:
-    """Return the devices that an environment variable names, as text; [] = all are visible."""
+    """Return the devices that an environment variable names, as text, in order.
+
+    [] = all are visible: the variable is absent or empty.
+    """
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]
 
@@ -31,7 +34,10 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
 
 
 def check_index(index: int, variable: str | None, seen: int) -> int:
-    """Return `index`. Raises ValueError unless it is below `seen`, the number of devices."""
+    """Return `index`. Raises ValueError unless it is below `seen`, the number of devices.
+
+    variable: name of the variable that hides devices; the error shows its value
+    """
     if index < seen:
         return index
     value = os.environ.get(variable, "not set") if variable else "not set"

@@ -147,7 +147,10 @@ def _write_pair(output: Path, readers: Sequence[IndexedReader]) -> None:
 
 
 def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path]:
-    """Return the prefixes of the sets in `folder` with a sidecar and a pair in `groups`, sorted."""
+    """Return, sorted, the prefixes in `folder` that have a sidecar and a column in `groups`.
+
+    groups: by the keys; a column is a path `{prefix}_packed_...` in any of them
+    """
     names = {stem.name for readers in groups.values() for stem in readers}
     prefixes = (f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}"))
     own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
@@ -176,7 +179,7 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
 
 
 def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[OwnSet]:
-    """Return the sets with a sidecar and their opened columns.
+    """Return the sets of `prefixes`, in order: sidecar and opened columns of each.
 
     Raises UserError with every problem: a pair that belongs to none of them, keys that are not
     exactly their columns, sets that were made differently, are incomplete or have no valid sidecar.
@@ -208,7 +211,7 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
 def _find_differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
     """Yield a problem for each property in `_describe_origin` that differs from the first set's.
 
-    Also one for an unknown handler.
+    Also one if the first set's handler is unknown.
     """
     first = sets[0]
     remedy = f"train on data.data_path=[{','.join(str(each.prefix) for each in sets)}]"

@@ -159,7 +159,7 @@ class RowEncoder:
         """Tokenize examples; return the sequences of each, in the order of `Handler.sequences`.
 
         Prompts alone have token ids only. A conversation without `end_id` at its end gets it, as a
-        label too, unless that is None. Pairs do not; they are labelled in the last response only.
+        label too, unless that is None. Pairs get no `end_id`, and labels in the last response only.
         """
         if not self.handler.has_responses:
             return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]
@@ -198,7 +198,7 @@ class RowEncoder:
         """Make the error for a row over --seq-length, with the reason TOO_LONG.
 
         length: with its unit
-        is_conversation: False = the row is a prompt, for which the remedy is another one
+        is_conversation: False = the row is a prompt, which --overlong keep-tail would cut
         """
         name = "conversation" if is_conversation else "prompt"
         remedy = "raise it" if is_conversation else "raise it or use --overlong keep-tail"

@@ -121,10 +121,10 @@ class RowSource:
         return islice(self._read_all(), self._max_rows)
 
     def _read_all(self) -> Iterator[NumberedRow]:
-        """Yield the rows of all files, BadRows too; count rows, repeated ids and empty files.
+        """Yield the rows of all files, BadRows too; count rows, repeated `id`s and empty files.
 
         Also collects the column names in `columns`, and calls `progress` after each row, when the
-        next is asked for. Raises UserError.
+        next is asked for. Raises UserError as `_read` does.
         """
         for file in self._files:
             name, before = readable(file), self._counts.rows_read
@@ -203,6 +203,7 @@ class Refusals:
     def list_problems(self, only: str | None = None) -> list[Problem]:
         """Return the problems, keyed by `file:row`; equal ones of a file are one with a count.
 
+        They are grouped by reason and file, in the order in which these pairs first came.
         only: return those of rows dropped for this reason, None = for all reasons
         """
         chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]

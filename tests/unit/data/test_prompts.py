@@ -124,7 +124,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jso
             {"prompt": " "},
             "a prompt must be text or a list of chat messages {role, content} and not",
         ),
-        ('{"prompt": "a\\ud800"}', "a prompt must be valid Unicode, \\ud800 is half a character"),
+        ('{"prompt": "a\\ud800"}', "text must be valid Unicode, \\ud800 is half a character"),
         ({"prompt": "a", "ground_truth": [1]}, "a ground truth must be text or a number"),
         ({"prompt": "a", "ground_truth": True}, "a ground truth must be text or a number"),
         ({"prompt": "a", "data_source": 3}, "a row must name its data source in 'data_source'"),

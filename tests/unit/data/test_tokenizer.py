@@ -136,5 +136,8 @@ def test_stop_tokens_are_described_with_their_sources(tmp_path):
         "4 '<|im_end|>' (template of the data set, stop_token_ids); "
         "9 '<|eot_id|>' (stop_token_ids)"
     )
+    unknown = len(tokenizer)  # below the vocab_size of a model with padded rows
+    line = describe_stop_tokens(tokenizer, None, [], [unknown])
+    assert line.endswith(f"; {unknown} not in the vocabulary (stop_token_ids)")
     tokenizer.eos_token = None
     assert describe_stop_tokens(tokenizer, None, [], []).endswith(": nothing but max_new_tokens")

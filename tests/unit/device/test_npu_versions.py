@@ -67,6 +67,10 @@ def test_versions_that_cannot_work_are_refused_with_a_remedy(
             r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1",
         ),
         (Installed("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
+        (
+            Installed("2.7.1", "2.7.1.post2", None, "0.12.1", "8.5.0"),
+            "^Megatron-LM is on the path without .*: its version is not known",
+        ),
         (Installed("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
     ],
 )
