@@ -40,7 +40,7 @@ class Cluster:
 
 
 def choose_cluster(address: str | None) -> Cluster:
-    """Return the cluster to join or start: the first named one, else this user's, else a new one.
+    """Return the cluster to join, and the reason as text; with address None one is to be started.
 
     address: of the key `runtime.address`; None = RAY_ADDRESS, else this user's cluster on this
              host, else a new one. The word `local` asks for a new one, `auto` for this user's; if

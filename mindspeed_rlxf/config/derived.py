@@ -220,7 +220,7 @@ def _read_environment(draft: Draft) -> None:
 def _devices_per_node(draft: Draft) -> Any:
     """Return `device.devices_per_node`, unchecked, or its default if it is absent.
 
-    None with runtime `local`, and unless the run joins a Ray cluster.
+    None with runtime `local`, and where the run starts a Ray cluster instead of joining one.
     """
     runtime = draft.payload["runtime"]
     is_local = runtime.get("kind") == RuntimeKind.LOCAL.value

@@ -44,6 +44,9 @@ MOST = {
 }
 """The largest value of each size in a config.json."""
 
+COMPARED = ("max_position_embeddings", "sliding_window")
+"""Sizes that are compared with others before any check of types."""
+
 RESOLVED = {
     "num_query_groups": "kv_heads",
     "kv_channels": "head_dim",
@@ -85,15 +88,18 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each number of MOST outside 0 to its bound, and each field of a wrong type.
 
-    Types: rope_* objects, model_type and hidden_act text, architectures a list of texts. Fields of
-    nested `*_config` objects are checked too. Absent fields are fine, and so is text in place of a
-    number, which `parse_architecture` refuses. Bounds keep later code from allocating a list per
-    layer, or a table per token, of a false number.
+    Types: COMPARED numbers, rope_* objects, model_type and hidden_act text, architectures a list of
+    texts. Fields of nested `*_config` objects are checked too. Absent fields are fine; text in
+    place of other numbers is left to later checks. Bounds keep later code from allocating a list
+    per layer, or a table per token, of a false number.
     """
     for name, most in MOST.items():
         value = config.get(name)
         if isinstance(value, (int, float)) and not 0 <= value <= most:
             yield f"{name} must be a number from 0 to {most}, not {shorten_value(value)}"
+    for name in COMPARED:
+        if not isinstance(config.get(name), (int, float, type(None))):
+            yield f"{name} must be a number or null, not {shorten_value(config[name])}"
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name), (dict, type(None))):
             yield f"{name} must be an object, not {shorten_value(config[name])}"
@@ -125,9 +131,9 @@ def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of attention, MLP and embeddings, named as in ArchitectureConfig.
 
     Absent fields are None, or have the default of transformers (key-value heads, head width, rotary
-    base 10000, tied embeddings). Scaling keys are only there with scaling, and three of them only
-    for llama3. transformers 5 nests the rotary settings in `rope_parameters`; older files have
-    `rope_theta` and `rope_scaling` at the top.
+    base 10000, untied embeddings). Bias and norm of queries and keys come from FAMILIES. Scaling
+    keys are only there with scaling, three of them only for llama3. transformers 5 nests rotary
+    settings in `rope_parameters`; older files have `rope_theta` and `rope_scaling` at the top.
     config: a config.json
     """
     family, heads = str(config.get("model_type")), config.get("num_attention_heads")
@@ -164,8 +170,8 @@ def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of experts of a config.json, named as in ArchitectureConfig.
 
     {"num_experts": None} for a model_type other than qwen3_moe and mixtral; else number, top-k,
-    width and whether softmax comes before top-k. Absent fields are None. transformers 5 writes
-    `num_local_experts` for both families with experts.
+    width and whether softmax comes before top-k (qwen3_moe without `norm_topk_prob`). Absent fields
+    are None. transformers 5 writes `num_local_experts` for both families with experts.
     """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
@@ -216,6 +222,7 @@ def find_disagreements(
     """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
 
     If config.json has settings that `find_unsupported` lists, return those alone.
+    A field that config.json lacks, and transformers has no default for, differs as None.
     `max_position_embeddings` may be smaller in the YAML, which changes no result.
     scored: the role has a score head in place of the output layer, so tying does not matter
     """

@@ -108,8 +108,8 @@ TOP_LEVEL = {
 def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
     """Return the problem of a key `name` that `section` (`""` = top level) does not have.
 
-    The remedy names the most similar key of the section, else a section that has a key `name`, else
-    `remove it`.
+    The remedy names the most similar key of the section, else the first section of `known_keys`
+    with a key `name`, else `remove it`.
     known: keys of the section
     path:  how the YAML spells the key where that differs from `section.name`
     """

@@ -95,8 +95,9 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
 def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
     """Return every section of TOP_LEVEL as a dict, {} where absent; report unknown sections.
 
-    Keys get underscores (those in VERBATIM do not), `runtime: WORD` becomes {kind: WORD}, and roles
-    inside `actor_rollout_ref` move to the top level. A value that is no section is rejected.
+    Keys get underscores (not in VERBATIM, except the keys of each model), `runtime: WORD` becomes
+    {kind: WORD}, and roles inside `actor_rollout_ref` move to the top level. A value that is no
+    section is rejected.
     `dry_run`, which is no section, stays as it is.
     """
     sections = _underscore_keys(draft, tree, "")
@@ -117,9 +118,10 @@ def _make_sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
 
 
 def _underscore_keys(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
-    """Return the tree with "_" for "-" in keys, at every depth; VERBATIM sections are copied as is.
+    """Return the tree with keys as text, "_" for "-", at every depth, but not in lists.
 
-    A key in both spellings becomes a problem, and its later value wins.
+    VERBATIM sections are copied unchanged. A key in both spellings becomes a problem, and its later
+    value wins.
     prefix: of the keys in that problem
     """
     result: Tree = {}
@@ -176,7 +178,7 @@ def _make_training(draft: Draft, values: Tree, name: str) -> Tree:
 
 
 def _make_roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
-    """Put each role's section into the payload, merged from model, training and its own keys.
+    """Put each role's section into the payload: model, training, own keys; the later one wins.
 
     `critic` is None where the stage has no critic; a section `critic` is rejected then. A reward
     without an architecture gets only the keys that it reads. Runs files of reward functions,

@@ -390,10 +390,10 @@ def communicators(
 ) -> int:
     """Return how many process groups of more than one rank a rank of the role belongs to.
 
-    Each has buffers on the device. Training adds groups for sums over the model's ranks, generation
-    has groups of its own.
+    Each has buffers on the device. TP, PP and DP; if it trains TP x PP; if it generates another TP.
+    With experts also TP, EP and TP x EP of theirs; if it trains with EP > 1 one for sums, and one
+    of the dp / ep ranks with the same experts; if it generates another TP and EP.
     trains, generates: whether the role does so
-    experts: whether the model has experts, which have groups of their own
     """
     model = trains and tp * pp > 1  # sums the gradient norm
     dense = sum((tp > 1, pp > 1, dp > 1, model, generates and tp > 1))

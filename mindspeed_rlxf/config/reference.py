@@ -98,8 +98,8 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
     """Map the keys of a role to their fields, for its own table.
 
-    Left out: optimizer keys, nested sections, and keys of RoleConfig that mean the same for all
-    roles (same description and `resume`).
+    Left out: optimizer keys, nested sections, and keys that have the description and the `resume`
+    (whether a resumed run may change them) of RoleConfig.
     """
     common = {
         name

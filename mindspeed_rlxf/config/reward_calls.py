@@ -66,7 +66,7 @@ def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any])
         signature = inspect.signature(function)
         signature.bind(**dict.fromkeys((*keywords_of(function), *arguments)))
     except (TypeError, ValueError) as error:
-        wanted = ", ".join((*GIVEN, *arguments))
+        wanted = ", ".join((*GIVEN, *map(str, arguments)))
         return f"must be a function of ({wanted}), called by keyword: {error}"
     return None
 

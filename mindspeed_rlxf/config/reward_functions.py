@@ -36,15 +36,17 @@ def read_functions(draft: Draft, reward: Tree) -> None:
 def _read_entry(draft: Draft, key: str, given: Any) -> Any:
     """Return an entry as a dict with name, absolute path and SHA-256; None where it is rejected.
 
-    The file is run. An unknown key becomes a problem and is left out. An entry whose `function` is
-    no text gets no path or hash, only the default name `remote` with a `url`, else `function`.
+    The file is run. An unknown key becomes a problem and is left out. A built-in rule gets no path
+    or hash, nor does an entry whose `function` is no text (default name `remote` with a `url`, else
+    `function`).
     given: a text such as FORM, the name of a built-in rule, or a dict of keys of FunctionConfig
     """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
         draft.reject(Problem(key, f"must name a function, {FORM}", given, "correct it"))
         return None
-    entry = draft.keep_known(key, entry, fields(FunctionConfig))
+    texts = {str(name): value for name, value in entry.items()}  # keys in lists may be numbers
+    entry = draft.keep_known(key, texts, fields(FunctionConfig))
     function = entry.get("function")
     if not isinstance(function, str):
         return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}

@@ -107,9 +107,9 @@ class RunConfig(Section):
         """Source of the old log-probs, with the key's value `auto` decided for this run.
 
         Another value than `auto` is returned as it is. AUTO as a result: the update's own log-probs
-        are the old ones, and the ratio is 1. That needs an iteration of one optimizer step, and
-        that no KL penalty in the reward, importance weight or limit of log-prob gaps reads
-        log-probs before the update. Else RECOMPUTE.
+        are the old ones, and the ratio is 1. That needs an iteration of one optimizer step, no
+        importance weight, no limit of log-prob gaps, and no KL penalty in the reward (which online
+        DPO never has). Else RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size

@@ -115,11 +115,11 @@ def load_error(key: str, file: str, error: BaseException) -> UserError:
 
 
 def _find_line(file: str, error: BaseException) -> str:
-    """Return `in line N`: the line of a SyntaxError, else the last line of `file` in the traceback.
+    """Return `in line N`: of a SyntaxError in `file`, else the last line of it in the traceback.
 
     `while loading` if the traceback has none.
     """
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename == file and error.lineno:
         return f"in line {error.lineno}"
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"in line {lines[-1]}" if lines else "while loading"

@@ -73,6 +73,6 @@ def format_value(value: Any) -> str:
 
 
 def shorten_value(value: Any) -> str:
-    """Return `format_value` of a value, cut to MAX_SHOWN characters, the last three then "..."."""
+    """Return `format_value` of a value; if above MAX_SHOWN characters, cut to that with "..."."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -201,8 +201,8 @@ class _Step:
     def of(cls, config: RunConfig, role: Role) -> _Step:
         """Return the factors of an optimizer step of a role, which must be the actor or the critic.
 
-        `micro` is 1 with a token limit. `samples` is a number that would be legal where that of
-        the configuration is not.
+        `share` = data-parallel size x stages of the virtual pipeline; `micro` = micro_batch_size,
+        or 1 with a token limit; `samples` by `_legal_samples`; `factors` = share and micro as text.
         """
         section, share = config.role(role), _Share.of(config, role)
         micro, factors = 1, str(replace(share, together=1))

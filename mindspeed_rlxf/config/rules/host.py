@@ -116,8 +116,8 @@ def _check_resource(config: RunConfig) -> Iterator[Problem]:
 def _check_devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
     """Yield at most one problem, if this host has too little for `wanted` processes.
 
-    Each needs one device, or on CPU PROCESS_BYTES of memory. It is a problem too if the host does
-    not have the kind of device.
+    Each needs one device, or on CPU PROCESS_BYTES of memory. It is also a problem if the host lacks
+    the kind of device, or its devices cannot be counted.
     """
     from mindspeed_rlxf import device
 

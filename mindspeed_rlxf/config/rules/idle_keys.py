@@ -53,7 +53,7 @@ class Idle(NamedTuple):
 def find_idle_keys(
     config: RunConfig, origins: Mapping[tuple[str, str], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (`no effect ...`, `key=value`) for each key that has no effect and not its default.
+    """Yield (`no effect ...`, `key=value`) for each idle key with a value other than its default.
 
     Keys read from a checkpoint's config.json (`model: auto`) are left out.
     origins: (section, key) -> key as the user wrote it; where absent, `section.key` is shown.
