@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.memory import EXCHANGE_TOKENS
+from mindspeed_rlxf.config.generation_memory import EXCHANGE_TOKENS
 from mindspeed_rlxf.models.grouped_experts import ExpertWeights, gated_products, sort_by_expert
 
 # Newer versions of torch have other names for these two.

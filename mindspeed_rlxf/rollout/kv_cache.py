@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.memory import PAGE, round_to_pages
+from mindspeed_rlxf.config.generation_memory import PAGE, round_to_pages
 from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequences
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.memory import PREFILL_TOKENS, kv_cache_rows, kv_cache_tokens
+from mindspeed_rlxf.config.generation_memory import PREFILL_TOKENS, kv_cache_rows, kv_cache_tokens
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config import generation_memory, memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.layout import count_per_node
 from mindspeed_rlxf.config.schema import (
@@ -191,23 +191,27 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     a, item = actor.architecture, memory.itemsize(actor)
     length = actor.max_prompt_length + actor.max_new_tokens
     # With a limited cache, rows that had to wait are prefilled again with their drawn tokens.
-    prefill = memory.prefill_tokens(rows, actor.max_prompt_length if held is None else length)
+    prefill = generation_memory.prefill_tokens(
+        rows, actor.max_prompt_length if held is None else length
+    )
     layer = a, prefill, tp, False, item
     working = memory.layer_activation_bytes(*layer)
     if config.rollout_ep > 1:
         working -= memory.mlp_activation_bytes(*layer)
-        working += memory.exchange_bytes(a, prefill, tp, config.rollout_ep, item)
+        working += generation_memory.exchange_bytes(a, prefill, tp, config.rollout_ep, item)
     else:
         working += memory.dispatch_bytes(*layer)
     top_ps = [actor.top_p] if actor.do_sample else []
     if config.has_validation_prompts and config.validation.do_sample:
         top_ps.append(config.validation.top_p)
     sorts = min(top_ps, default=1.0) < 1
-    sampling = memory.sampling_bytes(rows, a.vocab_size, bool(top_ps), sorts)
+    sampling = generation_memory.sampling_bytes(rows, a.vocab_size, bool(top_ps), sorts)
     return Phase(
         "generate",
-        max(working, sampling) + memory.row_state_bytes(rows, actor.max_new_tokens),
-        memory.kv_cache_bytes(memory.kv_cache_most_tokens(rows, length, held), a, tp, item),
+        max(working, sampling) + generation_memory.row_state_bytes(rows, actor.max_new_tokens),
+        generation_memory.kv_cache_bytes(
+            generation_memory.kv_cache_most_tokens(rows, length, held), a, tp, item
+        ),
         memory.weight_bytes(received, item),
     )
 
@@ -273,7 +277,9 @@ def cache_rows(config: RunConfig) -> int:
     actor = config.actor_rollout
     waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
     sizes = actor.max_prompt_length, actor.max_new_tokens
-    return memory.kv_cache_rows(actor.num_samples_per_step, waiting, *sizes, _cache_tokens(config))
+    return generation_memory.kv_cache_rows(
+        actor.num_samples_per_step, waiting, *sizes, _cache_tokens(config)
+    )
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
@@ -282,9 +288,9 @@ def _cache_tokens(config: RunConfig) -> int | None:
     There is no limit if `num_samples_per_step` is set, or the memory of the device is unknown.
     """
     actor, tp = config.actor_rollout, config.rollout_tp
-    token = memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))
+    token = generation_memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))
     limited = actor.num_samples_per_step is None
-    return memory.kv_cache_tokens(token, rollout_memory(config) if limited else None)
+    return generation_memory.kv_cache_tokens(token, rollout_memory(config) if limited else None)
 
 
 def _phases(stage: PipelineStage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:

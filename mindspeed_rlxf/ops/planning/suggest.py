@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config import generation_memory, memory
 from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
@@ -247,7 +247,7 @@ def _row_bytes(config: RunConfig) -> int:
     """Return the bytes per device of one row's KV cache, with longest prompt and response."""
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
-    return memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
+    return generation_memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
 
 
 def show_suggestions(

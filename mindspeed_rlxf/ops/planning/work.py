@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import lru_cache
 
-from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config import generation_memory, memory
 from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RoleConfig, RunConfig
@@ -316,7 +316,7 @@ def generation_work(config: RunConfig) -> Work:
     rows = min(cache_rows(config), samples)
     steps = max(lengths.response, -(-samples * lengths.response // rows))
     prompts, decoded = samples * lengths.prompt, samples * lengths.response
-    passes = max(1, -(-prompts // memory.PREFILL_TOKENS), -(-samples // rows))
+    passes = max(1, -(-prompts // generation_memory.PREFILL_TOKENS), -(-samples // rows))
     context = lengths.prompt + lengths.response / 2
     flop = layer_flop(a, prompts + decoded, tp)[0]
     flop += attention_flop(a, prompts, lengths.prompt / 2, tp)
@@ -325,8 +325,8 @@ def generation_work(config: RunConfig) -> Work:
     numbers = _numbers(a, Head.LANGUAGE_MODEL, tp, 0, 1, config.rollout_ep)
     kept = memory.layer_activation_bytes(a, prompts + decoded, tp, False, item)
     moved = 2 * kept * a.num_layers + (steps + passes) * numbers * item
-    moved += steps * memory.kv_cache_bytes(rows * int(context), a, tp, item)
-    moved += 2 * memory.sampling_bytes(decoded, a.vocab_size, actor.do_sample)
+    moved += steps * generation_memory.kv_cache_bytes(rows * int(context), a, tp, item)
+    moved += 2 * generation_memory.sampling_bytes(decoded, a.vocab_size, actor.do_sample)
     calls = (steps + passes) * (a.num_layers + 1)
     sent = 2 * (prompts + decoded) * a.hidden_size * item * a.num_layers * _ring_factor(tp)
     messages = 2 * a.num_layers * (steps + passes) if tp > 1 else 0

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed_rlxf.config.generation_memory import (
+    kv_cache_bytes,
+    kv_cache_most_tokens,
+    kv_cache_rows,
+    kv_cache_tokens,
+    prefill_tokens,
+    round_to_pages,
+    row_state_bytes,
+    sampling_bytes,
+)
 from mindspeed_rlxf.config.memory import (
     buffer_numbers,
     checkpoint_bytes,
@@ -14,10 +24,6 @@ from mindspeed_rlxf.config.memory import (
     gather_buffer_bytes,
     gradient_bytes,
     in_flight,
-    kv_cache_bytes,
-    kv_cache_most_tokens,
-    kv_cache_rows,
-    kv_cache_tokens,
     last_hidden_bytes,
     layer_activation_bytes,
     log_prob_head_bytes,
@@ -26,11 +32,7 @@ from mindspeed_rlxf.config.memory import (
     mlp_activation_bytes,
     optimizer_bytes,
     optimizer_step_bytes,
-    prefill_tokens,
-    round_to_pages,
-    row_state_bytes,
     sample_bytes,
-    sampling_bytes,
     score_head_bytes,
     stage_transfer_bytes,
     store_bytes,

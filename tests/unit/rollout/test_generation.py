@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config import generation_memory, memory
 from mindspeed_rlxf.rollout import generation, kv_cache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
@@ -104,7 +104,7 @@ def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(
     """17 tokens hold one row: its prompt of up to 8 and a response of 9; there are 8 rows."""
     expected = answers(engine(TinyModel(), 1), prompts, **SAMPLED)
     token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
-    bytes_of_all = int(tokens * token / memory.CACHE_SHARE) + 10
+    bytes_of_all = int(tokens * token / generation_memory.CACHE_SHARE) + 10
     sizes.tokens = sizes.slots = 0
     rollout = engine(TinyModel(), memory=bytes_of_all, steps=steps)
     same(answers(rollout, prompts, **SAMPLED), expected)

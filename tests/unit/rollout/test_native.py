@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rlxf.config.memory import CACHE_SHARE
+from mindspeed_rlxf.config.generation_memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import generation, native
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache

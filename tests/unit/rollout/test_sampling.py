@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from mindspeed_rlxf.config.memory import sampling_bytes
+from mindspeed_rlxf.config.generation_memory import sampling_bytes
 from mindspeed_rlxf.rollout.sampling import (
     BLOCK,
     SamplingSettings,

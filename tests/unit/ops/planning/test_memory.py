@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config import generation_memory, memory
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.rules.host import GIB
@@ -49,8 +49,8 @@ def test_rows_follow_the_rule_of_the_rollout(
     config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     # A row counts with half a response, in pages: more than the 24 tokens that it can have.
-    one = memory.kv_cache_bytes(24, config().actor_rollout.architecture, 1, 4)
-    whole = int(room * one / memory.CACHE_SHARE) + 10
+    one = generation_memory.kv_cache_bytes(24, config().actor_rollout.architecture, 1, 4)
+    whole = int(room * one / generation_memory.CACHE_SHARE) + 10
     monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
     run = config({"device.cpu_threads": 1})
     monkeypatch.setattr(device, "host_memory", lambda: 8 * whole)  # 8 processes
@@ -72,7 +72,7 @@ def test_a_prefill_holds_what_a_row_has_when_it_enters(
     run = config(rows)
     assert cache_rows(run) == 12
     layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 12 * known, 1, False, 4)
-    expected = layer + memory.row_state_bytes(12, 16)
+    expected = layer + generation_memory.row_state_bytes(12, 16)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
@@ -92,7 +92,7 @@ def test_sampling_sorts_where_a_top_p_is_used(
     large = {"actor_rollout.num_samples_per_step": 12, "model.small.vocab_size": 100_000}
     large |= {"actor_rollout.do_sample": True}
     run = config({**large, **changes})
-    expected = 12 * 100_000 * per_logit + memory.row_state_bytes(12, 16)
+    expected = 12 * 100_000 * per_logit + generation_memory.row_state_bytes(12, 16)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
@@ -320,5 +320,5 @@ def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_shar
     own = 96 * (64 * 2 + 5 * 8 + 20 * 2)
     # tokens in bf16, results in fp32; two choices with five numbers of 8 bytes
     shared = together * (64 * 6 + 2 * (40 + choice))
-    expected = dense + own + shared + memory.row_state_bytes(12, 16)
+    expected = dense + own + shared + generation_memory.row_state_bytes(12, 16)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
