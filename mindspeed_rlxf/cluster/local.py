@@ -179,7 +179,7 @@ class LocalWorld:
         worlds.leave()
 
     def _await_all(self, number: int, what: str) -> None:
-        """Wait until all ranks have written the flag of call `number`.
+        """Wait until all ranks have set their key of call `number` in the store.
 
         Raises RuntimeTimeout with the missing ranks after `timeout_s`. what: what is waited for,
         for the message

@@ -130,15 +130,18 @@ def _role_sections(sections: Tree) -> Tree:
 def _rename_recompute(draft: Draft, sections: Tree) -> None:
     """Rename `recompute_granularity` to `recompute` in models, `training` and roles.
 
-    That key, and those of the method and number of layers, are removed where they are null.
+    First removes it, `recompute_method` and `recompute_num_layers` where they are null. Another
+    value of `recompute` in the same section adds a problem to `draft`.
     """
     for name, values in _role_sections(sections).items():
         for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
             if values.get(key, "") is None:
                 del values[key]
         if "recompute_granularity" in values:
-            values["recompute"] = values.pop("recompute_granularity")
-            draft.spelled[f"{name}.recompute"] = f"{name}.recompute_granularity"
+            older, path = values.pop("recompute_granularity"), f"{name}.recompute"
+            if (present := values.setdefault("recompute", older)) != older:
+                _reject_two_values(draft, f"{path}_granularity", path, present)
+            draft.spelled[path] = f"{path}_granularity"
 
 
 def _reject_non_flag(draft: Draft, path: str, value: Any) -> None:
@@ -184,6 +187,10 @@ def _set_moved_key(draft: Draft, sections: Tree, path: str, value: Any, target: 
     if present == value:
         draft.origins.setdefault((section, key), path)
         return
+    _reject_two_values(draft, path, target, present)
+
+
+def _reject_two_values(draft: Draft, path: str, target: str, present: Any) -> None:
     rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
     draft.reject(Problem(path, rule, remedy="keep one"))
 
@@ -248,14 +255,14 @@ def _translate_value_clip(draft: Draft, sections: Tree) -> None:
 
 
 def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
-    """Return the list of prefixes in a string `a,b` or `weight,a`; other types as they are.
+    """Return the stripped prefixes in a string `a,b` or `weight,a`; other types as they are.
 
     Several pairs of weight and prefix are a problem, added to `draft`; it still returns the
     prefixes.
     """
     if not isinstance(value, str):
         return value
-    parts = [part for part in value.split(",") if part]
+    parts = [part for part in map(str.strip, value.split(",")) if part]
     if len(parts) % 2 or not all(part.replace(".", "", 1).isdigit() for part in parts[::2]):
         return parts
     names = parts[1::2]

@@ -117,8 +117,8 @@ def register_rule(
 ) -> Callable[[Rule], Rule]:
     """Return a decorator that adds a function to RULES, as a choice of `reward.rules`.
 
-    accepts: tests whether a ground truth is valid, put in ACCEPTS; None = it is valid if it scores
-             above 0 when it is the response
+    accepts: tests whether a ground truth is valid, stored in ACCEPTS by function. None = nothing
+             is stored, and a ground truth is valid if it scores above 0 as the response
     The decorator returns the function unchanged; it raises ValueError for a name that is taken.
     """
 

@@ -106,7 +106,7 @@ class RunDirectory:
     def release(self) -> None:
         """Unlock the folder; first remove the config files if metrics.jsonl is empty or absent.
 
-        An empty metrics.jsonl is removed with them.
+        An empty metrics.jsonl is removed with them. Only the process that has the lock may call it.
         """
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)

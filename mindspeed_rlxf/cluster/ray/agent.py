@@ -141,7 +141,10 @@ class RayAgents:
         self._by_node: dict[str, RayAgent] = {}
 
     def on(self, node: str, host: str) -> RayAgent:
-        """Return the agent of a node, the same for each call. node: Ray's id; host: its name"""
+        """Return the agent of a node, the same for each call; its first request starts the process.
+
+        node: Ray's id; host: its name. Ray restarts an agent that dies.
+        """
         options = device_options(None, self._environment) | RESTARTED
         return self._by_node.setdefault(node, RayAgent(node, host, **options))
 

@@ -248,8 +248,8 @@ class _Step:
 def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
     """Return the problem of a micro_batch_size that separates pairs, with even sizes as remedy.
 
-    The remedy is the nearest one or two sizes that the mini-batch allows, ascending; if there are
-    none, a new micro-batch and a new mini-batch.
+    The remedy is the closest one or two sizes that the mini-batch allows, ascending, perhaps both
+    on one side; if there are none, the closest even micro-batch and a mini-batch for it.
     key, size: of the role's mini-batch
     """
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))

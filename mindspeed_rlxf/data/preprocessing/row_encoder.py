@@ -226,9 +226,9 @@ class RowEncoder:
     ) -> dict[str, list[bytes | None]]:
         """Return name -> JSON bytes of each row for the columns to write beside the tokens.
 
-        None where a row lacks the column. Only those of `kept_columns`, None = all. Columns that
-        became the prompt are left out; answers are added as column `labels` where the handler
-        writes them.
+        None where a row lacks the column. Columns that became the prompt are left out. Where the
+        handler writes answers, the first is column `labels`, in place of one of the row. Only
+        columns of `kept_columns`, `labels` too; None = all.
         """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns

@@ -215,10 +215,23 @@ def test_a_moved_key_arrives(
     assert read(resolve(make_tree(changes), "test", older_toolkit)) == value
 
 
+def test_recompute_under_both_names_must_be_the_same(
+    make_tree: MakeTree, problems: Problems
+) -> None:
+    both = {"critic.recompute_granularity": "full", "critic.recompute": "full"}
+    config = resolve(make_tree(both), "test", older_toolkit)
+    assert config.critic is not None and config.critic.recompute.value == "full"
+    (problem,) = problems({**both, "critic.recompute": "none"})
+    assert problem == (
+        "critic.recompute_granularity and critic.recompute='none' say the same thing differently; "
+        "keep one"
+    )
+
+
 def test_the_data_path_of_the_actor_is_that_of_the_data(
     make_tree: MakeTree, problems: Problems
 ) -> None:
-    for given, meant in {"a/b": ["a/b"], "1,a/b": ["a/b"], "a,b": ["a", "b"]}.items():
+    for given, meant in {"a/b": ["a/b"], "1,a/b": ["a/b"], "a, b": ["a", "b"]}.items():
         tree = make_tree({"actor_rollout.data_path": given}, ("data.train_files",))
         config, notes = resolve_with_notes(tree, "test", older_toolkit)
         assert config.data.data_path == tuple(map(os.path.abspath, meant))
