@@ -83,8 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _calibrate(
     arguments: argparse.Namespace, config: RunConfig | None, found: list[Finding]
 ) -> int:
-    """Measure this host's first device, write the calibration file, print its path; return 0.
+    """Measure this host's first device, write the calibration file and print its path; return 0.
 
+    Prints progress to stderr, and the device and the largest error of the fit beside the path. The
+    file is --to, or that of the device's kind in the user's folder.
     config: gives the kind of device and the CPU threads; None = --device, and one thread
     found:  findings of `_load_config`; if --config-name is given and config is None, only print
             them and return 1

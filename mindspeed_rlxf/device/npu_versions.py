@@ -167,7 +167,7 @@ def _torch_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _megatron_problems(versions: Installed) -> Iterator[Problem]:
-    """Yield problems with the versions of Megatron-LM and MindSpeed.
+    """Yield problems with the versions of Megatron-LM, which must be there, and MindSpeed.
 
     Warnings: a Megatron-LM that is in no set, or has a torch of another set; a Megatron-LM or
     MindSpeed without a version. Fatal: a MindSpeed of another minor version than Megatron-LM. An

@@ -90,8 +90,8 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     """Check that `source` has the weights of one model; return whether it is a Hugging Face folder.
 
-    Raises UserError if it has none or several, if the flags name another format, or if a Hugging
-    Face folder is to become one.
+    Raises UserError if it is no folder, has no weights, is a checkpoint of a run (whose folder of a
+    role is wanted), if the flags name another format, or if a Hugging Face folder is to become one.
     """
     from mindspeed_rlxf.run.store import MANIFEST
 

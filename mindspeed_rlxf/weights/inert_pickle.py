@@ -210,9 +210,9 @@ class InertUnpickler:
         self.stack = []
 
     def _pop(self, count: int) -> list[Any]:
-        """Pop the last `count` values of the stack; return them, the top one last.
+        """Pop the last `count` (1 or more) values of the stack; return them, the top one last.
 
-        Raises IndexError for fewer.
+        Raises IndexError if the stack has fewer.
         """
         items = self.stack[-count:]
         if len(items) < count:

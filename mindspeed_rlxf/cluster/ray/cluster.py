@@ -110,9 +110,10 @@ def open_cluster(
 
 
 def _join_cluster(address: str, allow_unauthenticated: bool) -> RayCluster:
-    """Join a running cluster.
+    """Connect this process to a running cluster, which must answer within KNOCK_S.
 
-    Raises UserError where none answers, it refuses, or it is not trusted.
+    Switches Ray to tokens if the cluster uses them. Raises UserError where none answers (also if
+    `auto` found none), it refuses, or it is not trusted.
     """
     try:
         if address == AUTO:

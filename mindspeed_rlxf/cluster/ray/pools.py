@@ -187,9 +187,10 @@ class RayPools:
         return explain_death(error, max(new_kills, default=0))
 
     def release(self, pool: RayPool) -> None:
-        """End a pool: kill its processes, or keep them warm for another pool (`keep_warm`).
+        """End a pool: kill its processes, or with `keep_warm` reset them for another pool.
 
-        Processes that cannot leave the pool are killed too. Does nothing for a pool that has ended.
+        Waits for the reset; if one process cannot be reset, all are killed. Does nothing for a pool
+        that has ended.
         """
         if pool not in self._pools:
             return

@@ -244,9 +244,10 @@ class RowEncoder:
 
 
 def label_last_response(labels: list[int]) -> list[int]:
-    """Return a copy of the labels with those of all responses but the last set to IGNORED.
+    """Return a copy of the labels in which only those after the last IGNORED are kept.
 
-    The last response is the run of labels other than IGNORED at the end of the conversation.
+    They are the labels of the last response, with which the conversation must end. The others
+    become IGNORED.
     """
     start = len(labels)
     while start and labels[start - 1] != IGNORED:
