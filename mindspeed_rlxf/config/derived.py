@@ -294,7 +294,8 @@ def set_max_new_tokens(draft: Draft) -> None:
 def make_paths_absolute(payload: Tree) -> None:
     """Make the paths of PATHS absolute in place and expand `~`: workers run in other folders.
 
-    Each text, and each text in a list; absent sections and other values stay.
+    Each text, and each text in a list; null sections, absent keys and other values stay. Every
+    section of PATHS must be in `payload`.
     """
     for section, keys in PATHS.items():
         for key in keys if payload[section] is not None else ():

@@ -51,6 +51,7 @@ def supervise() -> int | None:
 
     Returns None if this process must do the work itself: it is that child, a rank of torchrun, runs
     in one process (runtime=local), may not restart, or does not train (dry_run, --cfg, --help).
+    The child is set to end with its parent. The parent's output is protected (`protect`).
     """
     if given := read_supervision():
         _end_with_parent(given[0])

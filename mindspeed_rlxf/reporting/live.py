@@ -251,8 +251,8 @@ class View:
         """Return the line `now`: the phase in progress, and the number of warnings if any.
 
         A phase whose progress is known has a bar. Between phases: the next iteration's number, or
-        `-` after the last.
-        width: columns of the line
+        `-` after the last, or while their number is not known.
+        width: columns of the line, to which the bar is fitted
         """
         phase = PHASES.current
         noun = "warning" if self.warnings == 1 else "warnings"

@@ -130,7 +130,7 @@ class ValueFit:
     def explained_variance(cls, parts: Sequence[ValueFit]) -> float:
         """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN if Var(R) <= 1e-12.
 
-        parts: sums of each rank
+        parts: sums of each rank, together over one slot at least
         """
         n = sum(part.count for part in parts)
         names = "returns", "returns_squared", "errors", "errors_squared"

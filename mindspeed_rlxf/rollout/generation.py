@@ -159,8 +159,10 @@ class Generation:
         A row is computed alone if it is longer. A row whose prompt another slot has, and which has
         no response yet, costs nothing: it copies the prompt's keys and values.
 
-        donors: prompt -> a slot that has it in the cache; gets an entry for each new prompt
-        Yields packs: slot -> slot that it copies its prompt from, or itself if it is computed.
+        donors: prompt -> a slot that has it in the cache; gets an entry for each new prompt of a
+                row without response
+        Yields packs: slot -> slot that it copies its prompt from, or itself if it is computed. There
+        is at least one pack; without rows it is empty.
         """
         pack: dict[int, int] = {}
         tokens = 0
@@ -222,8 +224,9 @@ class Generation:
     def _decode(self) -> None:
         """Launch `limits.steps` decode steps of all rows, without reading the drawn tokens.
 
-        Fewer if no row may have that many more tokens. Moves rows back to the queue first if the
-        cache cannot hold these steps.
+        Fewer if no row may have that many more tokens. First moves rows back to the queue if the
+        cache cannot hold these steps, and resizes it. Announces each step to the ranks that share
+        experts.
         """
         left = [row.settings.max_new_tokens for row in self.active] - self._counts
         steps = min(self.limits.steps, int(left.max()))

@@ -75,7 +75,8 @@ def records_of(read: Read, size: int) -> dict[str, Record]:
 def _place_of_directory(read: Read, size: int) -> tuple[int, int, int]:
     """Return offset, length (bytes) and number of entries of the archive's directory.
 
-    Raises Refused where archive readers could find another one, ValueError when damaged.
+    Raises Refused where archive readers could find another one or it is over MAX_DIRECTORY bytes,
+    ValueError when damaged.
     """
     tail = read(max(0, size - TAIL), min(size, TAIL))
     end = tail[-END:]

@@ -108,9 +108,9 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
 
 
 def _memory_row(name: str, state: State, other: int, phase: Phase) -> list[object]:
-    """Return a row of the memory table as text: name, phase, and bytes on the device meanwhile.
+    """Return the texts of a row of the memory table: `name`, the phase's name and seven sizes.
 
-    The bytes are of weights, gradients, optimizer, activations, KV cache, the rest and their sum.
+    The sizes are weights, gradients, optimizer, activations, KV cache, the rest and their sum.
     state: bytes of weights, gradients and optimizer; other: lasting bytes beside them
     """
     needs = [*state, phase.activations, phase.kv_cache, other + phase.other]

@@ -286,7 +286,10 @@ def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
 
 
 def _value_at(payload: Changes, path: str) -> Any:
-    """Return the value at a dotted key; a role's optimizer keys may lie flat in the role."""
+    """Return the value at a dotted key; KeyError if there is none.
+
+    A last name that is not there is looked for in `optimizer` beside it.
+    """
     *parents, last = path.split(".")
     for part in parents:
         payload = payload[part]
