@@ -38,8 +38,9 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or only print the configuration (--cfg) or the plan (dry_run); return the exit code.
 
-    Notes are printed first, with --cfg to stderr. Silences Megatron's UserWarnings. Mistakes of the user are printed, not raised, and return 2; so does a
-    plan with problems. --cfg returns 0, training the code of the run.
+    Notes are printed first, with --cfg to stderr. Silences Megatron's UserWarnings. Mistakes of the
+    user are printed, not raised, and return 2; so does a plan with problems. --cfg returns 0,
+    training the code of the run.
     """
     protect_output()
     try:

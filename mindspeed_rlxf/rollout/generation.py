@@ -161,8 +161,8 @@ class Generation:
 
         donors: prompt -> a slot that has it in the cache; gets an entry for each new prompt of a
                 row without response
-        Yields packs: slot -> slot that it copies its prompt from, or itself if it is computed. There
-        is at least one pack; without rows it is empty.
+        Yields packs: slot -> slot that it copies its prompt from, or itself if it is computed. At
+        least one pack; without rows it is empty.
         """
         pack: dict[int, int] = {}
         tokens = 0
