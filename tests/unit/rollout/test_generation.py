@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rlxf.config import generation_memory, memory
+from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.rollout import generation, kv_cache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
@@ -90,7 +90,7 @@ def test_samples_of_a_prompt_share_its_prefill(
 
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (memory, kv_cache):
+    for module in (generation_memory, kv_cache):
         monkeypatch.setattr(module, "PAGE", 2)
     monkeypatch.setattr(generation, "GROWTH", 4)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.rollout import kv_cache
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
@@ -144,7 +144,7 @@ def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
 def test_a_cache_grows_by_pages_and_keeps_what_its_rows_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "PAGE", 4)
+    monkeypatch.setattr(generation_memory, "PAGE", 4)
     monkeypatch.setattr(kv_cache, "PAGE", 4)
     cache = KvCache(CacheShape(LAYERS, GROUPS, DIM, torch.float64), 19, CPU)
     qkv = [random_tokens(19, seed) for seed in range(3)]

@@ -310,7 +310,7 @@ def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_shar
     width: int,
     choice: int,
 ) -> None:
-    monkeypatch.setattr(memory, "EXCHANGE_TOKENS", limit)
+    monkeypatch.setattr(generation_memory, "EXCHANGE_TOKENS", limit)
     keys = {"actor_rollout.num_samples_per_step": 12, "actor_rollout.bf16": True}
     run = config({**EP4, **keys, "model.small.moe_ffn_hidden_size": width})
     a = run.actor_rollout.architecture
