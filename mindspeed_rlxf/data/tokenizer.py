@@ -196,7 +196,8 @@ def describe_stop_tokens(
     for source, ids in sources.items():
         for token_id in ids:
             named.setdefault(token_id, []).append(source)
-    tokens = {token_id: repr(token) for token, token_id in tokenizer.get_vocab().items()}
+    vocabulary = tokenizer.get_vocab().items()
+    tokens = {token_id: repr(token) for token, token_id in vocabulary if token_id in named}
     shown = [
         f"{token_id} {tokens.get(token_id, 'not in the vocabulary')} ({', '.join(names)})"
         for token_id, names in sorted(named.items())

@@ -95,8 +95,8 @@ class History:
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
                 self._values[name].append(value)
-        scores = [v for k, v in metrics.items() if _is_validation_score(k) and v is not None]
-        if validated := [score for score in scores if math.isfinite(score)]:
+        scores = [v for k, v in metrics.items() if _is_validation_score(k)]
+        if validated := [v for v in scores if v is not None and math.isfinite(v)]:
             self._values[VALIDATION].append(statistics.fmean(validated))
             trained = self._values[SCORE][-BASELINE:]
             self._values[SCORE_THEN].append(statistics.fmean(trained or [math.nan]))

@@ -54,21 +54,22 @@ def _health_findings(
     "watch" if the illness ended, and the text says when; else "bad".
     """
     if (run / HEALTH).exists():
-        events = [dict(each) for each in read_records(run / HEALTH)]
+        events = list(read_records(run / HEALTH))
     else:
         events = [vars(finding) for finding in replay(iterations, kl_limit)[1]]
-    begun = {}  # rule -> its latest beginning, which the next end of the rule belongs to
-    for event in events:
+    begun: dict[str, int] = {}  # rule -> index of its beginning that has no end yet
+    ends: dict[int, Any] = {}  # index of a beginning -> iteration in which it ended
+    for i, event in enumerate(events):
         rule = str(event.get("rule"))
         if event.get("event") == "began":
-            begun[rule] = event
-        elif rule in begun:
-            begun.pop(rule)["end"] = event.get("iteration")
-    for event in events:
+            begun[rule] = i
+        elif event.get("event") == "ended" and rule in begun:
+            ends[begun.pop(rule)] = event.get("iteration")
+    for i, event in enumerate(events):
         if event.get("event") == "began":
-            text, over = f"{event.get('rule')}: {event.get('text')}", "end" in event
-            text += f" (ended in iteration {event['end']})" if over else ""
-            level, remedy = "watch" if over else "bad", str(event.get("remedy", ""))
+            text = f"{event.get('rule')}: {event.get('text')}"
+            text += f" (ended in iteration {ends[i]})" if i in ends else ""
+            level, remedy = "watch" if i in ends else "bad", str(event.get("remedy", ""))
             yield _finding(level, event.get("iteration"), text, remedy)
 
 

@@ -113,18 +113,24 @@ def test_a_tracker_that_does_not_start_is_warned_of_once(
     assert len(kept.got) == 3, "the others go on"
 
 
+def register_waiting(name: str, kept: type[Kept]) -> threading.Event:
+    """Register a tracker that starts when the returned event is set, after 10 s at most."""
+    free = threading.Event()
+
+    def wait(run: TrackedRun) -> Tracker:
+        free.wait(10.0)
+        return kept(run)
+
+    register_tracker(name)(wait)
+    return free
+
+
 def test_a_tracker_that_hangs_holds_up_nothing(
     tmp_path: Path, kept: type[Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_S", 0.1)
     monkeypatch.setattr(trackers, "WAITING", 3)
-    free = threading.Event()
-
-    def hangs(run: TrackedRun) -> Tracker:
-        free.wait(10.0)
-        return kept(run)
-
-    register_tracker("hanging")(hangs)
+    free = register_waiting("hanging", kept)
     warnings = track(tmp_path, range(1, 9), 0, "hanging")
     free.set()
     assert warnings[0].startswith("tracker hanging failed: it is 3 iterations behind")
@@ -136,13 +142,7 @@ def test_a_tracker_with_a_full_queue_is_finished_when_it_has_caught_up(
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_S", 5.0)
     monkeypatch.setattr(trackers, "WAITING", 3)
-    free = threading.Event()
-
-    def starts_late(run: TrackedRun) -> Tracker:
-        free.wait(10.0)
-        return kept(run)
-
-    register_tracker("late")(starts_late)
+    free = register_waiting("late", kept)
     threading.Timer(0.2, free.set).start()  # during `close`
     assert track(tmp_path, range(1, 4), 0, "late") == []
     assert [i for i, _ in kept.got] == [1, 2, 3] and kept.ended == 1
