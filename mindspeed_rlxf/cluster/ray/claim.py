@@ -30,6 +30,9 @@ OWN_WAIT_S = 30.0  # longest wait on our own cluster, which never grows
 FIRST_S = 3.0  # before the first warning of missing devices on a joined cluster
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
+PLACE_S = 0.5
+LOOK_EVERY_S = 0.1
+RETURN_S = 5.0  # longest wait until Ray lists the devices of removed groups as free
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
 A_LITTLE = 0.001  # of a node's model resource: chooses the model, leaves room for all pools
 
@@ -69,12 +72,14 @@ class DeviceClaim:
         patience = SAY_MISSING_EVERY_S if self._wait_s is None else FIRST_S
         while True:
             left = max(deadline - time.monotonic(), 0)
+            before = live_nodes(self._resource)
             groups, late = self._try_to_reserve(shapes, min(left, patience))
             patience = SAY_MISSING_EVERY_S
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
-            self._report_shortage(shapes, late, time.monotonic() >= deadline)
+            nodes = self._await_return(before)
+            self._report_shortage(shapes, late, nodes, time.monotonic() >= deadline)
 
     def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool and wait up to `wait_s` for all of them.
@@ -127,23 +132,41 @@ class DeviceClaim:
             bundles, strategy=strategy, bundle_label_selector=[others] * len(bundles)
         )
 
-    def _report_shortage(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
+    def _await_return(self, before: Sequence[Node]) -> list[Node]:
+        """Wait until each node has as many free devices as before the attempt; return the nodes.
+
+        Ray lists the devices of a removed group as used for some time: a report would name a pool
+        that has enough devices. Another run may have taken them: gives up after RETURN_S.
+        """
+        had = {node.id: node.free for node in before}
+        deadline = time.monotonic() + RETURN_S
+        while True:
+            nodes = live_nodes(self._resource)
+            back = all(node.free >= had.get(node.id, 0) for node in nodes)
+            if back or time.monotonic() >= deadline:
+                return nodes
+            time.sleep(LOOK_EVERY_S)
+
+    def _report_shortage(
+        self, shapes: Shapes, late: list[str], nodes: Sequence[Node], is_last: bool
+    ) -> None:
         """Log a warning that describes the shortage of late pools, with the nodes that may be used.
 
         Of the late pools it names those that `find_unplaced_pools` chooses.
         late:    pools that wait for devices
+        nodes:   all nodes of the cluster
         is_last: raise the text instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
         """
         left_out = self._check.left_out
-        nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
-        unplaced = find_unplaced_pools(late, shapes, nodes)
+        usable = [n for n in nodes if n.count and n.id not in left_out]
+        unplaced = find_unplaced_pools(late, shapes, usable)
         found = [
-            describe_shortage(n, shapes[n], self._resource, self._address, nodes) for n in unplaced
+            describe_shortage(n, shapes[n], self._resource, self._address, usable) for n in unplaced
         ]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))
             return
-        free = [node.free for node in nodes]
+        free = [node.free for node in usable]
         if self._wait_s is None:
             raise TooFewDevices([Problem("", text) for text in found], free)
         waited = f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: "
@@ -153,14 +176,13 @@ class DeviceClaim:
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
     """Wait up to `wait_s` for all groups; return the names of those that Ray has not placed.
 
-    In the order of `groups` (name -> placement group).
+    In the order of `groups` (name -> placement group). Waits PLACE_S at least, in which Ray places
+    a group that fits. Not `PlacementGroup.wait`, which cuts its limit to whole seconds and says
+    False of a placed group where 0 are left (Ray 2.60).
     """
-    deadline = time.monotonic() + wait_s
-    return [
-        name
-        for name, group in groups.items()
-        if not group.wait(timeout_seconds=max(deadline - time.monotonic(), 0.01))
-    ]
+    ready = {name: group.ready() for name, group in groups.items()}
+    placed, _ = ray.wait(list(ready.values()), num_returns=len(ready), timeout=max(wait_s, PLACE_S))
+    return [name for name, reference in ready.items() if reference not in placed]
 
 
 def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
