@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -233,10 +234,11 @@ def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:
     The value has the option for `ray start` with the number of devices. On A3 a card has two
     devices, and each is a rank.
     """
-    cards = {each.card for each in devices}
-    dies = len(devices) // max(len(cards), 1)
-    value = f"{len(cards)} cards, {dies} device{'s' if dies > 1 else ''} on each"
-    even = len(cards) * dies == len(devices)
+    sizes = Counter(each.card for each in devices).values()
+    even = len(set(sizes)) <= 1
+    dies = "-".join(str(size) for size in sorted({min(sizes, default=0), max(sizes, default=0)}))
+    value = f"{len(sizes)} card{'' if len(sizes) == 1 else 's'}, "
+    value += f"{dies} device{'' if dies == '1' else 's'} on each"
     return Checked(
         "npu.cards",
         even,

@@ -171,13 +171,16 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
     Random streams are not loaded if the layout or the kind of device has changed: they go on from
     the seed, and `same_layout` of the result is False. Where the folder has another model or no
-    state, all ranks return the problem instead of raising; the state may be loaded in part then.
+    state, or a rank cannot read it, all ranks return the problem instead of raising; the state may
+    be loaded in part then.
     """
     same, problem = False, []
     try:
         same = _load_share(state, folder)
     except ValueError as error:
         problem = [str(error)]
+    except OSError as error:
+        problem = [f"{folder} must be readable by every rank ({error}); mend access and try again"]
     if problems := _gather_all(problem):
         return Loaded("; ".join(dict.fromkeys(problems)))
     return Loaded(same_layout=same)

@@ -72,10 +72,15 @@ class Classifier:
         """Return the most tokens that a text may have; None = any number.
 
         It is the smaller of the model's number of positions and the tokenizer's limit, if known.
-        own: the tokenizer is the model's; only then does its limit count. RoBERTa's is smaller, as
-             the model leaves the first two positions unused.
+        RoBERTa and its kin number positions after that of padding, and leave those before it
+        unused.
+        own: the tokenizer is the model's; only then does its limit count
         """
         positions = getattr(self._model.config, "max_position_embeddings", None)
+        for name, module in self._model.named_modules():
+            padding = getattr(module, "padding_idx", None)
+            if positions and name.endswith("position_embeddings") and padding is not None:
+                positions -= padding + 1
         limits = [positions, self._tokenizer.model_max_length if own else None]
         return min((limit for limit in limits if limit), default=None)
 

@@ -130,9 +130,11 @@ class ValueFit:
     def explained_variance(cls, parts: Sequence[ValueFit]) -> float:
         """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN if Var(R) <= 1e-12.
 
-        parts: sums of each rank, together over one slot at least
+        parts: sums of each rank; NaN also where they have no slot
         """
         n = sum(part.count for part in parts)
+        if n == 0:
+            return math.nan
         names = "returns", "returns_squared", "errors", "errors_squared"
         means = [sum(getattr(part, name) for part in parts) / n for name in names]
         variance, unexplained = means[1] - means[0] ** 2, means[3] - means[2] ** 2

@@ -125,7 +125,7 @@ def _read_holder(stream: IO[str]) -> tuple[str, int]:
     try:
         note = json.loads(stream.read())
         return str(note["host"]), int(note["pid"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):  # the last for Infinity
         return "another host", 0
 
 

@@ -125,6 +125,10 @@ def test_a_bad_random_stream_of_one_rank_is_reported_by_all_ranks(
     first, second = group.call_engine(TrainEngine.load_state, tmp_path / "state").result()
     said = f"{file} must hold the random streams of a rank (the position of numpy must be from 0"
     assert first == second and first.problem.startswith(said)
+    file.unlink()
+    file.mkdir()  # as unreadable as a file without the right, also for root
+    first, second = group.call_engine(TrainEngine.load_state, tmp_path / "state").result()
+    assert first == second and "must be readable by every rank ([Errno 21]" in first.problem
 
 
 def test_wrong_steps_before_a_resume_count_in_those_in_a_row(

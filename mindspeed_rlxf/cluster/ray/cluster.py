@@ -38,6 +38,8 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
+START_ATTEMPTS = 2  # of our own cluster
+START_TIMED_OUT = "timed out during startup"  # in what Ray raises after 30 s; it has no option
 _own_token: list[str] = []  # at most one: the token of all own clusters of this process
 PREFIX, SESSIONS = "rlxf-ray-", "r"
 SOCKET_BYTES = 107  # longest path of a unix socket
@@ -165,7 +167,8 @@ def _set_token_mode(**token: str) -> None:
 def _start_own(resources: dict[str, float]) -> RayCluster:
     """Start our own cluster on the loopback interface, with a token and an orphan guard.
 
-    Sets environment variables of Ray in this process.
+    Sets environment variables of Ray in this process. Tries START_ATTEMPTS times where Ray's
+    processes do not answer in its own limit, as on a busy host; then raises UserError.
     resources: devices that it registers beside those that Ray finds
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
@@ -174,9 +177,32 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
     if not _own_token:  # one for the whole process
         _own_token.append(secrets.token_hex(32))
     _set_token_mode(RAY_AUTH_TOKEN=_own_token[0])
+    _keep_quiet()
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            return _try_to_start(resources)
+        except Exception as error:  # Ray raises this type itself
+            if START_TIMED_OUT not in str(error):
+                raise
+            logger.warning("Ray did not start (attempt %d of %d)", attempt, START_ATTEMPTS)
+    raise UserError(
+        Problem(
+            "runtime.address",
+            f"must name a running cluster where our own does not start in {START_ATTEMPTS} "
+            "attempts of 30 s; this host may be too busy",
+            "local",
+            "end other work on the host, or `ray start --head` and give its address",
+        )
+    )
+
+
+def _try_to_start(resources: dict[str, float]) -> RayCluster:
+    """Start our own cluster; after an error none of its processes and files is left.
+
+    resources: devices that it registers beside those that Ray finds
+    """
     import ray
 
-    _keep_quiet()
     temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temp_root()))
     guard = OrphanGuard(temp_dir)
     try:

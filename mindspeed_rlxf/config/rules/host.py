@@ -51,9 +51,20 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
 def _check_local_world(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1).
 
+    One for WORLD_SIZE alone if it is no number.
+
     Call it only with `runtime.kind=local`, where every process runs every role.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    found = os.environ.get("WORLD_SIZE", "1")
+    if not (found.isascii() and found.isdigit()):
+        yield Problem(
+            "WORLD_SIZE",
+            "must be the number of processes that torchrun started",
+            repr(found),
+            "unset it, or start the processes with torchrun",
+        )
+        return
+    world = int(found)
     for pool, size in _pool_sizes(config).items():
         if size != world:
             yield Problem(

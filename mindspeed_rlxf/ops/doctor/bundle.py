@@ -218,7 +218,10 @@ def _list_files(folder: Path) -> str:
         for name in sorted(names):
             if len(lines) == MOST_FILES:
                 return "\n".join([*lines, "and more"]) + "\n"
-            found = os.lstat(os.path.join(parent, name))
+            try:
+                found = os.lstat(os.path.join(parent, name))
+            except FileNotFoundError:  # a running job removes checkpoints and partial files
+                continue
             moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(found.st_mtime))
             path = Path(parent, name).relative_to(folder).as_posix()
             lines.append(f"{found.st_size:>14}  {moment}  {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import locale
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -159,11 +160,14 @@ def clock(now: float | None = None) -> Finding:
 
 
 def threads() -> Finding:
-    """Warn if OMP_NUM_THREADS is set to something else than a whole number from 1 on; else `ok`."""
+    """Warn if OMP_NUM_THREADS is set to something else than whole numbers from 1 on; else `ok`.
+
+    OpenMP allows several, joined by commas: one for each level of nested regions.
+    """
     found = os.environ.get("OMP_NUM_THREADS", "unset")
-    is_number = found.isdigit() and int(found) >= 1
+    is_list = re.fullmatch(r"\s*0*[1-9][0-9]*\s*(,\s*0*[1-9][0-9]*\s*)*", found, re.ASCII)
     return judge(
-        is_number or found == "unset",
+        is_list is not None or found == "unset",
         "host.threads",
         f"OMP_NUM_THREADS {found}",
         "set a whole number or unset it",

@@ -189,5 +189,6 @@ def test_a_card_of_two_dies_is_two_devices() -> None:
     assert cards(0, 1).value.startswith("2 cards, 1 device on each")
     a3 = cards(0, 0, 1, 1)
     assert a3.fine and "2 cards, 2 devices on each: `--resources='{\"NPU\": 4}'`" in a3.value
-    half = cards(0, 0, 1)
-    assert not half.fine and "both" in half.remedy
+    for uneven in (cards(0, 0, 1), cards(0, 1, 1, 1)):
+        assert not uneven.fine and "both" in uneven.remedy
+    assert cards(0, 1, 1, 1).value.startswith("2 cards, 1-3 devices on each")

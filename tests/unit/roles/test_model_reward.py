@@ -74,19 +74,20 @@ def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path: Path, kind:
     assert len(set(expected)) == len(texts), "else an order would not be seen"
 
 
+@pytest.mark.parametrize(("limit", "tokens"), [(20, 20), (10**30, 30)], ids=["own", "model's"])
 def test_a_text_that_is_cut_keeps_the_tokens_before_it_and_the_positions_of_its_model(
-    tmp_path: Path,
+    tmp_path: Path, limit: int, tokens: int
 ) -> None:
     """BERT's score is that of its first token; RoBERTa's first position is number 2."""
     own = byte_tokenizer()
     own.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="a $A b", special_tokens=[("a", 5), ("b", 6)]
     )
-    own.model_max_length = 30
+    own.model_max_length = limit
     folder = saved(tmp_path / "roberta", "roberta", pad_token_id=1)
     own.save_pretrained(folder)
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    (long,) = [own("x1" * 50, add_special_tokens=False)["input_ids"][-28:]]
+    (long,) = [own("x1" * 50, add_special_tokens=False)["input_ids"][2 - tokens :]]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([[5, *long, 6]])).logits.item()
     found = Classifier(str(folder), TOKENIZER, 2, bf16=False).score(["x1" * 50, "1"])

@@ -169,6 +169,13 @@ def test_a_second_live_run_is_refused_until_the_first_is_killed(make_config, fol
     RunDirectory.create(config).unlock()
 
 
+@pytest.mark.parametrize("note", ["", "[]", '{"host": "a"}', '{"host": "a", "pid": Infinity}'])
+def test_a_lock_file_that_cannot_be_read_belongs_to_nobody(tmp_path, note):
+    (tmp_path / run_lock.LOCK).write_text(note)
+    with open(tmp_path / run_lock.LOCK) as stream:
+        assert run_lock._read_holder(stream) == ("another host", 0)
+
+
 def test_a_lock_file_that_its_holder_removed_is_opened_again(tmp_path, monkeypatch):
     """The holder removes the file after this process opened it, and before it locks it."""
     lock, plain, opened = tmp_path / run_lock.LOCK, run_lock.fcntl.lockf, []

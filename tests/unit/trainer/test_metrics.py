@@ -195,3 +195,4 @@ def test_the_explained_variance_is_that_of_all_slots_at_once() -> None:
     shifted = [ValueFit.of(returns, returns + 3.0)]
     assert ValueFit.explained_variance(shifted) == pytest.approx(1.0)
     assert math.isnan(ValueFit.explained_variance([ValueFit.of(torch.ones(3), values[:3])]))
+    assert math.isnan(ValueFit.explained_variance([ValueFit.of(torch.ones(0), torch.ones(0))]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from unittest.mock import Mock
 
 import pytest
 
+from mindspeed_rlxf.cluster.ray import cluster
 from mindspeed_rlxf.cluster.ray import runtime as ray_runtime
-from mindspeed_rlxf.cluster.ray.cluster import open_cluster
+from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 
@@ -34,3 +37,23 @@ def test_the_key_for_clusters_without_tokens_reaches_the_one_that_joins(
         settings = RuntimeConfig(address="head:1", allow_unauthenticated=allow)
         with pytest.raises(InterruptedError, match=f"head:1 {allow}"):
             ray_runtime.RayRuntime(DeviceConfig(), settings, 1)
+
+
+def test_a_start_that_ray_gives_up_is_tried_again_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray waits 30 s for its own processes, also on a busy host."""
+    slow = Exception("The current node timed out during startup. This could happen ...")
+    own = RayCluster(own=True, address="127.0.0.1:1")
+    start = Mock(side_effect=[slow, own])
+    for name in ("_set_token_mode", "_keep_quiet"):
+        monkeypatch.setattr(cluster, name, Mock())
+    monkeypatch.setattr(cluster, "_try_to_start", start)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert open_cluster("local", {"lab": 2}) is own
+    start.side_effect = [slow, slow]
+    with pytest.raises(UserError, match=r"runtime.address=local must name a running cluster where"):
+        open_cluster("local", {"lab": 2})
+    start.side_effect = [Exception("no space left"), own]
+    with pytest.raises(Exception, match="no space left"):
+        open_cluster("local", {"lab": 2})

@@ -83,6 +83,9 @@ def test_local_runtime_needs_as_many_processes_as_torchrun_started(
     assert problem.startswith("resource_pool.main=8 must equal the 1 processes of this run")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert problems({"runtime": "local"}) == []
+    monkeypatch.setenv("WORLD_SIZE", "eight")
+    (problem,) = problems({"runtime": "local"})
+    assert problem.startswith("WORLD_SIZE='eight' must be the number of processes that torchrun")
 
 
 @pytest.mark.usefixtures("two_gpus")

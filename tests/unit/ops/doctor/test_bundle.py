@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,21 @@ def test_the_bundle_holds_configuration_failure_metrics_logs_and_stacks(run: Pat
     ]  # fmt: skip
     assert json.loads(found["environment.json"])["HCCL_CONNECT_TIMEOUT"] == "1800"
     assert "final.safetensors" in found["files.txt"]  # its name and size
+
+
+def test_a_file_that_vanishes_meanwhile_is_not_listed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lstat = os.lstat
+
+    def look(path: str, **options: Any) -> os.stat_result:
+        if str(path).endswith("final.safetensors"):
+            raise FileNotFoundError(path)
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", look)
+    listed = bundle(run)["files.txt"]
+    assert "config.yaml" in listed and "final.safetensors" not in listed
 
 
 def test_the_configurations_with_the_highest_numbers_are_taken(run: Path) -> None:

@@ -53,6 +53,14 @@ def test_a_check_is_judged_by_its_limit(found: Finding, word: str) -> None:
     assert bool(found.remedy) == (word != "ok")
 
 
+@pytest.mark.parametrize(
+    ("value", "word"), [("4", "ok"), ("4, 2", "ok"), ("\u00b2", "warning"), ("0", "warning")]
+)
+def test_threads_are_whole_numbers(monkeypatch: pytest.MonkeyPatch, value: str, word: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert status(host.threads()) == word
+
+
 def test_values_and_remedies_name_the_numbers() -> None:
     assert "ulimit -n 32768" in host.open_files((1024, 4096)).remedy
     assert "the hard limit is 4096" in host.open_files((1024, 4096)).remedy
