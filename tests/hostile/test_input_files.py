@@ -35,7 +35,7 @@ from mindspeed_rlxf.weights.formats import find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
 
-SECONDS = 5
+SECONDS = 30
 
 
 @pytest.fixture(autouse=True)

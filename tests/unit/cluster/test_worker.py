@@ -63,7 +63,7 @@ def test_references_are_resolved_before_the_method_runs() -> None:
     rows, reply = run("double", RowsRef((Piece("piece", 3),)).take([2, 1]))
     assert rows.numbers.tolist() == [4, 2]
     assert (reply.report, reply.num_rows) == ({"count": 2}, 2)
-    assert 0 <= reply.seconds < 1
+    assert 0 <= reply.seconds < 10
 
 
 def test_a_rank_that_does_not_lead_sends_neither_rows_nor_report() -> None:

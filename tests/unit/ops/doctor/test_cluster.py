@@ -75,16 +75,16 @@ class Ahead(InProcess):
 
 
 def test_all_hosts_are_asked_for_their_clocks_at_the_same_time() -> None:
-    hosts = [Ahead("a", -3.0, 0.2), Ahead("b", 1.6, 0.2)]
+    hosts = [Ahead("a", -30.0, 0.2), Ahead("b", 30.0, 0.2)]
     hosts += [Ahead(f"silent-{i}", 0.0, 60.0) for i in range(30)]
     started = time.monotonic()
     found = clock_offsets(hosts, 1.0)
-    assert time.monotonic() - started < 3 and Ahead.most == len(hosts)
-    # Of 3 s behind the 0.1 s before the reading are not sure, of 1.6 s ahead the 0.1 s after it.
+    assert time.monotonic() - started < 20 and Ahead.most == len(hosts)
+    # The 0.1 s before the reading are not sure of 30 s behind, the 0.1 s after it of 30 s ahead.
     # A busy machine makes both waits longer, so less is sure.
     behind, ahead = found.pop("a"), found.pop("b")
-    assert behind is not None and -2.91 < behind < -2.0
-    assert ahead is not None and 0.6 < ahead < 1.51
+    assert behind is not None and -29.91 < behind < -20.0
+    assert ahead is not None and 20.0 < ahead < 29.91
     assert set(found.values()) == {None}
 
 
@@ -133,7 +133,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, left_s: float, **states: str) -> l
     monkeypatch.setattr(cluster, "_collectives", lambda subject, answered, *rest: [])
     started = time.monotonic()
     found = cluster._check_joined(Subject(DeviceKind.CPU, "/x"), started + left_s)
-    assert agents.ended and time.monotonic() - started < left_s + 1
+    assert agents.ended and time.monotonic() - started < left_s + 20
     gone = {host.host for host in hosts if host.state in ("broken", "silent")}
     assert {host.host: host.asked for host in hosts} == {h: 1 if h in gone else 2 for h in states}
     return found

@@ -38,7 +38,7 @@ def test_a_check_that_hangs_is_given_up_at_its_deadline() -> None:
     started = time.monotonic()
     hangs = Probe("hangs", lambda: [ok("x", str(never.wait()))], deadline_s=0.05)
     found = run_probes([hangs, Probe("a", lambda: [ok("a", "1")])])
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert [(f.check, f.status) for f in found] == [("hangs", Status.WARNING), ("a", Status.OK)]
     assert "no answer within 0.05 s" in found[0].value
     never.set()
