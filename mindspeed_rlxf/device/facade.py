@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import driver, megatron_imports, npu, npu_count, visible
+from mindspeed_rlxf.device import control_group, driver, megatron_imports, npu, npu_count, visible
 
 
 @dataclass(frozen=True)
@@ -328,8 +328,4 @@ def communicator_bytes(kind: DeviceKind) -> int:
 def host_memory() -> int:
     """Return the total bytes of this host's memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            return min(total, int(file.read()))
-    except (OSError, ValueError):  # no limit, or no such control group
-        return total
+    return int(min(total, control_group.read_amount(control_group.Amount.MEMORY_LIMIT)))

@@ -251,9 +251,10 @@ def _short_temp_root() -> str:
 def object_store_bytes() -> int:
     """Return the bytes for the object store of our own cluster.
 
-    They are a tenth of this host's memory, at least 100 MiB, at most OBJECT_STORE_LIMIT.
+    They are a tenth of the memory of this host or container, at least 100 MiB, at most
+    OBJECT_STORE_LIMIT.
     """
-    tenth = int(psutil.virtual_memory().total) // 10
+    tenth = device_facade.host_memory() // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 
 

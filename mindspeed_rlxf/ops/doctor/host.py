@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.device.control_group import FOLDER, Amount, read_amount, read_processors
 from mindspeed_rlxf.ops.doctor.findings import Finding, Status, judge
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 OPEN_FILES = 32768  # asked for by the guides of MindSpeed; Ray opens some for each worker
 PROCESSES = 4096
 LEAST_BYTES = 2 * GIB  # with less, not even a small run with its Ray processes fits
-CGROUP = Path("/sys/fs/cgroup")
 RELEASED = 1_767_225_600  # seconds, 2026-01-01: no clock of a run is before it
 
 
@@ -62,12 +62,12 @@ def _format_limit(limit: float) -> str:
     return "unlimited" if limit == math.inf else f"{limit:.0f}"
 
 
-def pids(folder: Path = CGROUP) -> Finding:
+def pids(folder: Path = FOLDER) -> Finding:
     """Warn if the container's control group allows fewer than PROCESSES more processes.
 
     Else `ok`, also if the group has no limit or the limit cannot be read.
     """
-    limit, used = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")
+    limit, used = read_amount(Amount.PIDS_LIMIT, folder), read_amount(Amount.PIDS_USED, folder)
     used = 0 if used == math.inf else used
     return judge(
         limit - used >= PROCESSES,
@@ -101,7 +101,7 @@ def memory(total: int | None = None, available: int | None = None) -> Finding:
     """
     total = device.host_memory() if total is None else total
     if available is None:
-        limit, used = (_cgroup_number(CGROUP / f"memory.{name}") for name in ("max", "current"))
+        limit, used = read_amount(Amount.MEMORY_LIMIT), read_amount(Amount.MEMORY_USED)
         left = math.inf if used == math.inf else max(limit - used, 0)
         available = int(min(psutil.virtual_memory().available, left))
     value = f"{format_bytes(available)} of {format_bytes(total)} available"
@@ -121,11 +121,11 @@ def memory(total: int | None = None, available: int | None = None) -> Finding:
     )
 
 
-def processors(folder: Path = CGROUP) -> Finding:
+def processors(folder: Path = FOLDER) -> Finding:
     """Warn if this process may use fewer than two processors, by affinity and container quota."""
     usable, existing = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} usable" + (f" of {existing}" if usable < existing else "")
-    quota = _cpu_quota(folder)
+    quota = read_processors(folder)
     if quota < usable:
         value += f", held to {quota:g} by the container"
     return judge(
@@ -177,20 +177,3 @@ def threads() -> Finding:
 CHECKS: tuple[Callable[[], Finding], ...] = (
     open_files, processes, pids, memory, processors, text_encoding, clock, threads,
 )  # fmt: skip
-
-
-def _cgroup_number(file: Path) -> float:
-    """Read the number in a control group's file; infinity if unreadable or `max`."""
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return math.inf
-
-
-def _cpu_quota(folder: Path) -> float:
-    """Return how many processors the control group may use; infinity without a limit."""
-    try:
-        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):
-        return math.inf

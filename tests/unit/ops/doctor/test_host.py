@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device.control_group import Amount, read_amount
 from mindspeed_rlxf.ops.doctor import disk, host, leftovers, local, network, software
 from mindspeed_rlxf.ops.doctor.findings import Finding
 from mindspeed_rlxf.ops.doctor.subject import Subject
@@ -70,16 +72,37 @@ def test_values_and_remedies_name_the_numbers() -> None:
     assert "9.0 s off" in disk._file_clock(Path("/x"), 100.0, 110.0, 101.0).value
 
 
-def test_limits_of_the_container_count(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("150000 100000", encoding="ascii")
-    (tmp_path / "pids.max").write_text("500", encoding="ascii")
-    (tmp_path / "pids.current").write_text("100", encoding="ascii")
+LIMITED = {
+    2: {"cpu.max": "150000 100000", "memory.max": "9000", "pids.max": "500", "pids.current": "100"},
+    1: {
+        "cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000",
+        "memory/memory.limit_in_bytes": "9000", "pids/pids.max": "500", "pids/pids.current": "100",
+    },
+}  # fmt: skip
+UNLIMITED = {
+    2: {"cpu.max": "max 100000", "memory.max": "max", "pids.max": "max"},
+    1: {
+        "cpu/cpu.cfs_quota_us": "-1", "pids/pids.max": "max",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_limits_of_the_container_count(tmp_path: Path, version: int) -> None:
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(f"{text}\n", encoding="ascii")
+
+    write(LIMITED[version])
     assert status(host.processors(tmp_path)) == "warning"  # 1.5 processors
     assert host.pids(tmp_path).value == "100 in use of 500"
-    (tmp_path / "cpu.max").write_text("max 100000", encoding="ascii")
-    (tmp_path / "pids.max").write_text("max", encoding="ascii")
+    assert read_amount(Amount.MEMORY_LIMIT, tmp_path) == 9000
+    write(UNLIMITED[version])
     assert status(host.pids(tmp_path)) == "ok"
     assert "container" not in host.processors(tmp_path).value
+    assert read_amount(Amount.MEMORY_LIMIT, tmp_path) == math.inf
 
 
 def test_writing_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
