@@ -202,7 +202,10 @@ def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[
 
 
 def describe_places(places: Sequence[Place]) -> str:
-    """Return places, in the order of ranks, as `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
+    """Return places, in the order of ranks, as `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`.
+
+    Neighbouring ranks on one host are joined; empty text for no places.
+    """
     parts, first = [], 0
     for (host, ip), group in groupby(places, key=lambda place: (place.host, place.ip)):
         last = first + len(list(group)) - 1

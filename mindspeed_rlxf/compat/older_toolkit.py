@@ -198,8 +198,9 @@ def _reject_two_values(draft: Draft, path: str, target: str, present: Any) -> No
 def _merge_seeds(draft: Draft, sections: Tree) -> None:
     """Set training.seed to the actor's seed, if any; remove `seed` and `seq_length` of all models.
 
-    The actor's seed is that of its section, else of training, else of its model. Notes each other
-    seed of a model that differs.
+    Changes `sections`. The actor's seed is that of its section, else of training, else of its
+    model. `draft` gets its origin, and a note for each other seed of a model that differs;
+    `seq_length` goes without a note.
     """
     training = sections["training"]
     if found := _take_value(draft, sections, "seed"):

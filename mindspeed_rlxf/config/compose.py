@@ -158,9 +158,10 @@ def _file_name(config_name: str) -> str:
 def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
     """Return the folders (the user's if given, the built-in one), with the config's one first.
 
-    Hydra requires that, and prefers files of the first folder. ConfigError where the user's folder
-    lacks the config, but has a file of a config group that the built-in folder has too: it would be
-    ignored.
+    Hydra requires that, and prefers files of the first folder. If both folders have the config, the
+    user's is first; if none has it, the built-in one. A single folder must have it. ConfigError
+    where the user's folder lacks the config, but has a file of a config group that the built-in
+    folder has too: it would be ignored.
     """
     file = _file_name(config_name)
     if (directories[0] / file).is_file():

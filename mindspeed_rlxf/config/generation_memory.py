@@ -77,7 +77,7 @@ def prefill_tokens(rows: int, longest: int) -> int:
 
 
 def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
-    """Return the bytes of a layer's experts in generation, where `ep` ranks share them.
+    """Return the bytes, beside weights, of a layer's experts in generation, shared by `ep` ranks.
 
     For all tokens: the routing and the results. For the tokens of one exchange (of all ranks,
     together about EXCHANGE_TOKENS at most): themselves, and their results in fp32. In addition, for

@@ -157,10 +157,10 @@ def _type(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """Yield the words for a type annotation: one, or one for each member of a union, None last.
+    """Yield the words for a type annotation: one, or one for each member of a union.
 
-    Enum values and literals quoted; `list of ...` for a tuple; `mapping` for a section; else by
-    WORDS, `text` where it lacks the type.
+    `null`, of None, comes last. Enum values and literals: all in one text, quoted; `list of ...`
+    for a tuple; `mapping` for a section; else by WORDS, `text` where it lacks the type.
     """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

@@ -86,10 +86,11 @@ class _Reader:
         self._special = SpecialTokens(tokenizer)
 
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
-        """Yield (labels, text, token ids) of each prompt that is kept, cut if over the limit.
+        """Yield (labels, text, token ids) of each prompt that is kept.
 
-        The text of a cut prompt is decoded from the ids that remain. Invalid rows are added to
-        `problems`; a chat for which the template exceeds its time or memory ends the reading. Logs
+        A prompt over the limit is cut, dropped or a problem, by `data.overlong_prompts`; the text
+        of a cut prompt is decoded from the ids that remain. Invalid rows are added to `problems`;
+        after a chat for which the template exceeds its time or memory no more are read. Logs
         at the end how many prompts were over the limit, and how many spell special tokens that are
         read as text.
         """

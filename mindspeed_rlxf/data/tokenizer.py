@@ -111,9 +111,9 @@ def _folder_of(path: str) -> Path | None:
 def _check_files(folder: Path) -> None:
     """Check the files that transformers reads from the folder of a tokenizer.
 
-    Raises ValueError for links out of the folder, what is no regular file, files over LIMITS, sizes
-    in config.json out of range, and settings that name files outside. Raises OSError.
-    A file that is replaced after this check is not noticed.
+    Raises ValueError for links that lead out of the folder, what is no regular file, files over
+    LIMITS, sizes in config.json out of range, and settings `..._file` and `..._files` that lead
+    out; OSError for what cannot be read. A file that is replaced after this check is not noticed.
     """
     templates = folder / TEMPLATES
     for directory in (folder, templates) if templates.is_dir() else (folder,):

@@ -240,7 +240,8 @@ class Offload:
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return a copy on the host of elements `start` to `stop` of a contiguous tensor.
 
-        The tensor may be on the device or moved to the host; it stays there.
+        The tensor may be on the device or moved to the host; it stays there. Device work launched
+        later waits for copies that are still on their way.
         """
         for part in self._parts.values():
             if (storage := part.find(tensor)) is not None:

@@ -70,7 +70,7 @@ class GroupedExperts:
 
     @classmethod
     def of(cls, layer: Any) -> GroupedExperts | None:
-        """Make one from Megatron's MoE layer; None if `ExpertWeights.of` returns None."""
+        """Make one from Megatron's MoE layer; None if `ExpertWeights.of` gives none."""
         weights = ExpertWeights.of(layer.experts.local_experts)
         return cls(layer.router, weights) if weights else None
 

@@ -200,7 +200,9 @@ def stage_parameters(
 ) -> Iterator[StageParameter]:
     """Yield the parameters of one pipeline stage, in the same order on every rank.
 
-    Embedding, layers (the experts of each last), final norm, head. Defaults: the whole model.
+    The first stage has the embedding, the last the final norm and the head; the experts of each
+    layer come last. A tied head is yielded only by a last stage that is not also the first, as a
+    copy of the embedding. Defaults: the whole model.
 
     pp_rank, pp: index of the stage and number of stages
     ep_rank, ep: expert-parallel rank and size; a rank has 1 / ep of each layer's experts

@@ -51,7 +51,11 @@ def split_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[list[int], list[int]]:
-    """Return the elements of each parameter on a pipeline rank: outside experts, and of experts."""
+    """Return the elements of each parameter's shard on one rank, in two lists.
+
+    The first has the parameters outside experts, the second those of experts. A tensor-parallel
+    rank is not given: all have the same sizes.
+    """
     shared, expert_sizes = _split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
     return list(shared), list(expert_sizes)
 

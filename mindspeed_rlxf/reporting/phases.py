@@ -87,8 +87,9 @@ class Phases:
         """Return a context manager for the block of a phase, which yields its `Phase`.
 
         total: number of steps, None = unknown; first_s: seconds after which the phase is shown
-        Without `total`, its seconds become the usual time of later phases with the same `what`. On
-        threads other than the main thread it is neither shown nor remembered.
+        Without `total`, its seconds become the usual time of later phases with the same `what`,
+        also if the block raises. On threads other than the main thread it is neither shown nor
+        remembered.
         """
         each = Phase(what, total, first_s, self._usual.get(what))
         if threading.current_thread() is not threading.main_thread():

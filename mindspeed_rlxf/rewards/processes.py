@@ -161,7 +161,10 @@ class ScoringProcess:
 
 
 def _is_warden(process: psutil.Process) -> bool:
-    """Whether a process is the warden of a sandbox, which ends by itself after its parent."""
+    """Return whether a process is the warden of a sandbox, which ends by itself after its parent.
+
+    False if it has ended or cannot be read.
+    """
     with contextlib.suppress(psutil.Error):
         return START in process.cmdline()
     return False

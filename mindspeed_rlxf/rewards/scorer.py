@@ -56,7 +56,7 @@ class Plan:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Plan:
-        """Make a plan from the output of `dataclasses.asdict`, after a round trip through JSON."""
+        """Make a plan from what `dataclasses.asdict` gave and JSON has written and read back."""
         parts = [
             Part(**{**part, "source": part["source"] and Source(**part["source"])})
             for part in plain["parts"]

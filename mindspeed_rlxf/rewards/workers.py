@@ -214,10 +214,11 @@ class _Loop:
             self._selector.unregister(worker.process.output)
 
     def _handle_message(self, worker: _Worker, message: Any) -> None:
-        """Handle a message of a process: an error, "ready", or the outcome of its sample.
+        """Handle a message of a process: an error, its first message, or the outcome of its sample.
 
-        An error breaks the pool; "ready" prints the line on the sandbox. After an outcome with
-        Cause.MEMORY the process is removed.
+        An error breaks the pool. The first message marks the process as ready, and the level of the
+        sandbox that it names is printed, once for the pool. An outcome finishes the sample; with
+        Cause.MEMORY the process is removed first.
         """
         if isinstance(message, dict) and "error" in message:
             self._fail_pool(worker, str(message["error"]))

@@ -22,7 +22,7 @@ class Summary:
     def of(cls, values: Tensor) -> Summary:
         """Return the summary of all numbers of a tensor.
 
-        values: any shape, at least one number; on the host, where fp64 exists
+        values: any shape, at least one number; on the host, as an NPU lacks fp64
         """
         wide = values.double()
         return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))

@@ -182,7 +182,10 @@ class Generation:
     def _prefill(self, pack: dict[int, int]) -> None:
         """Fill the cache of the slots of a pack, and draw and append the next token of each row.
 
-        pack: as `_make_packs` yields; rows that copy nothing are computed in one forward pass
+        Keeps the last hidden state of each computed prompt in `_prompt_states`, from which the rows
+        that copy it draw their first token, in later packs too.
+        pack: consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
+              computed, all of them in one forward pass
         """
         computed = [slot for slot, source in pack.items() if slot == source]
         last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}

@@ -200,7 +200,8 @@ class NativeRollout:
     ) -> list[list[float]]:
         """Return the log-probs of each response's tokens, computed in one packed forward pass.
 
-        Announces the pass and counts its tokens in the stats.
+        Announces the pass to the expert-parallel ranks, and adds its tokens, those of responses
+        too, to the stats' prompt tokens.
         pack: (prompt, response) of each sequence; the last token of a response is no input, as
               nothing after it is predicted
         """

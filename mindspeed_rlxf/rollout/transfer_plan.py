@@ -121,7 +121,8 @@ def _find_holders(
 ) -> dict[tuple[str, ...], tuple[str, list[int]]]:
     """Map a parameter's Hugging Face names to its training name and the ranks that have a shard.
 
-    Of a tied embedding it is the first stage's, not the copy that is the last stage's output layer.
+    Data-parallel replicas are among the ranks. Of a tied embedding it is the first stage's, not the
+    copy that is the last stage's output layer.
     """
     ranks, ep = training.ranks, training.ep
     holders: dict[tuple[str, ...], tuple[str, list[int]]] = {}

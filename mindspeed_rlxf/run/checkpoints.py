@@ -207,6 +207,7 @@ class RunCheckpoints:
         removes unfinished ones. Raises UserError where the prompts differ, where all checkpoints
         are damaged, and where hosts do not see the run directory without
         `training.no_shared_storage`.
+        note: prints a line: each checkpoint that is passed over, and from where the run goes on
         """
         self._parts = self._look_at_hosts(note)
         if self.writes:
@@ -219,7 +220,7 @@ class RunCheckpoints:
                 continue
             for problem in problems:
                 note(f"warning: {problem}; resuming from an older checkpoint")
-            self._resume_from(found, loaded.same_layout, note)
+            self._rewind_directory(found, loaded.same_layout, note)
             return found.state
         if problems:  # a new start would remove the checkpoints and records
             raise UserError(driver_state.no_whole_checkpoint(self.directory, problems))
@@ -355,13 +356,14 @@ class RunCheckpoints:
         found = [f"{name}/{problem}" for name, call in calls for problem in call.result()]
         return "; ".join(dict.fromkeys(found))
 
-    def _resume_from(
+    def _rewind_directory(
         self, found: driver_state.WholeCheckpoint, same_layout: bool, note: Note
     ) -> None:
-        """Continue the run from the checkpoint that the roles have loaded.
+        """Bring the run directory back to the checkpoint that the roles have loaded.
 
-        Sets `newest`, removes later iterations from the token files, and prints notes, one of them
-        where the layout differs. The process that writes also renames later checkpoints to
+        The driver's state is not touched. Sets `newest`, removes later iterations from the token
+        files, and prints notes: where the run resumes, each removed samples file, each renamed
+        checkpoint, a layout that differs. The process that writes also renames later checkpoints to
         NAME.unused, points to this checkpoint as latest and to the best of those left, and cuts
         line files.
         """

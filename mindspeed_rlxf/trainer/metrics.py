@@ -104,8 +104,9 @@ def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
     """Return metrics `critic/...` of KL, KL coefficient, scores, rewards and advantages.
 
-    Mean, maximum and minimum of each over all ranks; KL only as mean, and none without a reference.
-    With a critic also of returns and values, and the explained variance.
+    Scores, rewards and advantages as mean, maximum and minimum over all ranks; KL as mean, left out
+    without a reference; the coefficient as it is. With a critic also returns and values, and the
+    explained variance.
     """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}

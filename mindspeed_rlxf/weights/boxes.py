@@ -54,7 +54,10 @@ class Box:
         return Box(tuple(map(sub, self.starts, outer.starts)), self.shape)
 
     def split(self, numel: int) -> Iterator[Box]:
-        """Split along the first axis into boxes of at most `numel` elements, or of one row."""
+        """Yield boxes of whole rows of the first axis: at most `numel` elements each, or one row.
+
+        None for no rows. The box has one axis at least.
+        """
         first, rows, rest = self.starts[0], self.shape[0], self.shape[1:]
         step = max(1, numel // max(1, prod(rest)))
         for row in range(0, rows, step):

@@ -230,7 +230,8 @@ class InertUnpickler:
     def _set_items(self, items: list[Any]) -> None:
         """Add keys and values, alternating in `items`, to the dict on top of the stack (SETITEMS).
 
-        Raises Refused for a repeated or unusual key, ValueError for a key without a value.
+        Raises Refused if there is no dict, or it may not be changed any more, and for a repeated or
+        unusual key; ValueError for a key without a value.
         """
         target = self.stack[-1]
         self._allow_change(target, dict, items)

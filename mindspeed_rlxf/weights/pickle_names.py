@@ -327,9 +327,9 @@ def shorten(text: object) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Describe a value for a message: "a TYPE", shortened text or number, or "what NAME returns".
+    """Describe a value for a message: text and integers shortened, others as "a TYPE".
 
-    The last for an Inert.
+    An Inert is "what NAME returns".
     """
     if type(value) is Inert:
         return f"what {value.named} returns"

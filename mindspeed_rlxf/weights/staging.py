@@ -321,7 +321,7 @@ class StagedFolder:
         os.replace(self.target, self._before)
 
     def _finish(self) -> None:
-        """Remove the older target if it is where it was moved to, and the journal; close that."""
+        """Remove the older target, if it was moved aside, and the journal; close the journal."""
         if self._before and self._is_replaced():
             _remove(self._before)
         (self.target / JOURNAL).unlink()

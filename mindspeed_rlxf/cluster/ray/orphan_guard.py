@@ -64,7 +64,7 @@ def kill(pid: int) -> None:
 
 
 def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
-    """Return the pids of processes that mention the folder, except the spared ones.
+    """Return the pids of processes that mention the folder (see `mentions`), but the spared ones.
 
     The folder's name is random, so no other run mentions it.
     """

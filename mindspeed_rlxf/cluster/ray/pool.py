@@ -258,7 +258,7 @@ class RayPool:
         return self._origins[role, phase]
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
-        """Return the Origin of a method on a rank."""
+        """Return where a call runs, for messages. phase: name of the method"""
         host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
         return Origin(role, rank, host, phase, log, self.name)
 

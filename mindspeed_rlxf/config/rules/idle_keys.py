@@ -55,9 +55,9 @@ def find_idle_keys(
 ) -> Iterator[tuple[str, str]]:
     """Yield (`no effect ...`, `key=value`) for each idle key with a value other than its default.
 
-    Keys read from a checkpoint's config.json (`model: auto`) are left out.
-    origins: (section, key) -> key as the user wrote it; where absent, `section.key` is shown.
-             One that sets several roles is yielded only if it has no effect in any of them
+    Keys read from a checkpoint's config.json (`model: auto`) are left out. A key that the user
+    wrote once for several roles is yielded only if it has no effect in any, then once for each.
+    origins: (section, key) -> key as the user wrote it; where absent, `section.key` is shown
     """
     reasons = {
         (idle.section, key): idle.reason for idle in _find_all_idle(config) for key in idle.keys
@@ -75,7 +75,8 @@ def find_idle_keys(
 def value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, Any]:
     """Return (value, default) of the key `section.key`.
 
-    Where the section lacks the key: that of its architecture, else of its optimizer.
+    A key that the section's type lacks is that of its architecture, else of its optimizer; one of
+    them must have it. The default is PydanticUndefined for a key without a constant default.
     section: location in the config, may be dotted
     """
     holder: BaseModel = attrgetter(section)(config)

@@ -82,7 +82,7 @@ def _check_replicas(config: RunConfig, role: Role) -> Problem | None:
 
 
 def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield a problem if a role with a model has no `load` folder.
+    """Yield a problem if a role's `load` is not set; call it only for a role with a model.
 
     Another if `training.seq_length` is above the model's `max_position_embeddings`.
     """

@@ -144,8 +144,10 @@ def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_pairs(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem unless there are two responses per prompt, and one if the actor's
-    `max_tokens_per_micro_batch` is set, which may separate them. For online DPO only.
+    """Yield a problem unless there are two responses per prompt.
+
+    One also if the actor's `max_tokens_per_micro_batch` is set, which may separate them. Call it
+    for online DPO only.
     """
     samples = config.actor_rollout.n_samples_per_prompt
     limit = config.actor_rollout.max_tokens_per_micro_batch

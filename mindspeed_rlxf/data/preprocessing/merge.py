@@ -181,8 +181,9 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
 def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[OwnSet]:
     """Return the sets of `prefixes`, in order: sidecar and opened columns of each.
 
-    Raises UserError with every problem: a pair that belongs to none of them, keys that are not
-    exactly their columns, sets that were made differently, are incomplete or have no valid sidecar.
+    Raises UserError with all problems of the first of these checks that fails: each set has a valid
+    sidecar; every pair belongs to a set, the keys are exactly the columns, and the sets were made
+    alike; the sets are complete.
     """
     readers = {stem: reader for group in groups.values() for stem, reader in group.items()}
     sets: list[OwnSet] = []

@@ -127,7 +127,8 @@ def _format_failure(text: str) -> str:
 def _last_metrics(text: str) -> str:
     """Return iteration, time and metrics of the last METRIC_LINES lines, one JSON object per line.
 
-    Values that are not numbers, and lines that are no JSON object, are left out.
+    Each line is ended; empty text if none is left. Values that are not numbers, and lines that are
+    no JSON object, are left out.
     """
     lines = []
     for line in text.splitlines()[-METRIC_LINES:]:
@@ -135,8 +136,8 @@ def _last_metrics(text: str) -> str:
             metrics = found.get("metrics")
             kept = _numbers({key: found.get(key) for key in ("iteration", "time_s")})
             kept["metrics"] = _numbers(metrics if isinstance(metrics, dict) else {})
-            lines.append(json.dumps(kept))
-    return "\n".join(lines) + "\n"
+            lines.append(json.dumps(kept) + "\n")
+    return "".join(lines)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +155,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _choose_configs(run: RunDirectory) -> list[Path]:
-    """List at most MOST_CONFIGS configurations: those of the highest numbers, then config.yaml."""
+    """List at most MOST_CONFIGS configuration files, by ascending number, config.yaml last.
+
+    Those of the lowest numbers are left out.
+    """
     files = islice(run.path.glob("config*.yaml"), MOST_FILES)
     found = [(m[1], file) for file in files if (m := CONFIG_FILE.fullmatch(file.name))]
     found.sort(key=lambda each: int(each[0]) if each[0] else math.inf)
@@ -162,7 +166,10 @@ def _choose_configs(run: RunDirectory) -> list[Path]:
 
 
 def _choose_logs(run: RunDirectory) -> list[Path]:
-    """List at most MOST_LOGS log files: the driver's, the failed rank's, then the newest."""
+    """List at most MOST_LOGS log files: the driver's, the failed rank's, then the newest.
+
+    Links are not followed: none if the folder of logs is one.
+    """
     found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
     files = [file for file in found if LOG_FILE.fullmatch(file.name) and _is_regular(file)]
     rank = re.search(r'"rank":\s*(\d+)', _read_tail(run.failure, STACK_BYTES))

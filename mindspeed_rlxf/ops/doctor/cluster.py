@@ -237,7 +237,7 @@ def _collectives(
     processes: list[RayAgent] = []
     ips: list[str] = []
     for node in nodes:
-        count, held = _free_devices(kind, node), node.count - node.free
+        count, held = _num_ranks_to_start(kind, node), node.count - node.free
         if held:
             found.append(
                 warning(
@@ -271,7 +271,7 @@ def _collectives(
         ranks.end()
 
 
-def _free_devices(kind: DeviceKind, node: Node) -> int:
+def _num_ranks_to_start(kind: DeviceKind, node: Node) -> int:
     """Return how many ranks to start on a node: one per free device.
 
     On CPU at most MOST_RANKS_ON_CPU, and 1 if the node declares no resource for devices.

@@ -50,11 +50,11 @@ def interface_findings(
 ) -> Iterator[Finding]:
     """Yield a finding per variable that names interfaces, then one on the choice of interfaces.
 
-    A variable is an error if it selects none, or only such as are down; else `ok`.
+    A variable is an error if it selects none, or only such as are down; else `ok`. The choice is
+    `ok` on one host, and on several if GLOO_SOCKET_IFNAME is set or exactly one interface is up,
+    virtual ones not counted; else a warning.
     existing:      interface -> whether it is up
-    several_hosts: a variable that selects only loopback interfaces is an error too. The choice is a
-                   warning unless GLOO_SOCKET_IFNAME is set or exactly one interface is up, virtual
-                   ones not counted; else `ok`
+    several_hosts: a variable that selects only loopback interfaces is an error too
     """
     for variable in (*EXACT, *BY_PREFIX):
         value = environment.get(variable)

@@ -94,8 +94,10 @@ class Disk:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """Return the memory, in bytes, of the host with most processes, by what takes it.
+    """Return the bytes that each consumer takes of the memory of the host with most processes.
 
+    On our own cluster the processes of all pools are on one host and are added up; otherwise those
+    of the largest pool count.
     pools: memory of the pools' devices; it counts as host memory on CPU
     """
     actor, samples = config.actor_rollout, config.samples_per_iteration
@@ -160,7 +162,7 @@ def _num_responses(config: RunConfig) -> int:
     """Return the most responses of an iteration, also those that are not trained on.
 
     With `filter_groups` it is `max_num_gen_batches` times the samples. An estimator that needs
-    greedy responses adds one per prompt.
+    greedy responses adds `global_batch_size` once: they are made of the prompts that are kept.
     """
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1

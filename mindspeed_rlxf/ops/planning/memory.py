@@ -94,7 +94,10 @@ class PoolMemory:
 
     @property
     def peak(self) -> tuple[RoleMemory, Phase] | None:
-        """Return the role and its phase that need most bytes; None if no role has a model."""
+        """Return (role, phase): the phase in which the rank holds most bytes, of all roles.
+
+        None if no role has a model.
+        """
         phases = [(role, phase) for role in self.roles for phase in role.phases]
         return max(
             phases, key=lambda each: sum(self.on_device(*each)) + each[1].total, default=None
@@ -144,8 +147,8 @@ def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
 def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
     """Return the memory of a rank of a split pool's part that only generates.
 
-    It has all layers, divided by the rollout's TP and EP, the buffers that receive weights and
-    the KV cache.
+    Counts all layers, divided by the rollout's TP and EP, the buffers that receive weights, the KV
+    cache, the communicators and the process.
     """
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
@@ -296,8 +299,9 @@ def _cache_tokens(config: RunConfig) -> int | None:
 def _phases(stage: PipelineStage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
     """Yield the memory of a role's phases.
 
-    Forward; update and optimizer step if it learns; of the actor also generation, or, in a split
-    pool, sending the weights. optimizer: None = the role does not learn
+    Forward. If the role learns: update, optimizer step. For the actor: sending the weights if its
+    pool is split, else generation.
+    optimizer: None = the role does not learn
     """
     config, role = stage.config, stage.role
     yield stage.forward()

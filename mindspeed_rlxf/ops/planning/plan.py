@@ -47,8 +47,9 @@ class Plan:
 def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     """Make the plan of a run as text, and list its problems; claims no device, writes no file.
 
+    Rates that cannot be used are a problem too, and are not raised.
     nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`
-    note:   called with lines of progress of `plan.suggest`
+    note:   called with lines of progress while layouts are suggested (key `plan.suggest`)
     """
     problems: list[Problem] = []
     try:
@@ -200,7 +201,11 @@ def _rollout_row(config: RunConfig, precision: str) -> list[object]:
 
 
 def _batch_section(config: RunConfig) -> list[tuple[str, object]]:
-    """Return rows (title, value) on an iteration: prompts, samples, longest lengths, decoding."""
+    """Return rows (title, value) on an iteration's prompts, samples, lengths and sampling.
+
+    Samples in all, per actor replica, and generated at once by a rollout replica; the longest
+    prompt and response; greedy, or sampled with which temperature.
+    """
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     return [

@@ -161,7 +161,10 @@ def _ring_factor(size: int) -> float:
 
 
 class _ModelWork:
-    """Counts the work of a role's model on its busiest pipeline stage: the last, with the head."""
+    """Counts the work of one rank of a role's model on the busiest pipeline stage.
+
+    That is the last one, with the head.
+    """
 
     def __init__(self, config: RunConfig, role: Role, lengths: Lengths) -> None:
         self.config, self.role, self.lengths = config, role, lengths
@@ -243,7 +246,11 @@ class _ModelWork:
         return work
 
     def _head_work(self, samples: int, passes: int) -> Work:
-        """Return the work of `passes` passes of the output layer over the response tokens."""
+        """Return the work of `passes` passes of the output layer over the responses of `samples`.
+
+        The vocabulary is divided among tensor-parallel ranks; a score head has one output, is not
+        divided, and moves no bytes.
+        """
         read = samples * self.lengths.response
         if self.head is Head.SCORE:
             return Work(flop=2 * passes * read * self.a.hidden_size, calls=passes)

@@ -161,7 +161,8 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
 
     One sentence for the smoothed training score and one for validation, without those that have
     under 4 values or did not rise; "no rise to date" if both are left out. Otherwise also tells the
-    longest gap between validations.
+    longest gap between validations, if there were two. The short answer is of the training score
+    where it rose.
     """
     validated = validation_curve(iterations, metric)
     trained = smooth(curve_of(iterations, SCORE))
@@ -178,7 +179,7 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
         return Answer("When?", "no rise to date", "No score rose, or there are too few of them.")
     if len(validated) > 1:
         gap = max(b - a for (a, _), (b, _) in itertools.pairwise(validated))
-        sentences.append(f"It was validated every {gap} iterations.")
+        sentences.append(f"It was validated at least every {gap} iterations.")
     return Answer("When?", short, " ".join(sentences))
 
 
@@ -239,9 +240,10 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
-    """Return the sum of the seconds of all iterations, with their validations and saves.
+    """Return the seconds of all iterations: the sum of `timing/all`, `timing/val`, `timing/save`.
 
-    An iteration without `timing/all` counts with its `time_s`, unless it is iteration 0.
+    A missing one is 0; but without `timing/all` an iteration's `time_s` is counted in its place,
+    unless it is iteration 0.
     """
     names = ("timing/val", "timing/save")
     return sum(
@@ -254,8 +256,8 @@ def wall_seconds(iterations: Sequence[Iteration]) -> float:
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
     """Answer how large the KL to the reference is: first, last, largest, mean at the end.
 
-    It is "too far" if the mean of the last WINDOW iterations is over `limit`, in nats per token;
-    "not measured" without any KL.
+    It is "healthy" if the mean of the last WINDOW iterations is at most `limit`, in nats per token,
+    else "too far"; "not measured" without any KL.
     """
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:

@@ -50,8 +50,9 @@ def _health_findings(
 ) -> Iterator[Finding]:
     """Yield a finding per illness: from health.jsonl, or without this file by the health rules.
 
-    They are in the order of their beginnings; `iteration` is that of the beginning. The level is
-    "watch" if the illness ended, and the text says when; else "bad".
+    They are in the order of their beginnings; a finding's `iteration` is the one in which its
+    illness began. The level is "watch" if the illness ended, and the text says when; else "bad".
+    kl_limit: of the health rules; not used if health.jsonl exists
     """
     if (run / HEALTH).exists():
         events = list(read_records(run / HEALTH))

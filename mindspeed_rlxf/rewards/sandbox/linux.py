@@ -95,9 +95,10 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities, and set no_new_privs: no later program gets any either.
+    """Give up all capabilities, and set no_new_privs: no program that is started gets any either.
 
-    Raises OSError.
+    Clears the effective, permitted, inheritable and ambient sets. Raises OSError if the kernel
+    refuses.
     """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     with contextlib.suppress(OSError):  # of a kernel without ambient capabilities

@@ -218,9 +218,10 @@ class Run:
         return next((cause for sign, cause in REFUSALS.items() if sign in last), "error")
 
     def _kill_descendants(self) -> None:
-        """Kill and reap all descendants of this process, and all processes of the program's user.
+        """Kill and reap all descendants of this process.
 
-        Waits until none is left. Raises TimeoutError when some are left after KILL_S.
+        Also all processes of the program's user, if it has a user of its own. Waits until none is
+        left. Raises TimeoutError when some are left after KILL_S.
         """
         deadline = time.monotonic() + KILL_S
         while not self._reap():
@@ -234,7 +235,10 @@ class Run:
             time.sleep(0.001)
 
     def _reap(self) -> bool:
-        """Store the exit status of ended children in `reaped`; return whether no child is left."""
+        """Store the wait statuses of ended children in `reaped`; return whether no child is left.
+
+        Does not wait for those that run.
+        """
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
