@@ -70,15 +70,13 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig) -> Grid:
     """Open the files of all ranks; return (tp, pp, ep) rank -> tensors of its chunks.
 
     A rank that a folder name lacks is 0. A name's only suffix is the pipeline rank, or the expert
-    rank if each file holds a part of the experts. Raises ValueError when a rank is missing, there
-    are none, or folder names have different numbers of parts.
+    rank if each file holds a part of the experts. Raises ValueError when a rank is missing, or
+    folder names have different numbers of parts. The folder has that of one rank at least.
     """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
     files = {parts: _read_chunks(locate_inside(folder, file, "")) for parts, file in found.items()}
     suffixes = {sum(part is not None for part in parts[1:]) for parts in files}
-    if not suffixes:
-        raise ValueError(f"{folder} has no folders of ranks (mp_rank_...); copy the whole folder")
     if len(suffixes) != 1:
         raise ValueError(f"{folder} mixes checkpoints of different layouts; remove one of them")
     experts_only = suffixes == {1} and _counts_experts(files, architecture)
