@@ -9,7 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.compat.older_data import translate_category, translate_data
 from mindspeed_rlxf.compat.older_keys import NO_OPS, REFUSED
+from mindspeed_rlxf.compat.older_values import (
+    ACTOR,
+    reject_non_flag,
+    reject_two_values,
+    set_moved_key,
+    take_value,
+)
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
@@ -17,8 +25,6 @@ from mindspeed_rlxf.config.enums import (
     AdvEstimator,
     KlIn,
     KlPenalty,
-    OverlongPrompts,
-    RewardKind,
     Role,
     Stage,
 )
@@ -26,7 +32,6 @@ from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.suggest import format_value
 
-ACTOR = Role.ACTOR_ROLLOUT.value
 GROUP_NORM = "group_norm"
 """Word of the older toolkit for the advantages of GRPO."""
 OLD_ENTROPY_COEFF = 0.001
@@ -63,15 +68,15 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
         _translate_query_groups(draft, f"model.{name}.group_query_attention", values)
     _rename_recompute(draft, sections)
     _merge_seeds(draft, sections)
-    _translate_data(draft, sections)
-    _translate_category(draft, sections)
+    translate_data(draft, sections)
+    translate_category(draft, sections)
     _translate_algorithm(draft, sections)
     _translate_value_clip(draft, sections)
     for key in ("inference_tensor_model_parallel_size", "use_deter_comp"):
-        found = _take_value(draft, sections, key)
+        found = take_value(draft, sections, key)
         # `use_deter_comp: false` leaves the choice to the device, as an absent key does.
         if found and (key != "use_deter_comp" or found[1] not in (None, False)):
-            _set_moved_key(draft, sections, *found, MOVED[key])
+            set_moved_key(draft, sections, *found, MOVED[key])
     _remove_older_keys(draft, sections)
     if nested or draft.notes:
         _note_differences(draft, sections)
@@ -112,7 +117,7 @@ def _translate_query_groups(draft: Draft, path: str, values: Tree) -> None:
         return
     flag, groups = values.pop("group_query_attention"), values.get("num_query_groups")
     if not isinstance(flag, bool):
-        _reject_non_flag(draft, path, flag)
+        reject_non_flag(draft, path, flag)
     elif flag:
         values["num_query_groups"] = 1 if groups is None else groups
     elif groups not in (None, values.get("num_attention_heads")):
@@ -140,59 +145,8 @@ def _rename_recompute(draft: Draft, sections: Tree) -> None:
         if "recompute_granularity" in values:
             older, path = values.pop("recompute_granularity"), f"{name}.recompute"
             if (present := values.setdefault("recompute", older)) != older:
-                _reject_two_values(draft, f"{path}_granularity", path, present)
+                reject_two_values(draft, f"{path}_granularity", path, present)
             draft.spelled[path] = f"{path}_granularity"
-
-
-def _reject_non_flag(draft: Draft, path: str, value: Any) -> None:
-    draft.reject(Problem(path, "must be true or false", format_value(value), "use true"))
-
-
-def _take_value(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None:
-    """Remove a key from the sections that apply to the actor; return its path and value, or None.
-
-    Of several values that of the actor's section counts, then training's, then its model's; the
-    others are removed too. The path is as the YAML spells it.
-    """
-    training, actor = sections["training"], sections[ACTOR]
-    model = str(actor.get("model", training.get("model")))
-    of_model = sections["model"].get(model, {})
-    found = None
-    for name, values in ((f"model.{model}", of_model), ("training", training), (ACTOR, actor)):
-        if key in values:
-            path = f"{name}.{key}"
-            found = draft.spelled.get(path, path), values.pop(key)
-    return found
-
-
-def _take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None:
-    """Remove a key and return its path and value, as `_take_value` does; None if it is absent.
-
-    A value that is not true or false is a problem, added to `draft`; it then returns None too.
-    """
-    found = _take_value(draft, sections, key)
-    if found and not isinstance(found[1], bool):
-        _reject_non_flag(draft, *found)
-        return None
-    return found
-
-
-def _set_moved_key(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
-    """Set `target`, a `section.key`, to `value`, which was at `path`; record `path` as its origin.
-
-    If `target` has a value, that stays: the same one is fine, another adds a problem to `draft`.
-    """
-    section, key = target.split(".")
-    present = sections[section].setdefault(key, value)
-    if present == value:
-        draft.origins.setdefault((section, key), path)
-        return
-    _reject_two_values(draft, path, target, present)
-
-
-def _reject_two_values(draft: Draft, path: str, target: str, present: Any) -> None:
-    rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
-    draft.reject(Problem(path, rule, remedy="keep one"))
 
 
 def _merge_seeds(draft: Draft, sections: Tree) -> None:
@@ -203,7 +157,7 @@ def _merge_seeds(draft: Draft, sections: Tree) -> None:
     `seq_length` goes without a note.
     """
     training = sections["training"]
-    if found := _take_value(draft, sections, "seed"):
+    if found := take_value(draft, sections, "seed"):
         draft.origins["training", "seed"], training["seed"] = found
     for name, values in sections["model"].items():
         values.pop("seq_length", None)  # training.seq_length is required, and counts before it
@@ -215,37 +169,6 @@ def _merge_seeds(draft: Draft, sections: Tree) -> None:
             )
 
 
-def _translate_data(draft: Draft, sections: Tree) -> None:
-    """Translate data_path (then set older defaults), no_shuffle, and the keys of label columns.
-
-    `dataset_with_labels: true`, or `labels` in `dataset_additional_keys`, sets `ground_truth_key`
-    to labels if it is unset. `draft` gets a note for either key, and problems for wrong types.
-    """
-    data = sections["data"]
-    if found := _take_value(draft, sections, "data_path"):
-        _set_moved_key(draft, sections, found[0], _parse_prefixes(draft, *found), "data.data_path")
-        _set_older_data_defaults(draft, data)
-    if found := _take_flag(draft, sections, "no_shuffle"):
-        _set_moved_key(draft, sections, found[0], not found[1], "data.shuffle")
-    if (found := _take_flag(draft, sections, "dataset_with_labels")) and found[1]:
-        set_default(data, "ground_truth_key", "labels")
-        draft.note("data.ground_truth_key=labels", f"{found[0]}=true")
-    if found := _take_value(draft, sections, "dataset_additional_keys"):
-        path, value = found
-        names = value.replace(",", " ").split() if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            draft.reject(
-                Problem(path, "must be names of columns", format_value(value), "use labels")
-            )
-            return
-        if "labels" in names:
-            set_default(data, "ground_truth_key", "labels")
-        draft.note(
-            "all columns of a data set can be used; rules compare with data.ground_truth_key",
-            f"dataset_additional_keys={' '.join(names)}",
-        )
-
-
 def _translate_value_clip(draft: Draft, sections: Tree) -> None:
     """Set a critic.cliprange_value of 0 or less to null (no clip, as it meant), with a note."""
     critic = sections.get(Role.CRITIC.value) or {}
@@ -255,82 +178,14 @@ def _translate_value_clip(draft: Draft, sections: Tree) -> None:
         draft.note("values are not clipped (null)", f"critic.cliprange_value={format_value(value)}")
 
 
-def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
-    """Return the stripped prefixes in a string `a,b` or `weight,a`; other types as they are.
-
-    Several pairs of weight and prefix are a problem, added to `draft`; it still returns the
-    prefixes.
-    """
-    if not isinstance(value, str):
-        return value
-    parts = [part for part in map(str.strip, value.split(",")) if part]
-    if len(parts) % 2 or not all(part.replace(".", "", 1).isdigit() for part in parts[::2]):
-        return parts
-    names = parts[1::2]
-    if len(names) > 1:
-        draft.reject(
-            Problem(
-                path,
-                "data sets are not blended by weight",
-                value,
-                f"use {ref('data.data_path')}=[{', '.join(names)}], where each prompt counts once",
-                colon=True,
-            )
-        )
-    return names
-
-
-def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
-    """Set absent keys: default_data_source to prompts; overlong_prompts to drop, with a note.
-
-    Null counts as absent.
-    """
-    set_default(data, "default_data_source", "prompts")
-    if data.get("overlong_prompts") is None:
-        data["overlong_prompts"] = OverlongPrompts.DROP.value
-        draft.note(
-            "prompts over max_prompt_length are dropped and counted (MindSpeed-LLM cut off their "
-            "end, where a chat's answer begins)",
-            "data.overlong_prompts=drop",
-        )
-
-
-def _translate_category(draft: Draft, sections: Tree) -> None:
-    """Remove `dataset_category`, and note it if all data sets have the reward that scores here.
-
-    1 = scored by the verifier, 0 = by a reward model; another value or a mix is a problem, added to
-    `draft`. Sets a missing reward.kind to rule if reward.verifier is true, also without the key.
-    """
-    reward = sections["reward"]
-    wanted = "1" if reward.get("verifier") else "0"
-    if found := _take_value(draft, sections, "dataset_category"):
-        path, value = found
-        if set(str(value).replace(" ", "").split(",")) == {wanted}:
-            by = "the verifier" if wanted == "1" else "the reward model"
-            draft.note(f"{by} scores every prompt", f"dataset_category={value}")
-        else:
-            draft.reject(
-                Problem(
-                    path,
-                    "one reward scores every prompt here",
-                    format_value(value),
-                    f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule "
-                    "with a rule for each data source",
-                    colon=True,
-                )
-            )
-    if reward.get("verifier") is True:
-        set_default(reward, "kind", RewardKind.RULE.value)
-
-
 def _translate_algorithm(draft: Draft, sections: Tree) -> None:
     """Move `missing_eos_penalty`; write whitening true as batch, false as none; group_norm as grpo.
 
     For online DPO, remove an entropy_coeff that is the older toolkit's default, with a note.
     """
     algorithm, stage = sections["algorithm"], sections["training"].get("stage")
-    if found := _take_value(draft, sections, "missing_eos_penalty"):
-        _set_moved_key(draft, sections, *found, "algorithm.missing_eos_penalty")
+    if found := take_value(draft, sections, "missing_eos_penalty"):
+        set_moved_key(draft, sections, *found, "algorithm.missing_eos_penalty")
     whiten = algorithm.get("advantage_whiten")
     if isinstance(whiten, bool):
         word = AdvantageWhiten.BATCH if whiten else AdvantageWhiten.NONE

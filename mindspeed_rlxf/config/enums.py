@@ -226,7 +226,7 @@ class DeviceKind(str, Enum):
 
 
 class HealthRule(str, Enum):
-    """Signs of a failing run that `reporting.health` looks for."""
+    """Signs of a failing run that `reporting.health_rules` looks for."""
 
     ENTROPY_COLLAPSE = "entropy_collapse"  # the policy has become certain of nearly every token
     KL_RUNAWAY = "kl_runaway"  # the policy has left the reference

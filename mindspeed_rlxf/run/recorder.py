@@ -19,7 +19,8 @@ from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.files.safe import make_private_folder, open_file, replace_file
 from mindspeed_rlxf.reporting.console import Console, current
-from mindspeed_rlxf.reporting.health import Finding, Health, runaway_limit
+from mindspeed_rlxf.reporting.health import Finding, Health
+from mindspeed_rlxf.reporting.health_rules import runaway_limit
 from mindspeed_rlxf.reporting.metrics import (
     HealthWriter,
     LedgerWriter,

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rlxf.reporting.health import LAG_SHARE, LIMITS, Finding, Health, runaway_limit
+from mindspeed_rlxf.reporting.health import Finding, Health
+from mindspeed_rlxf.reporting.health_rules import LAG_SHARE, LIMITS, runaway_limit
 from mindspeed_rlxf.reporting.metric_table import Metric, find_metric, show_range
 from mindspeed_rlxf.reporting.report.curves import curve_of
 from mindspeed_rlxf.reporting.report.records import Iteration

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.reporting.health import KL_LIMIT
+from mindspeed_rlxf.reporting.health_rules import KL_LIMIT
 from mindspeed_rlxf.reporting.report.checks import check_ranges, replay
 from mindspeed_rlxf.reporting.report.records import Iteration, read_records
 from mindspeed_rlxf.reporting.report.slowness import explain, find_slow_stretches

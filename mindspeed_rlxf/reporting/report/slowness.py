@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mindspeed_rlxf.reporting.health import LAG_SHARE
+from mindspeed_rlxf.reporting.health_rules import LAG_SHARE
 from mindspeed_rlxf.reporting.report.curves import curve_of
 from mindspeed_rlxf.reporting.report.records import Iteration
 
