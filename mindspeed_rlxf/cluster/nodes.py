@@ -129,11 +129,11 @@ def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str 
 
 
 def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
-    """Return the nodes with fewer free devices, as if the pool ran on them.
+    """Return all nodes, with fewer free devices as if the pool ran on them.
 
     Each entry of the shape, the largest first, takes a node of its own: the one with the fewest
     free devices that suffice. An entry that fits nowhere takes none.
-    model: only nodes of this model; None = any
+    model: take devices of nodes of this model only; None = any
     """
     left = {node.id: node for node in nodes}
     possible = [node for node in nodes if model in (None, node.model)]

@@ -156,6 +156,7 @@ def chunk_activation_bytes(
 
     layer, mlp, entry: bytes of a layer's activations, of those of its MLP (included in `layer`),
                        and of the hidden states that enter a layer
+    Both numbers by `recompute`, for full recomputation by its method:
     none:      all layers; 0
     selective: the layers without their MLPs; one MLP
     uniform:   one entry per group of `recompute_num_layers` layers; the layers of one group

@@ -122,9 +122,9 @@ def make_table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def quote_values(values: Iterable[Any]) -> str:
-    """Return values as in YAML, each in backticks, separated by commas. An empty tuple is `[]`.
+    """Return values as in YAML, each in backticks, separated by commas.
 
-    Texts are written as they are, others by `format_value`.
+    Texts are written as they are, an empty tuple as `[]`, others by `format_value`.
     """
     texts = (value if isinstance(value, str) else format_value(value) for value in values)
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
@@ -143,7 +143,10 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """Return the type and limits of a key's values for the table, as `integer >= 1` or `A or B`."""
+    """Return the type and limits of a key's values for the table, as `integer >= 1` or `A or B`.
+
+    Of several types the first has the limits.
+    """
     if field is POOL:
         return "integer or list of integers"
     first, *others = dict.fromkeys(_kinds(field.annotation))

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Patch torch in this process: CUDA devices and calls become the CPU's; extend gloo."""
+    """Patch torch in this process: CUDA devices and calls become the CPU's; gloo is completed."""
     _device_constructors()  # make torch cache the originals, on which `with torch.device(...)` acts
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

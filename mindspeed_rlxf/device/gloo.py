@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def wrap_collectives() -> None:
-    """Replace three functions of `torch.distributed`, where Megatron looks them up.
+    """Replace three functions of `torch.distributed` for all callers; call it once.
 
     all_to_all_single then takes split sizes as tensors too; all_gather and reduce_scatter take
     tensors of different sizes from each rank.

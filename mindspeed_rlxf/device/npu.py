@@ -58,7 +58,7 @@ DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
-    """Set up the NPU of this process: select it and apply MindSpeed's adaptor.
+    """Set up the NPU of this process: select it, compile no operators, apply MindSpeed's adaptor.
 
     Asserts that no module of Megatron is imported yet; logs warnings about versions.
     index:      index among the devices that the process sees; used if `assigned` is None (torchrun)

@@ -25,10 +25,11 @@ EDITABLE = ("megatron-core", "mindspeed")
 
 
 def check_python(versions: npu_versions.Installed) -> Iterator[Checked]:
-    """Yield the results for Python, the packages around torch_npu, and the commands on PATH.
+    """Yield the results for Python, the build of torch, packages and the commands on PATH.
 
-    They are compared with the set of npu_sets.SETS for the installed Megatron, else with DEFAULT.
-    triton-ascend is checked only for SETS[1]; an installed transformer_engine is a warning.
+    Packages: those of CANN, versions that were tried, copies on sys.path. Python is compared with
+    the set of npu_sets.SETS for the installed Megatron, else with DEFAULT. triton-ascend is checked
+    only for SETS[1]; an installed transformer_engine fails a check.
     versions: as installed
     """
     chosen = npu_versions.find_set(versions.megatron_core) if versions.megatron_core else None

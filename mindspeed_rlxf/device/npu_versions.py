@@ -197,7 +197,8 @@ def _megatron_problems(versions: Installed) -> Iterator[Problem]:
 def _cann_problems(versions: Installed) -> Iterator[Problem]:
     """Yield a warning if TORCH_NPU_OF_CANN does not list this torch_npu for this minor CANN.
 
-    Nothing if one of both is unknown. The table is torch_npu's own.
+    Nothing if one of the two was not found; a CANN that the table lacks is a warning too. The table
+    is torch_npu's own.
     """
     torch_npu, cann = versions.torch_npu, versions.cann
     if torch_npu and cann:

@@ -240,7 +240,10 @@ def _checked_numbers(file: Path) -> dict[str, Any]:
 
 
 def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
-    """Yield the weights, then the optimizer slots, that this rank writes, copied to the host."""
+    """Yield boxes on the host of the weights, then of the optimizer slots, that this rank writes.
+
+    read: copies a range of a tensor to the host
+    """
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard

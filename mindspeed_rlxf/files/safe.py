@@ -42,7 +42,7 @@ def folder_mode(file_mode: int) -> int:
 
 
 def mode_within(folder: Path) -> int:
-    """Return the mode for files in `folder`: the folder's mode without execute bits.
+    """Return the mode for files in `folder`: the read and write bits of the folder's mode.
 
     It reverses `folder_mode`. PRIVATE where the folder cannot be read.
     """

@@ -94,7 +94,11 @@ class Generation:
         self._prompt_states: dict[bytes, Tensor] = {}
 
     def advance(self) -> list[GrowingSample]:
-        """Prefill or decode, in turn, until samples end; remove and return them in slot order."""
+        """Do steps until at least one sample ends; remove and return those that ended, by slot.
+
+        A step is a prefill if waiting samples are to be admitted now, else a decode. Call it only
+        while samples wait or run.
+        """
         finished: list[GrowingSample] = []
         while not finished:
             refills = self._should_admit()
@@ -182,8 +186,9 @@ class Generation:
     def _prefill(self, pack: dict[int, int]) -> None:
         """Fill the cache of the slots of a pack, and draw and append the next token of each row.
 
-        Keeps the last hidden state of each computed prompt in `_prompt_states`, from which the rows
-        that copy it draw their first token, in later packs too.
+        Keeps the last hidden state of each computed prompt in `_prompt_states` (not of a row that
+        already has tokens), from which the rows that copy it draw their first token, in later packs
+        too.
         pack: consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
               computed, all of them in one forward pass
         """

@@ -60,7 +60,7 @@ class SharedWeights:
     def wake(self) -> None:
         """Share this stage's weights and receive the other stages'; a collective of the pipeline.
 
-        The trained weights stay on the device until `sleep`.
+        The trained weights are moved to the device, and stay there until `sleep`.
         """
         self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
         pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role

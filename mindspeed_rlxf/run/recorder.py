@@ -124,8 +124,8 @@ class Recorder:
     ) -> None:
         """Print a warning per role with skipped optimizer steps, and one if scores were not finite.
 
-        The latter names the first 8 samples.
-        metrics: of the iteration, with `skipped_steps` of each role
+        The latter names the first 8 samples with their scores.
+        metrics: of the iteration; `actor/skipped_steps` and `critic/skipped_steps` are read
         scores:  sample id -> score that was not finite
         """
         for role in ("critic", "actor"):

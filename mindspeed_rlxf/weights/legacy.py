@@ -108,7 +108,7 @@ def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> b
 
 
 def _read_chunks(file: Path) -> list[Tensors]:
-    """Read a rank's file; return for each chunk its tensors by name, without other values.
+    """Read a rank's file; return for each chunk its stored tensors by name, without other values.
 
     Chunks are the keys "model", or "model0", "model1", ... in the order of the numbers. Raises
     ValueError where the file has none, or one is no dict.

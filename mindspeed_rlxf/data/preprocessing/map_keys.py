@@ -180,8 +180,8 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
     """Yield the problems of one key of --map-keys and its value; none if they are valid.
 
-    A known key needs text or null, "tags" valid tags. Other keys of MapKeys and those of
-    NOT_RENDERED are valid with an empty value only, and unknown keys never.
+    A key that `handler` reads needs text or null, "tags" valid tags. Other keys of MapKeys and
+    those of NOT_RENDERED are valid with an empty value only, and unknown keys never.
     """
     known = known_keys(handler)
     if key == "tags" and key in known:

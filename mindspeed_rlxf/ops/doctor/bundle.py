@@ -88,10 +88,11 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
 def _bundle_files(
     run: RunDirectory, report: Report, redactor: Redactor
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the files of a bundle: note, report, environment, list of files,
-    configurations, failure, metrics, the end of each log and its stacks.
+    """Yield (name, text) of the files of a bundle.
 
-    Secrets and private texts are removed. Files that a run does not have are left out.
+    Note, report, this process's harmless environment variables, list of files; then configurations,
+    failure, metrics, and of each log the text and the stacks. Of long files it is the end. Secrets
+    and private texts are removed. Files that a run does not have are left out.
     """
     variables = {k: v for k, v in sorted(os.environ.items()) if is_open_variable(k)}
     yield "README.txt", NOTE

@@ -105,7 +105,7 @@ class Hunt:
 
         A generator. First the pairs, without parties found broken by then; then CONFIRM_ROUNDS
         times the doubtful pairs; then the parties not at fault all together, in parts if that
-        fails.
+        fails. A caller that ends it earlier gets the `verdict` of an incomplete search.
         """
         for pairs in pair_rounds(self._parties):
             broken = self._broken()

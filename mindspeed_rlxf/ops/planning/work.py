@@ -312,10 +312,10 @@ class _ModelWork:
 
 
 def generation_work(config: RunConfig) -> Work:
-    """Return the work of a generating rank: receiving weights, prefill, decoding, sampling.
+    """Return the work of a generating rank in an iteration.
 
-    It includes exchanging tokens between expert-parallel ranks and, if the actor offloads its
-    weights, copying them to the device.
+    Receiving weights, prefill, decoding, sampling, exchanges between tensor- and expert-parallel
+    ranks and, if the actor offloads its weights, copying them to the device.
     """
     actor, layout, lengths = config.actor_rollout, config.rollout_layout, mean_lengths(config)
     a, tp, item = actor.architecture, layout.tp, memory.itemsize(actor)
