@@ -5,6 +5,7 @@ Older host systems of Ascend clusters still use version 1. A container sees its 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from enum import Enum
 from pathlib import Path
@@ -31,6 +32,23 @@ def read_amount(amount: Amount, folder: Path = FOLDER) -> float:
         except (OSError, ValueError):  # the other version, or `max`
             continue
     return math.inf
+
+
+def read_memory_used(folder: Path = FOLDER) -> float:
+    """Return the bytes of memory in use by the control group; infinity if it cannot be read.
+
+    Without the file cache that the kernel drops first, which the group's number includes.
+    """
+    cache = 0
+    for name, key in (
+        ("memory.stat", "inactive_file"),
+        ("memory/memory.stat", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            lines = (folder / name).read_text(encoding="ascii").splitlines()
+            cache = next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
+            break
+    return max(read_amount(Amount.MEMORY_USED, folder) - cache, 0)
 
 
 def read_processors(folder: Path = FOLDER) -> float:

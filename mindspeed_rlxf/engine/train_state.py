@@ -171,19 +171,21 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
     Random streams are not loaded if the layout or the kind of device has changed: they go on from
     the seed, and `same_layout` of the result is False. Where the folder has another model or no
-    state, or a rank cannot read it, all ranks return the problem instead of raising; the state may
-    be loaded in part then.
+    state, all ranks return the problem instead of raising; the state may be loaded in part then.
+    Raises OSError on all ranks where one cannot read the folder: the checkpoint may be whole.
     """
-    same, problem = False, []
+    same, failure = False, []
     try:
         same = _load_share(state, folder)
     except ValueError as error:
-        problem = [str(error)]
+        failure = [(str(error), True)]
     except OSError as error:
-        problem = [f"{folder} must be readable by every rank ({error}); mend access and try again"]
-    if problems := _gather_all(problem):
-        return Loaded("; ".join(dict.fromkeys(problems)))
-    return Loaded(same_layout=same)
+        rule = f"{folder} must be readable by every rank ({error})"
+        failure = [(f"{rule}; mend access and start again", False)]
+    failures = dict(_gather_all(failure))  # text -> whether the folder is at fault
+    if not all(failures.values()):
+        raise OSError("; ".join(text for text, of_folder in failures.items() if not of_folder))
+    return Loaded("; ".join(failures)) if failures else Loaded(same_layout=same)
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:

@@ -79,7 +79,8 @@ class Classifier:
         positions = getattr(self._model.config, "max_position_embeddings", None)
         for name, module in self._model.named_modules():
             padding = getattr(module, "padding_idx", None)
-            if positions and name.endswith("position_embeddings") and padding is not None:
+            named = name.rpartition(".")[2] == "position_embeddings"
+            if positions and named and padding is not None:
                 positions -= padding + 1
         limits = [positions, self._tokenizer.model_max_length if own else None]
         return min((limit for limit in limits if limit), default=None)

@@ -79,6 +79,17 @@ class Drawer:
                 self.engine.end_save()
         return RoleOutput(report=str(found.value))
 
+    def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:
+        """Report: the error of this rank."""
+        error = OSError(errno.EIO, "Input/output error") if dist.get_rank() == blind else None
+        read = train_state.read_json
+        with (
+            mock.patch.object(train_state, "read_json", side_effect=error, wraps=read),
+            pytest.raises(OSError) as found,
+        ):
+            self.engine.load_state(folder)
+        return RoleOutput(report=str(found.value))
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -125,10 +136,17 @@ def test_a_bad_random_stream_of_one_rank_is_reported_by_all_ranks(
     first, second = group.call_engine(TrainEngine.load_state, tmp_path / "state").result()
     said = f"{file} must hold the random streams of a rank (the position of numpy must be from 0"
     assert first == second and first.problem.startswith(said)
-    file.unlink()
-    file.mkdir()  # as unreadable as a file without the right, also for root
-    first, second = group.call_engine(TrainEngine.load_state, tmp_path / "state").result()
-    assert first == second and "must be readable by every rank ([Errno 21]" in first.problem
+
+
+def test_a_folder_that_one_rank_cannot_read_is_an_error_of_all_ranks(
+    warm_runtime: Any, tmp_path: Path, model: Path
+) -> None:
+    """It does not count as damaged: the run must not go on from an older one."""
+    group = built(warm_runtime, model)
+    save(group, tmp_path / "state")
+    first, second = group.call(Drawer.load_what_a_rank_cannot_read, tmp_path / "state", 1).result()
+    said = rf"{tmp_path / 'state'} must be readable by every rank \(\[Errno 5\] .*; mend access"
+    assert first == second and re.match(said, first)
 
 
 def test_wrong_steps_before_a_resume_count_in_those_in_a_row(

@@ -30,9 +30,9 @@ OWN_WAIT_S = 30.0  # longest wait on our own cluster, which never grows
 FIRST_S = 3.0  # before the first warning of missing devices on a joined cluster
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
-PLACE_S = 0.5
+PLACE_S = 0.5  # shortest wait for groups: Ray needs a moment to place one that fits
 LOOK_EVERY_S = 0.1
-RETURN_S = 5.0  # longest wait until Ray lists the devices of removed groups as free
+RETURN_S = 5.0  # longest wait, before the last report, until removed groups' devices are free
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
 A_LITTLE = 0.001  # of a node's model resource: chooses the model, leaves room for all pools
 
@@ -64,7 +64,8 @@ class DeviceClaim:
 
         A group has a bundle for each entry of the pool's shape. Warns while it waits.
 
-        Raises DevicesMissing (joined cluster) or TooFewDevices (own) at the deadline; UserError
+        Raises DevicesMissing (joined cluster) or TooFewDevices (own) some seconds after the
+        deadline, when what this run had asked for is free again or is another's; UserError
         when a node differs from the driver's, or a pool would mix device models.
         """
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
@@ -78,8 +79,9 @@ class DeviceClaim:
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
-            nodes = self._await_return(before)
-            self._report_shortage(shapes, late, nodes, time.monotonic() >= deadline)
+            is_last = time.monotonic() >= deadline
+            nodes = self._await_return(before) if is_last else live_nodes(self._resource)
+            self._report_shortage(shapes, late, nodes, is_last)
 
     def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool and wait up to `wait_s` for all of them.
@@ -174,15 +176,22 @@ class DeviceClaim:
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
-    """Wait up to `wait_s` for all groups; return the names of those that Ray has not placed.
+    """Wait until Ray has placed all groups, up to `wait_s`, or PLACE_S if that is longer.
 
-    In the order of `groups` (name -> placement group). Waits PLACE_S at least, in which Ray places
-    a group that fits. Not `PlacementGroup.wait`, which cuts its limit to whole seconds and says
-    False of a placed group where 0 are left (Ray 2.60).
+    Returns the names of those that it has not placed, in the order of `groups` (name -> placement
+    group). Not by `PlacementGroup.wait`, which cuts its limit to whole seconds, and calls a placed
+    group late where none is left (Ray 2.60).
     """
-    ready = {name: group.ready() for name, group in groups.items()}
-    placed, _ = ray.wait(list(ready.values()), num_returns=len(ready), timeout=max(wait_s, PLACE_S))
-    return [name for name, reference in ready.items() if reference not in placed]
+    deadline = time.monotonic() + max(wait_s, PLACE_S)
+    while True:
+        late = [name for name, group in groups.items() if not _is_placed(group)]
+        if not late or time.monotonic() >= deadline:
+            return late
+        time.sleep(LOOK_EVERY_S)
+
+
+def _is_placed(group: Any) -> bool:
+    return bool(ray.util.placement_group_table(group).get("state") == "CREATED")
 
 
 def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:

@@ -7,6 +7,7 @@ killed. Ray is imported inside the functions, because it reads its environment o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -26,6 +27,7 @@ from mindspeed_rlxf.cluster.ray.orphans import OrphanGuard
 from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
+from mindspeed_rlxf.files.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,9 @@ OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
 START_ATTEMPTS = 2  # of our own cluster
-START_TIMED_OUT = "timed out during startup"  # in what Ray raises after 30 s; it has no option
+# In what Ray raises when its processes do not answer within 30 s, most of which has no option.
+START_TIMED_OUT = "timed out during startup", "Timed out waiting for file", "Failed to start GCS"
+LOG_TAIL = 2_000  # characters of a log of Ray that did not start
 _own_token: list[str] = []  # at most one: the token of all own clusters of this process
 PREFIX, SESSIONS = "rlxf-ray-", "r"
 SOCKET_BYTES = 107  # longest path of a unix socket
@@ -168,7 +172,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
     """Start our own cluster on the loopback interface, with a token and an orphan guard.
 
     Sets environment variables of Ray in this process. Tries START_ATTEMPTS times where Ray's
-    processes do not answer in its own limit, as on a busy host; then raises UserError.
+    processes do not answer in its own limit, as on a busy host; then raises what Ray raised.
     resources: devices that it registers beside those that Ray finds
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
@@ -178,27 +182,23 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
         _own_token.append(secrets.token_hex(32))
     _set_token_mode(RAY_AUTH_TOKEN=_own_token[0])
     _keep_quiet()
-    for attempt in range(1, START_ATTEMPTS + 1):
+    for attempt in range(1, START_ATTEMPTS):
         try:
             return _try_to_start(resources)
         except Exception as error:  # Ray raises this type itself
-            if START_TIMED_OUT not in str(error):
+            if not any(text in str(error) for text in START_TIMED_OUT):
                 raise
-            logger.warning("Ray did not start (attempt %d of %d)", attempt, START_ATTEMPTS)
-    raise UserError(
-        Problem(
-            "runtime.address",
-            f"must name a running cluster where our own does not start in {START_ATTEMPTS} "
-            "attempts of 30 s; this host may be too busy",
-            "local",
-            "end other work on the host, or `ray start --head` and give its address",
-        )
-    )
+            logger.warning(
+                "Ray did not start (attempt %d of %d), as on a busy host: %s",
+                attempt, START_ATTEMPTS, error,
+            )  # fmt: skip
+    return _try_to_start(resources)
 
 
 def _try_to_start(resources: dict[str, float]) -> RayCluster:
     """Start our own cluster; after an error none of its processes and files is left.
 
+    The ends of Ray's error logs are logged then, as they are removed.
     resources: devices that it registers beside those that Ray finds
     """
     import ray
@@ -221,11 +221,20 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
         guard.watch(process.pid for process in psutil.Process().children(recursive=True))
     except BaseException:
         ray.shutdown()
+        _log_ends(temp_dir)
         guard.end()
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     address = context.address_info["address"]
     return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
+
+
+def _log_ends(temp_dir: Path) -> None:
+    """Log the end of each error log of Ray below its folder that is not empty."""
+    for file in sorted(temp_dir.glob(f"{SESSIONS}/session_*/logs/*.err")):
+        with contextlib.suppress(OSError):
+            if text := file.read_text(encoding="utf-8", errors="replace").strip():
+                logger.warning("Ray's %s ends with:\n%s", file.name, printable(text[-LOG_TAIL:]))
 
 
 def _keep_quiet() -> None:

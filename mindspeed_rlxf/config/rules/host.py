@@ -56,10 +56,10 @@ def _check_local_world(config: RunConfig) -> Iterator[Problem]:
     Call it only with `runtime.kind=local`, where every process runs every role.
     """
     found = os.environ.get("WORLD_SIZE", "1")
-    if not (found.isascii() and found.isdigit()):
+    if not (found.isascii() and found.isdigit() and int(found)):
         yield Problem(
             "WORLD_SIZE",
-            "must be the number of processes that torchrun started",
+            "must be the number of processes that torchrun started, 1 or more",
             repr(found),
             "unset it, or start the processes with torchrun",
         )

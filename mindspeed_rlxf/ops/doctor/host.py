@@ -15,7 +15,13 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.device.control_group import FOLDER, Amount, read_amount, read_processors
+from mindspeed_rlxf.device.control_group import (
+    FOLDER,
+    Amount,
+    read_amount,
+    read_memory_used,
+    read_processors,
+)
 from mindspeed_rlxf.ops.doctor.findings import Finding, Status, judge
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
@@ -101,7 +107,7 @@ def memory(total: int | None = None, available: int | None = None) -> Finding:
     """
     total = device.host_memory() if total is None else total
     if available is None:
-        limit, used = read_amount(Amount.MEMORY_LIMIT), read_amount(Amount.MEMORY_USED)
+        limit, used = read_amount(Amount.MEMORY_LIMIT), read_memory_used()
         left = math.inf if used == math.inf else max(limit - used, 0)
         available = int(min(psutil.virtual_memory().available, left))
     value = f"{format_bytes(available)} of {format_bytes(total)} available"
@@ -170,7 +176,7 @@ def threads() -> Finding:
         is_list is not None or found == "unset",
         "host.threads",
         f"OMP_NUM_THREADS {found}",
-        "set a whole number or unset it",
+        "set a whole number from 1 on (several: joined by commas), or unset it",
     )
 
 

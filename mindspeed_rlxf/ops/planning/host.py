@@ -97,7 +97,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     """Return the bytes that each consumer takes of the memory of the host with most processes.
 
     On our own cluster the processes of all pools are on one host and are added up; otherwise those
-    of the largest pool count.
+    of the largest pool count. Memory of devices and copies is added up for all pools.
     pools: memory of the pools' devices; it counts as host memory on CPU
     """
     actor, samples = config.actor_rollout, config.samples_per_iteration

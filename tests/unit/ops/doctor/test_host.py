@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device.control_group import Amount, read_amount
+from mindspeed_rlxf.device.control_group import Amount, read_amount, read_memory_used
 from mindspeed_rlxf.ops.doctor import disk, host, leftovers, local, network, software
 from mindspeed_rlxf.ops.doctor.findings import Finding
 from mindspeed_rlxf.ops.doctor.subject import Subject
@@ -73,10 +73,15 @@ def test_values_and_remedies_name_the_numbers() -> None:
 
 
 LIMITED = {
-    2: {"cpu.max": "150000 100000", "memory.max": "9000", "pids.max": "500", "pids.current": "100"},
+    2: {
+        "cpu.max": "150000 100000", "memory.max": "9000", "pids.max": "500", "pids.current": "100",
+        "memory.current": "8000", "memory.stat": "anon 900\ninactive_file 7000\nfile 9",
+    },
     1: {
         "cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000",
         "memory/memory.limit_in_bytes": "9000", "pids/pids.max": "500", "pids/pids.current": "100",
+        "memory/memory.usage_in_bytes": "8000",
+        "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 7000",
     },
 }  # fmt: skip
 UNLIMITED = {
@@ -99,6 +104,7 @@ def test_limits_of_the_container_count(tmp_path: Path, version: int) -> None:
     assert status(host.processors(tmp_path)) == "warning"  # 1.5 processors
     assert host.pids(tmp_path).value == "100 in use of 500"
     assert read_amount(Amount.MEMORY_LIMIT, tmp_path) == 9000
+    assert read_memory_used(tmp_path) == 1000
     write(UNLIMITED[version])
     assert status(host.pids(tmp_path)) == "ok"
     assert "container" not in host.processors(tmp_path).value
