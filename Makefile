@@ -154,8 +154,9 @@ test-hosts: $(STAMP)
 	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest tests -m long -n 2 --dist loadgroup --no-loadscope-reorder \
+	$(BIN)/python -m pytest tests -m "long and not large" -n 2 --dist loadgroup --no-loadscope-reorder \
 	  $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m large $(PYTEST_ARGS)
 
 # About 40 s for each kill: see docs/reliability.md.
 chaos: $(STAMP)

@@ -17,10 +17,13 @@ SHORT = ("actor, recompute full",)
 BOUNDS = {"forward": (0.95, 1.1), "update": (0.95, 1.1)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in SHAPES],
-)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if name in SHORT:
+        return []
+    return [pytest.mark.long, *[pytest.mark.large] * name.startswith("real width")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=marks_of(each)) for each in SHAPES])
 def test_as_much_is_planned_as_is_allocated(tmp_path: Path, name: str) -> None:
     """At real width 22 GB of free memory are needed, and some minutes."""
     done = subprocess.run(

@@ -111,9 +111,10 @@ def test_a_role_that_stops_is_named_within_its_deadline(start: Any, role: str) -
     log = run.folder / "logs" / role / "rank_00000.log"
     process_with(run, log).send_signal(signal.SIGSTOP)
     line = run.end_with_failure(within_s=90)
-    assert role in line and "did not arrive within 30 s" in line and "is stopped" in line
     # Actor and rollout share their processes: the one whose turn it was is named.
     named = (role, "rollout") if role == "actor_rollout" else (role,)
+    assert line.startswith(tuple(f"failed: {each}." for each in named)), line
+    assert "did not arrive within 30 s" in line and "is stopped" in line
     assert run.failure()["role"] in named and run.failure()["rank"] == 0
 
 

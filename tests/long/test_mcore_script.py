@@ -6,9 +6,11 @@ and lengths. The scripts for two nodes start a configuration with one device on 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.long
 PORT = "6399"  # not the script's own, which may be a user's, nor one of the workers', from 10000 on
 SCRIPTS = sorted((ROOT / "examples" / "mcore").glob("*/ray_ppo_*.sh"))
 ONE, MULTI = ([s for s in SCRIPTS if s.stem.endswith(kind)] for kind in ("_1node", "_multi_node"))
-ENDS_S = 60.0
+ENDS_S = 180.0  # a run that is told to stop ends its iteration first
 
 
 SIZES = {
@@ -66,9 +68,19 @@ def finish(script: Path, log: Path, timeout_s: float, *arguments: str, **variabl
         process.wait(timeout=ENDS_S)
 
 
-def left_of_ray() -> list[str]:
-    found = (" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
-    return [line for line in found if f":{PORT}" in line]
+def left_of_ray() -> dict[psutil.Process, str]:
+    """Processes of the scripts' Ray, with their command lines."""
+    found = {p: " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
+    return {process: line for process, line in found.items() if f":{PORT}" in line}
+
+
+@pytest.fixture(autouse=True)
+def port_is_free_afterwards() -> Iterator[None]:
+    """What a failed test leaves is killed, so that the next one can start."""
+    yield
+    for process in left_of_ray():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def config_of(name: str, *overrides: str) -> RunConfig:
@@ -123,7 +135,7 @@ def test_the_scripts_of_a_model_lead_from_its_weights_to_a_run(
     run = tmp_path / "outputs" / name
     assert (run / "metrics.jsonl").read_text().count("\n") == 2
     assert_own_layout(run)
-    assert left_of_ray() == []
+    assert list(left_of_ray().values()) == []
 
 
 def assert_own_layout(run: Path) -> None:
@@ -153,7 +165,7 @@ def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> No
     worker = start(script, tmp_path / "worker", NODE_RANK="1", **nodes)
     head = start(script, tmp_path / "head", *arguments, **nodes)
     try:
-        code = head.wait(timeout=500)
+        code = head.wait(timeout=900)
         text = (tmp_path / "head").read_text()
         assert code == 0, text + (tmp_path / "worker").read_text()
         count = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
@@ -166,4 +178,4 @@ def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> No
     said = (tmp_path / "worker").read_text()
     assert f"waiting for Ray at 127.0.0.1:{PORT}" in said
     assert "node 0 has ended; see its console for the result of the run" in said
-    assert left_of_ray() == []
+    assert list(left_of_ray().values()) == []
