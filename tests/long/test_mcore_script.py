@@ -52,9 +52,10 @@ MEGATRON = ("llama3", "qwen3")  # the weights are converted first, and loaded so
 
 
 def start(script: Path, log: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-    """In the folder of the log."""
+    """In the folder of the log, without what an own cluster has set for Ray in this process."""
     own = {"DEVICE": "cpu", "MASTER_PORT": PORT, "PYTHON": sys.executable}
-    environment = with_sources(**own, **variables)
+    environment = {k: v for k, v in with_sources(**own).items() if not k.startswith("RAY_")}
+    environment |= variables
     return start_logged(["bash", str(script), *arguments], log, environment, log.parent)
 
 

@@ -189,9 +189,14 @@ def test_the_exit_code_is_that_of_the_run(lab: Lab, script: str, expected: int) 
     assert lab.left() == []
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "script",
+    ["ssh/train.sh", "slurm/train.sbatch", "../mcore/llama3/ray_ppo_llama3_8b_1node.sh",
+     "../mcore/llama3/ray_ppo_llama3_8b_multi_node.sh"],
+)  # fmt: skip
 def test_a_signal_lets_the_run_stop_by_itself(lab: Lab, script: str) -> None:
-    process = lab.start(script, "--config-name", "tiny", ENDLESS="1")
+    token = {"RAY_AUTH_TOKEN": "00112233" * 8} if "multi" in script else {}
+    process = lab.start(script, "--config-name", "tiny", ENDLESS="1", **token)
     deadline = time.monotonic() + 30
     while not (lab.folder / "training").exists():
         assert time.monotonic() < deadline and process.poll() is None
