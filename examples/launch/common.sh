@@ -9,20 +9,7 @@
 # shellcheck source=../mcore/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../mcore/common.sh"
 
-driver_pid=""
-stopping=""
 helpers=()
-
-# Forward a signal of the launcher to the driver, which finishes its iteration, saves and ends. Before
-# the driver has started, exit with 75.
-forward() {
-  stopping=1
-  if [ -n "$driver_pid" ]; then
-    kill -TERM "$driver_pid" 2>/dev/null || true
-  else
-    exit 75
-  fi
-}
 
 # End Ray on this node, then wait for the helpers: nodes that joined end when the head is gone. Those
 # that still run after 30 s are ended.
@@ -81,26 +68,6 @@ wait_for_devices() {
   done
 }
 
-# train_here ARGUMENTS: run ray_gpt.py with the arguments and return its exit code. `forward` passes
-# signals on to it.
-train_here() {
-  local code=0
-  if [ -n "$DRY_RUN" ]; then
-    run env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" "$@"
-    return
-  fi
-  RAY_ADDRESS="$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" "$@" &
-  driver_pid=$!
-  [ -z "$stopping" ] || kill -TERM "$driver_pid"
-  while true; do # a signal ends `wait` early
-    code=0
-    wait "$driver_pid" || code=$?
-    kill -0 "$driver_pid" 2>/dev/null || break
-  done
-  driver_pid=""
-  return "$code"
-}
-
 # launch ARGUMENTS: start Ray's head here, call `start_nodes` of the launcher for the other nodes, wait
 # for all devices, then run ray_gpt.py.
 launch() {
@@ -110,8 +77,7 @@ launch() {
   start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
     --include-dashboard=false "$(device_options)"
   trap stop_all EXIT
-  trap forward INT TERM
   start_nodes
   wait_for_devices "${DEVICES:-$((NODES * DEVICES_PER_NODE))}"
-  train_here "$@" "device.kind=$DEVICE" "device.devices_per_node=$DEVICES_PER_NODE"
+  run_driver "$@" "device.kind=$DEVICE" "device.devices_per_node=$DEVICES_PER_NODE"
 }

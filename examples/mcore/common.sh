@@ -27,7 +27,7 @@ POLL_S=${POLL_S:-1} # seconds between two checks whether Ray listens
 PYTHON=${PYTHON:-python}
 DRY_RUN=${DRY_RUN:-}
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-ray_pid="" driver_pid="" own_folder=""
+ray_pid="" driver_pid="" stopping="" own_folder=""
 loads=()
 OWN_RAY=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
 
@@ -103,10 +103,37 @@ stop_ray() {
   [ -z "$own_folder" ] || rm -rf "$own_folder"
 }
 
-# Pass a signal on to the training, which stops by itself; before it starts, end with 75.
+# Pass a signal on to the training, which finishes its iteration, saves and ends; without one, end
+# with 75.
 forward() {
-  [ -n "$driver_pid" ] || exit 75
-  kill -TERM "$driver_pid" 2>/dev/null || true
+  case $driver_pid in
+    "") exit 75 ;;
+    starting) stopping=1 ;;
+    *) kill -TERM "$driver_pid" 2>/dev/null || true ;;
+  esac
+}
+
+# run_driver ARGUMENTS: run ray_gpt.py on the started Ray, in the background, because bash holds
+# signals back while a command runs in the foreground; return its exit code. `forward` passes signals
+# on to it.
+run_driver() {
+  local code
+  local command=(env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" "$@")
+  if [ -n "$DRY_RUN" ]; then
+    run "${command[@]}"
+    return
+  fi
+  driver_pid=starting
+  "${command[@]}" &
+  driver_pid=$!
+  [ -z "$stopping" ] || kill -TERM "$driver_pid"
+  while true; do # a signal ends `wait` early
+    code=0
+    wait "$driver_pid" || code=$?
+    kill -0 "$driver_pid" 2>/dev/null || break
+  done
+  driver_pid=""
+  return "$code"
 }
 
 # start_head OPTIONS: start Ray's head with these options of `ray start`, and wait until it listens.
@@ -146,10 +173,9 @@ choose_weights() {
     "critic.load=$folder-orm" "reward.load=$folder-orm")
 }
 
-# train CONFIG [default overrides] -- [arguments of the user]: run ray_gpt.py on the started Ray, and
-# return its exit code. `forward` passes signals on to it.
+# train CONFIG [default overrides] -- [arguments of the user]: run ray_gpt.py on the started Ray.
 train() {
-  local config=$1 defaults=() directory=() command code=0
+  local config=$1 defaults=() directory=()
   shift
   while [ "$1" != -- ]; do
     defaults+=("$1")
@@ -162,24 +188,10 @@ train() {
   fi
   [ -z "${CONFIG_DIR:-}" ] || directory=(--config-dir "$CONFIG_DIR")
   # Empty arrays are unbound variables in old bash.
-  command=(env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py"
-    --config-name "$config" ${directory[@]+"${directory[@]}"} "device.kind=$DEVICE"
-    "device.devices_per_node=$DEVICES_PER_NODE" ${defaults[@]+"${defaults[@]}"}
-    ${loads[@]+"${loads[@]}"}
-    "++resource_pool.wait_s=$WAIT_S" "$@")
-  if [ -n "$DRY_RUN" ]; then
-    run "${command[@]}"
-    return
-  fi
-  "${command[@]}" & # in the foreground, it would hold back the signals of this script
-  driver_pid=$!
-  while true; do # a signal ends `wait` early
-    code=0
-    wait "$driver_pid" || code=$?
-    kill -0 "$driver_pid" 2>/dev/null || break
-  done
-  driver_pid=""
-  return "$code"
+  run_driver --config-name "$config" ${directory[@]+"${directory[@]}"} "device.kind=$DEVICE" \
+    "device.devices_per_node=$DEVICES_PER_NODE" ${defaults[@]+"${defaults[@]}"} \
+    ${loads[@]+"${loads[@]}"} \
+    "++resource_pool.wait_s=$WAIT_S" "$@"
 }
 
 # one_node CONFIG [default overrides] -- "$@": start Ray on this host alone, then train.

@@ -112,7 +112,7 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -> None:
-    """Add the flags to a parser, hidden from its help; the value of an absent flag is None.
+    """Add the flags to a parser, without showing them in its help. An absent flag is None.
 
     A flag that takes no value has the value True.
     """

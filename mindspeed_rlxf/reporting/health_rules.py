@@ -51,7 +51,7 @@ class History:
         self.lagging: dict[str, tuple[int, list[float]]] = {}  # phase -> rank, its skews in a row
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Add the metrics of an iteration; watched metrics that are None or not finite are skipped.
+        """Add the metrics of an iteration. Skips those in WATCHED that are None or not finite.
 
         If there are finite validation scores, adds their mean, and the mean of the last BASELINE
         training scores (NaN without any). Updates `lagging` too.
@@ -303,7 +303,7 @@ LIMITS: dict[HealthRule, str] = {
     HealthRule.LAGGING_RANK: f"the same rank is slowest of a phase in {LAG_ITERATIONS} iterations "
     f"in a row, each time by {SKEW_LIMIT:.0%}, where the phase takes {LAG_SHARE:.0%} of the time",
 }
-"""Rule -> what it finds, with its limits, in words; `{kl_limit}` stands for that of the run."""
+"""Rule -> a text with its limits. The caller puts the run's KL limit in place of `{kl_limit}`."""
 
 
 def runaway_limit(adapts: bool, target: float) -> float:

@@ -95,7 +95,7 @@ class Trackers:
             sender.put(iteration, metrics)
 
     def close(self) -> None:
-        """End the trackers, and wait until they have written what is queued; warn of losses.
+        """End the trackers. Wait until they have written what is queued; warn if some is lost.
 
         Waits CLOSE_S at most, for all of them together.
         """

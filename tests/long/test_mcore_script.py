@@ -32,7 +32,7 @@ pytestmark = pytest.mark.long
 PORT = "6399"  # not the script's own, which may be a user's, nor one of the workers', from 10000 on
 SCRIPTS = sorted((ROOT / "examples" / "mcore").glob("*/ray_ppo_*.sh"))
 ONE, MULTI = ([s for s in SCRIPTS if s.stem.endswith(kind)] for kind in ("_1node", "_multi_node"))
-ENDS_S = 180.0  # a run that is told to stop ends its iteration first
+ENDS_S = 180.0  # on a signal, a run first finishes its iteration
 
 
 SIZES = {

@@ -159,7 +159,7 @@ class RayPools:
     def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        """Inspect the workers of all pools, with stacks; return a timeout that tells their states.
+        """Inspect the workers of all pools and their stacks; return a timeout that describes them.
 
         `witness.explain_timeout` makes it, and chooses the ranks that it names as late.
         pool:   of the late ranks

@@ -286,7 +286,7 @@ def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
 
 
 def _value_at(payload: Changes, path: str) -> Any:
-    """Return the value at a dotted key; KeyError if there is none.
+    """Return the value of a key such as `actor_rollout.lr`. Raises KeyError if it is absent.
 
     A last name that is not there is looked for in `optimizer` beside it.
     """
