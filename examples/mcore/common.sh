@@ -106,11 +106,9 @@ stop_ray() {
 # Pass a signal on to the training, which finishes its iteration, saves and ends; without one, end
 # with 75.
 forward() {
-  case $driver_pid in
-    "") exit 75 ;;
-    starting) stopping=1 ;;
-    *) kill -TERM "$driver_pid" 2>/dev/null || true ;;
-  esac
+  [ -n "$driver_pid" ] || exit 75
+  stopping=1
+  [ "$driver_pid" = starting ] || kill -TERM "$driver_pid" 2>/dev/null || true
 }
 
 # run_driver ARGUMENTS: run ray_gpt.py on the started Ray, in the background, because bash holds
@@ -133,6 +131,8 @@ run_driver() {
     kill -0 "$driver_pid" 2>/dev/null || break
   done
   driver_pid=""
+  # 143: the signal came while Python was starting and could not handle it.
+  [ -z "$stopping" ] || [ "$code" -ne 143 ] || code=75
   return "$code"
 }
 

@@ -36,8 +36,9 @@ while True: s.accept()[0].close()' "$MASTER_PORT" ;;
     while true; do sleep 0.1; done ;;
   -\\ *) cat > /dev/null; joined=$(ls "$LAB" | grep -c node_)
     echo $(((joined + 1) * DEVICES_PER_NODE)) ;;
-  *ray_gpt.py*) echo "$RAY_ADDRESS" > "$LAB/address"; touch "$LAB/training"
-    trap 'touch "$LAB/stopping"; sleep 0.3; exit 75' TERM
+  *ray_gpt.py*) echo "$RAY_ADDRESS" > "$LAB/address"
+    [ -n "${NO_HANDLER:-}" ] || trap 'touch "$LAB/stopping"; sleep 0.3; exit 75' TERM
+    touch "$LAB/training"
     [ -z "${ENDLESS:-}" ] || for _ in $(seq 300); do sleep 0.1; done
     exit "${CODE:-0}" ;;
 esac
@@ -189,6 +190,18 @@ def test_the_exit_code_is_that_of_the_run(lab: Lab, script: str, expected: int) 
     assert lab.left() == []
 
 
+def stop_training(lab: Lab, script: str, **variables: str) -> tuple[int, str]:
+    """Start the script, send it SIGTERM while it trains, and return its exit code and output."""
+    process = lab.start(script, "--config-name", "tiny", ENDLESS="1", **variables)
+    deadline = time.monotonic() + 30
+    while not (lab.folder / "training").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=20)[0]
+    return process.returncode, output
+
+
 @pytest.mark.parametrize(
     "script",
     ["ssh/train.sh", "slurm/train.sbatch", "../mcore/llama3/ray_ppo_llama3_8b_1node.sh",
@@ -196,17 +209,16 @@ def test_the_exit_code_is_that_of_the_run(lab: Lab, script: str, expected: int) 
 )  # fmt: skip
 def test_a_signal_lets_the_run_stop_by_itself(lab: Lab, script: str) -> None:
     token = {"RAY_AUTH_TOKEN": "00112233" * 8} if "multi" in script else {}
-    process = lab.start(script, "--config-name", "tiny", ENDLESS="1", **token)
-    deadline = time.monotonic() + 30
-    while not (lab.folder / "training").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=20)[0]
-    assert (process.returncode, (lab.folder / "stopping").exists()) == (75, True), output
+    code, output = stop_training(lab, script, **token)
+    assert (code, (lab.folder / "stopping").exists()) == (75, True), output
     assert lab.left() == []
     if script.startswith("slurm"):
         assert lab.lines("scontrol")[-1] == "requeue 9000"
+
+
+def test_a_signal_that_the_starting_run_cannot_handle_is_a_stop_too(lab: Lab) -> None:
+    code, output = stop_training(lab, "../mcore/llama3/ray_ppo_llama3_8b_1node.sh", NO_HANDLER="1")
+    assert (code, lab.left()) == (75, []), output
 
 
 def test_a_job_is_requeued_only_when_the_same_command_may_go_on(lab: Lab) -> None:
