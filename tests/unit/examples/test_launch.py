@@ -32,7 +32,7 @@ s = socket.create_server(("127.0.0.1", int(sys.argv[1])))
 while True: s.accept()[0].close()' "$MASTER_PORT" ;;
   *start*--address*)
     [ -z "${NO_NODE:-}" ] || { echo "no Ray here" >&2; exit 1; }
-    touch "$LAB/node_$$"; trap 'rm "$LAB/node_$$"; exit 0' TERM
+    trap 'rm "$LAB/node_$$"; exit 0' TERM; touch "$LAB/node_$$"
     while true; do sleep 0.1; done ;;
   -\\ *) cat > /dev/null; joined=$(ls "$LAB" | grep -c node_)
     echo $(((joined + 1) * DEVICES_PER_NODE)) ;;
