@@ -111,11 +111,18 @@ forward() {
   [ "$driver_pid" = starting ] || kill -TERM "$driver_pid" 2>/dev/null || true
 }
 
+# wait_for_end PID: wait until a child has ended, and return its exit code.
+wait_for_end() {
+  # A signal ends `wait` early, with the signal's code: only after the child's end it has the child's.
+  while kill -0 "$1" 2>/dev/null; do wait "$1" || true; done
+  wait "$1"
+}
+
 # run_driver ARGUMENTS: run ray_gpt.py on the started Ray, in the background, because bash holds
 # signals back while a command runs in the foreground; return its exit code. `forward` passes signals
 # on to it.
 run_driver() {
-  local code
+  local code=0
   local command=(env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" "$@")
   if [ -n "$DRY_RUN" ]; then
     run "${command[@]}"
@@ -125,11 +132,7 @@ run_driver() {
   "${command[@]}" &
   driver_pid=$!
   [ -z "$stopping" ] || kill -TERM "$driver_pid"
-  while true; do # a signal ends `wait` early
-    code=0
-    wait "$driver_pid" || code=$?
-    kill -0 "$driver_pid" 2>/dev/null || break
-  done
+  wait_for_end "$driver_pid" || code=$?
   driver_pid=""
   # 143: the signal came while Python was starting and could not handle it.
   [ -z "$stopping" ] || [ "$code" -ne 143 ] || code=75

@@ -37,8 +37,9 @@ while True: s.accept()[0].close()' "$MASTER_PORT" ;;
   -\\ *) cat > /dev/null; joined=$(ls "$LAB" | grep -c node_)
     echo $(((joined + 1) * DEVICES_PER_NODE)) ;;
   *ray_gpt.py*) echo "$RAY_ADDRESS" > "$LAB/address"
-    [ -n "${NO_HANDLER:-}" ] || trap 'touch "$LAB/stopping"; sleep 0.3; exit 75' TERM
+    trap 'touch "$LAB/stopping"; sleep 0.3; exit 75' TERM
     touch "$LAB/training"
+    [ -z "${NO_HANDLER:-}" ] || exec sleep 30
     [ -z "${ENDLESS:-}" ] || for _ in $(seq 300); do sleep 0.1; done
     exit "${CODE:-0}" ;;
 esac
@@ -83,7 +84,13 @@ class Lab:
         return (self.folder / name).read_text().splitlines()
 
     def left(self) -> list[str]:
-        """Processes that belong to this lab."""
+        """Return the processes of this lab that still run after 10 s: one may be about to end."""
+        deadline = time.monotonic() + 10
+        while (found := self._running()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+    def _running(self) -> list[str]:
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -217,7 +224,19 @@ def test_a_signal_lets_the_run_stop_by_itself(lab: Lab, script: str) -> None:
 
 
 def test_a_signal_that_the_starting_run_cannot_handle_is_a_stop_too(lab: Lab) -> None:
-    code, output = stop_training(lab, "../mcore/llama3/ray_ppo_llama3_8b_1node.sh", NO_HANDLER="1")
+    script = "../mcore/llama3/ray_ppo_llama3_8b_1node.sh"
+    code, output = stop_training(lab, script, NO_HANDLER="1")
+    assert (code, lab.left()) == (75, []), output
+
+
+def test_the_exit_code_of_a_run_that_ends_during_the_signal_is_kept(lab: Lab) -> None:
+    script = lab.folder / "wait.sh"
+    script.write_text(f"""source {FOLDER}/../mcore/common.sh
+"$PYTHON" ray_gpt.py &
+trap "kill -TERM $!; wait $!; sleep 0.1" TERM
+wait_for_end $!
+""")
+    code, output = stop_training(lab, str(script), RAY_ADDRESS="", RAY_TMPDIR=str(lab.folder))
     assert (code, lab.left()) == (75, []), output
 
 
