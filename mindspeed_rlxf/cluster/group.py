@@ -70,6 +70,10 @@ class Pending:
         self._before.append(other)
         return self
 
+    def with_earlier(self) -> list[Pending]:
+        """Return the calls of `after`, in the order of their addition, and this call."""
+        return [*self._before, self]
+
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
         """Make `result` call `check` with the reports before it returns them; returns self.
 

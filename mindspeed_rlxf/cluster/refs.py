@@ -107,6 +107,8 @@ class RowsRef:
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
         """Return (piece, rows, positions) for each piece with a selected row, in order of pieces.
 
+        For a reference without rows: its first piece, which gives the type of the rows.
+
         rows: indices within the piece; positions: indices of the same rows in this reference,
               ascending
         """
@@ -117,7 +119,7 @@ class RowsRef:
             owner = bisect_right(starts, row) - 1
             found[owner][1].append(row - starts[owner])
             found[owner][2].append(position)
-        return [entry for entry in found if entry[1]]
+        return [entry for entry in found if entry[1]] or found[:1]
 
 
 def as_rows_field(ref: RowsRef | None) -> Any:

@@ -45,7 +45,7 @@ from mindspeed_rlxf.engine.readouts import (
     scatter_rows,
 )
 from mindspeed_rlxf.engine.schedule import average_metrics, run_schedule
-from mindspeed_rlxf.engine.sharded_files import save_sharded
+from mindspeed_rlxf.engine.sharded_files import fail_together, save_sharded
 from mindspeed_rlxf.engine.slots import single_optimizers
 from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
 from mindspeed_rlxf.models.parameters import Head
@@ -348,7 +348,7 @@ class MegatronEngine:
         """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None = not.
 
         A collective over the role's ranks. A folder is complete when all ranks have returned.
-        Raises OSError where a checkpoint cannot be written.
+        Raises OSError on all ranks where one cannot write (see `save_sharded` for the exception).
         """
         # With `runtime: local` the first rank has just removed the files of an earlier export.
         dist.barrier()
@@ -357,20 +357,20 @@ class MegatronEngine:
             if hf_folder is not None:
                 writes = first_experts and self.groups.tp.rank() == 0
                 assert self.role.load is not None, "it was loaded from there"
-                self.weights.export(hf_folder, Path(self.role.load), writes, self.source)
-            dist.barrier()
+                with fail_together(hf_folder):
+                    self.weights.export(hf_folder, Path(self.role.load), writes, self.source)
             if megatron_folder is None:
                 return
-            if dist.get_rank() == 0:
-                megatron_folder.mkdir(parents=True, exist_ok=True)
-            dist.barrier()
+            with fail_together(megatron_folder):
+                if dist.get_rank() == 0:
+                    megatron_folder.mkdir(parents=True, exist_ok=True)
             shards = {
                 f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.chunks)
             }
             save_sharded(shards, megatron_folder)
-            if dist.get_rank() == 0:  # for conversion, and for training from the folder
-                self.describe(megatron_folder)
-            dist.barrier()
+            with fail_together(megatron_folder):
+                if dist.get_rank() == 0:  # for conversion, and for training from the folder
+                    self.describe(megatron_folder)
 
     def describe(self, folder: Path) -> list[Path]:
         """Write config.json and the tokenizer's files into a folder; return the written files.

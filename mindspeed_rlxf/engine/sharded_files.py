@@ -10,43 +10,78 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+T = TypeVar("T")
+
 
 def name_with_free_space(error: BaseException, folder: Path) -> str:
-    """Return class and text of an error, with the free space of the folder's disk.
+    """Return class and text of an error, and the free space of the folder's disk if known."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        return f"{text} ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there)"
+    except OSError:  # no such folder, or the file system is gone, which may be the cause
+        return text
 
-    0 MiB where the folder does not exist
+
+def gather_all(items: list[T]) -> list[T]:
+    """Return the items of all ranks of the world as one list, by rank; a collective."""
+    gathered: list[list[T]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, items)
+    return [item for part in gathered for item in part]
+
+
+@contextlib.contextmanager
+def fail_together(folder: Path) -> Iterator[None]:
+    """Raise OSError on all ranks of the world if the block raises an Exception on one.
+
+    A collective after the block. Without it the other ranks would wait in their next collective for
+    the rank that failed. The text names each rank that failed.
+    folder: where the block writes, for the text
     """
-    free = shutil.disk_usage(folder).free if folder.exists() else 0
-    return f"{type(error).__name__}: {error} ({free / 2**20:.0f} MiB are free there)"
+    failed = []
+    try:
+        yield
+    except Exception as error:
+        failed.append(f"rank {dist.get_rank()}: {name_with_free_space(error, folder)}")
+    if named := gather_all(failed):
+        raise OSError(f"{folder}: {'; '.join(named)}")
 
 
 @contextlib.contextmanager
 def raise_os_errors(folder: Path) -> Iterator[None]:
-    """Turn torch's CheckpointException inside the block into an OSError.
+    """Turn what megatron-core raises for a failed write inside the block into an OSError.
 
     Its text has the cause on the lowest rank that failed and the free space. Other exceptions pass.
-    (The exception of torch is no subclass of Exception.)
+    megatron-core 0.16 raises torch's CheckpointException (no subclass of Exception) on all ranks,
+    and only on the first one with the failures. 0.12 raises a RuntimeError on the rank that failed.
     """
     try:
         yield
     except CheckpointException as error:
+        if not error.failures:
+            raise OSError(f"{folder}: another rank could not write, see the first rank") from None
         rank, (cause, _) = min(error.failures.items())
         raise OSError(
             f"{folder}: rank {rank} of {len(error.failures)} that failed says: "
             f"{name_with_free_space(cause, folder)}"
         ) from None
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise OSError(f"{folder}: {name_with_free_space(error.__cause__, folder)}") from None
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:
     """Write a sharded checkpoint into `folder`, which must exist; a collective.
 
     state: Megatron's sharded state dict
-    Raises OSError on all ranks where one could not write.
+    Raises OSError where a rank could not write: with megatron-core 0.16 on all ranks, with 0.12 on
+    that rank, while the others wait in a collective.
     """
     with raise_os_errors(folder):
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -29,7 +29,7 @@ from mindspeed_rlxf.device import random_states
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.hf_shards import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.sharded_files import name_with_free_space
+from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all
 from mindspeed_rlxf.engine.slots import count_steps, held_slots, make_slots
 from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import sync_folder
@@ -56,7 +56,6 @@ RANDOM = "random"
 MAX_STEPS = 1 << 53  # exact as a float
 Read = Callable[[Tensor, int, int], Tensor]
 """(tensor, start, stop) -> copy on the host of elements start to stop, flattened."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -128,16 +127,11 @@ class StateSaver:
         writing, folder = self._writing, self._folder
         assert writing and folder, "no save has begun"
         self._writing = None
-        error = writing.exception()  # waits
-        named = [] if error is None else [name_with_free_space(error, folder)]
-        failed = _gather_all([f"rank {dist.get_rank()}: {text}" for text in named])
-        if failed:
-            raise OSError(f"{folder}: {'; '.join(failed)}")
+        with fail_together(folder):
+            mine = writing.result()  # waits
         host = socket.gethostname()
-        seconds = max(_gather_all([writing.result().seconds]))
-        return Written(
-            _gather_all([{**entry, HOST: host} for entry in writing.result().files]), seconds
-        )
+        seconds = max(gather_all([mine.seconds]))
+        return Written(gather_all([{**entry, HOST: host} for entry in mine.files]), seconds)
 
 
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -182,7 +176,7 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
     except OSError as error:
         rule = f"{folder} must be readable by every rank ({error})"
         failure = [(f"{rule}; mend access and start again", False)]
-    failures = dict(_gather_all(failure))  # text -> whether the folder is at fault
+    failures = dict(gather_all(failure))  # text -> whether the folder is at fault
     if not all(failures.values()):
         raise OSError("; ".join(text for text, of_folder in failures.items() if not of_folder))
     return Loaded("; ".join(failures)) if failures else Loaded(same_layout=same)
@@ -371,10 +365,3 @@ def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
     process.load()
     groups.random_states = streams
     return True
-
-
-def _gather_all(items: list[T]) -> list[T]:
-    """Return the items of all ranks of the world as one list, by rank; a collective."""
-    gathered: list[list[T]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, items)
-    return [item for part in gathered for item in part]

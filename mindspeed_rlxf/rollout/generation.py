@@ -298,7 +298,9 @@ class Generation:
         GROWTH more tokens each. A row that goes keeps its tokens, to be prefilled again.
         """
         limit, rows = self.limits.tokens, len(self.active)
-        if limit is None or rows * self._row_capacity(self._longest_row(steps)) <= limit:
+        if limit is None or rows == 1:
+            return
+        if rows * self._row_capacity(self._longest_row(steps)) <= limit:
             return
         kept = np.argsort(-self._counts, kind="stable").tolist()
         lengths = self._prompts + self._counts

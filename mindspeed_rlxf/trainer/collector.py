@@ -72,10 +72,12 @@ class Collected:
         Parts and failures are [] if there were none; answers are left out.
         """
         reports = [report for batch in self.batches for report in batch.scored.result()]
+        parts = [report.parts for report in reports]
+        failures = [report.failures for report in reports]
         return ScoreReport(
             self._chosen(report.scores for report in reports),
-            self._chosen(report.parts for report in reports) if reports[0].parts else [],
-            self._chosen(report.failures for report in reports) if reports[0].failures else [],
+            self._chosen(parts) if any(parts) else [],
+            self._chosen(failures) if any(failures) else [],
         )
 
     def non_finite_scores(self) -> dict[int, float]:
@@ -111,7 +113,7 @@ class Collected:
         batches = self._all_batches()
         return {
             "gen": [batch.generated for batch in batches],
-            "reward": [batch.scored for batch in batches],
+            "reward": [call for batch in batches for call in batch.scored.with_earlier()],
         }
 
     def sync_s(self) -> float:

@@ -112,7 +112,7 @@ class PpoTrainer:
             }
             phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
             self._finish_iteration(measured, collected, phases, time.monotonic() - started)
-        self.checkpoints.settle(self.recorder.note)
+        self._settle_save()
 
     def _make_experience(
         self,
@@ -178,7 +178,7 @@ class PpoTrainer:
         self.stop.end_iteration(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
         saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
-        self.checkpoints.settle(note)
+        self._settle_save()
         if saves:
             began = time.time()
             measured["timing/save"] = self.checkpoints.write(self.iteration, note)
@@ -196,6 +196,11 @@ class PpoTrainer:
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise self.stop.ended()
+
+    def _settle_save(self) -> None:
+        """Wait for an asynchronous save and publish it; a stop then names it as the last one."""
+        self.checkpoints.settle(self.recorder.note)
+        self.stop.saved = self.checkpoints.newest
 
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float

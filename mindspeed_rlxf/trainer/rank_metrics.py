@@ -23,14 +23,16 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
     `timing/<phase>`: seconds, sum over its calls; `memory/<phase>`: GiB, maximum of all ranks.
     `skew/<phase>`: the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
     other in collectives take equally long, so it shows only work outside of collectives.
-    `slowest_rank/<phase>`: its number. A phase with a single rank, or no time, lacks the last two.
+    `slowest_rank/<phase>`: its number. Both are of the pool of the phase's last call. A phase with
+    a single rank, or no time, lacks them.
     """
     metrics = {}
     for name, calls in phases.items():
         replies = [reply for call in calls for reply in call.replies()]
         metrics[f"timing/{name}"] = sum(call.seconds for call in calls)
         metrics[f"memory/{name}"] = max(reply.memory for reply in replies) / GIB
-        busy = _seconds_by_rank(replies)
+        pool = calls[-1].pool
+        busy = _seconds_by_rank([r for call in calls if call.pool == pool for r in call.replies()])
         mean = sum(busy.values()) / len(busy)
         if len(busy) > 1 and mean > 0:
             slowest = max(busy, key=lambda rank: busy[rank])

@@ -114,6 +114,7 @@ class StageWeights:
         writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas); the others
                    only take part in the collective
         described: folder of config.json and the tokenizer; None = `source`
+        Raises OSError on a rank that cannot write, after its part in the collective.
         """
         pp, ep = self.pp_group, self.ep_group
         name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())
@@ -128,11 +129,17 @@ class StageWeights:
                 dtype = original.dtype(hf_name) if hf_name in original else tensor.dtype
                 tensors[hf_name] = tensor.to(dtype)
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
-        if writes:
-            target.mkdir(parents=True, exist_ok=True)
-            write_safetensors(target / name, sort_by_width(planned), lambda _: None)
+        failed: OSError | None = None
+        try:
+            if writes:
+                target.mkdir(parents=True, exist_ok=True)
+                write_safetensors(target / name, sort_by_width(planned), lambda _: None)
+        except OSError as error:
+            failed = error
         sizes = {hf_name: tensor.num_bytes for hf_name, tensor in planned.items()}
         gathered = _gather(_gather([(name, sizes)], ep), pp)
+        if failed is not None:
+            raise failed
         if writes and first and pp.rank() == 0:
             write_index(target, dict(gathered))
             copy_side_files(described or source, target, self.head)

@@ -28,6 +28,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights import stage
 from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama
@@ -77,6 +78,16 @@ class Drawer:
             self.engine.begin_save(folder)
             with pytest.raises(OSError) as found:
                 self.engine.end_save()
+        return RoleOutput(report=str(found.value))
+
+    def export_to_a_full_disk(self, folder: Path, full: int) -> RoleOutput:
+        """The disk of rank `full`; report: the error of this rank."""
+        error = OSError(errno.ENOSPC, "No space left") if dist.get_rank() == full else None
+        with (
+            mock.patch.object(stage, "write_safetensors", side_effect=error),
+            pytest.raises(OSError) as found,
+        ):
+            self.engine.export(folder, None)
         return RoleOutput(report=str(found.value))
 
     def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:
@@ -161,10 +172,17 @@ def test_wrong_steps_before_a_resume_count_in_those_in_a_row(
         resumed.call(Drawer.wrong_steps, 1).result()
 
 
+@pytest.mark.parametrize(
+    ("method", "full"),
+    [(Drawer.save_on_a_full_disk, 1), (Drawer.export_to_a_full_disk, 0)],  # rank 0 exports alone
+    ids=["save", "export"],
+)
 def test_a_rank_that_cannot_write_is_named_on_all_ranks(
-    warm_runtime: Any, tmp_path: Path, model: Path
+    warm_runtime: Any, tmp_path: Path, model: Path, method: Any, full: int
 ) -> None:
     folder = tmp_path / "state"
-    said = built(warm_runtime, model).call(Drawer.save_on_a_full_disk, folder, 1).result()
-    named = rf"{folder}: rank 1: OSError: \[Errno 28\] No space left \(\d+ MiB are free there\)"
+    said = built(warm_runtime, model).call(method, folder, full).result()
+    named = (
+        rf"{folder}: rank {full}: OSError: \[Errno 28\] No space left \(\d+ MiB are free there\)"
+    )
     assert all(re.fullmatch(named, text) for text in said) and len(said) == 2, said

@@ -100,6 +100,11 @@ def test_take_refuses_a_row_that_is_not_there(row: int) -> None:
         Store([3, 2]).ref.take([0, row])
 
 
+def test_a_replica_without_samples_has_rows_of_the_same_type() -> None:
+    store = Store([3, 0])
+    assert numbers(resolve(RowsRef(store.ref.pieces[1:]), store.fetch)) == []
+
+
 def test_a_piece_that_changed_size_is_noticed() -> None:
     ref = RowsRef((Piece("piece 0", 3),))
     with pytest.raises(AssertionError, match="holds 2 rows, not 3"):

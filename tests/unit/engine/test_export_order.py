@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindspeed_rlxf.engine import train_state
+from mindspeed_rlxf.engine import sharded_files, train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 
 
@@ -24,6 +24,7 @@ def test_ranks_meet_before_they_write(monkeypatch: pytest.MonkeyPatch, tmp_path:
     engine.role, engine.source = SimpleNamespace(load="start"), tmp_path
     engine.weights = SimpleNamespace(export=lambda *args: calls.append("write"))
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
+    monkeypatch.setattr(sharded_files, "gather_all", lambda items: calls.append("meet") or items)
     engine.export(tmp_path / "hf", None)
     assert calls == ["meet", "write", "meet"]
 

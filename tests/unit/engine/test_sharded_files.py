@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mindspeed_rlxf.engine import sharded_files
 from mindspeed_rlxf.engine.sharded_files import raise_os_errors
 
 
@@ -17,6 +18,30 @@ def test_a_failed_write_names_rank_cause_and_space(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=said) as e, raise_os_errors(tmp_path):
         raise CheckpointException("write", failures)  # type: ignore[arg-type]
     assert str(tmp_path) in str(e.value) and "MiB are free there" in str(e.value)
+
+
+def test_a_rank_that_knows_no_cause_points_to_the_first_rank(tmp_path: Path) -> None:
+    """megatron-core tells the failures to the first rank alone."""
+    with pytest.raises(OSError, match="see the first rank"), raise_os_errors(tmp_path):
+        raise CheckpointException("write", {})
+
+
+def test_a_failed_write_of_an_older_megatron_core_is_an_os_error_too(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left.* MiB are free"), raise_os_errors(tmp_path):
+        raise RuntimeError("Worker failure") from OSError(28, "No space left")
+    with pytest.raises(RuntimeError, match="other"), raise_os_errors(tmp_path):
+        raise RuntimeError("other")
+
+
+def test_the_cause_is_kept_where_the_file_system_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage(_: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(sharded_files.shutil, "disk_usage", usage)
+    text = sharded_files.name_with_free_space(OSError(5, "Input/output error"), tmp_path)
+    assert text == "OSError: [Errno 5] Input/output error"
 
 
 def test_errors_other_than_os_errors_are_raised_unchanged(tmp_path: Path) -> None:

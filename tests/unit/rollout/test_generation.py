@@ -97,20 +97,23 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("tokens", [17, 40, 8 * 17])
+@pytest.mark.parametrize("tokens", [10, 17, 40, 8 * 17])
 def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(
     prompts: list[np.ndarray], sizes: Sizes, steps: int, tokens: int
 ) -> None:
-    """17 tokens hold one row: its prompt of up to 8 and a response of 9; there are 8 rows."""
+    """17 tokens hold one row: its prompt of up to 8 and a response of 9; there are 8 rows.
+
+    One row has a cache in any case.
+    """
     expected = answers(engine(TinyModel(), 1), prompts, **SAMPLED)
     token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
     bytes_of_all = int(tokens * token / generation_memory.CACHE_SHARE) + 10
     sizes.tokens = sizes.slots = 0
     rollout = engine(TinyModel(), memory=bytes_of_all, steps=steps)
     same(answers(rollout, prompts, **SAMPLED), expected)
-    assert sizes.tokens <= tokens
+    assert sizes.tokens <= max(tokens, 17)
     again = rollout.stats().prompt_tokens - sum(map(len, prompts))
-    assert (sizes.slots == 1) == (tokens == 17)
+    assert (sizes.slots == 1) == (tokens <= 17)
     assert (again > 0) == (tokens == 40), "some waited, and their tokens were computed again"
     assert rollout.stats().sampled_tokens == sum(map(len, expected[0]))
 

@@ -34,6 +34,9 @@ class Answer:
     def result(self) -> list[Any]:
         return [self.report]
 
+    def with_earlier(self) -> list[Any]:
+        return [self]
+
 
 @dataclass
 class Script:
@@ -160,3 +163,11 @@ def test_clipping_keeps_a_group_with_an_infinite_score() -> None:
     keys = {"filter_groups": True, "reward_clip": 1.0}
     found, _ = collect(Script([[inf, 1, 0, 1]]), prompts=2, **keys)
     assert found.non_finite_scores() == {0: inf}
+
+
+def test_a_replica_without_samples_hides_no_parts_and_failures_of_others() -> None:
+    found, _ = collect(Script([[1, 0]]), prompts=1)
+    empty, full = ScoreReport([], [], []), ScoreReport([1, 0], [{"a": 1.0}, {}], [None, None])
+    found.batches[0].scored.result = lambda: [empty, full]  # type: ignore[method-assign]
+    report = found.score_report()
+    assert (report.scores, report.parts, report.failures) == (full.scores, full.parts, [None] * 2)

@@ -57,6 +57,14 @@ def test_ranks_are_named_as_their_pool_counts() -> None:
     assert found["slowest_rank/gen"] == 5.0
 
 
+def test_a_phase_with_an_earlier_call_has_the_time_of_both() -> None:
+    """The functions beside a reward model, in another pool; skews are those of the model."""
+    model = pending("model", 1.0, 3.0).after(pending("main", 5.0, 6.0))
+    found = phase_metrics({"reward": model.with_earlier()})
+    assert found["timing/reward"] == 6.0 + 3.0
+    assert (found["skew/reward"], found["slowest_rank/reward"]) == (pytest.approx(0.5), 1.0)
+
+
 def test_ranks_that_took_no_time_are_not_compared() -> None:
     assert "skew/reward" not in phase_metrics({"reward": [pending("main", 0.0, 0.0)]})
 
