@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,18 +91,24 @@ def _calibrate(
     config: gives the kind of device and the CPU threads; None = --device, and one thread
     found:  findings of `_load_config`; if --config-name is given and config is None, only print
             them and return 1
-    Raises UserError when a measurement fails.
+    Raises UserError when a measurement fails, or, before it, if the file cannot be written.
     """
     from mindspeed_rlxf.ops.planning.calibrate import calibrate
-    from mindspeed_rlxf.ops.planning.calibration import default_file, write_calibration
+    from mindspeed_rlxf.ops.planning.calibration import (
+        check_writable,
+        default_file,
+        write_calibration,
+    )
 
     if arguments.config_name is not None and config is None:
-        print(make_report(found).as_text(line_width(sys.stdout), wants_colour(sys.stdout)))
+        text = make_report(found).as_text(line_width(sys.stdout), wants_colour(sys.stdout))
+        write_raw(sys.stdout, f"{text}\n")
         return 1
     kind = config.device.kind if config else DeviceKind(arguments.device)
     threads = config.device.cpu_threads if config else 1
-    made = calibrate(kind, threads, lambda text: print(text, file=sys.stderr, flush=True))
     file = Path(arguments.to) if arguments.to else default_file(kind)
+    check_writable(file)  # before the minutes that the measurement takes
+    made = calibrate(kind, threads, lambda text: print(text, file=sys.stderr, flush=True))
     write_calibration(file, made)
     print(f"written: {file} ({made.device}; phases fitted within {made.worst:.0%})")
     return 0
@@ -140,6 +147,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
     if arguments.to and not arguments.calibrate:
         parser.error("--to names the file of --calibrate: give that too")
-    if arguments.deadline < 10:
-        parser.error(f"--deadline={arguments.deadline:g} must be at least 10; use 60 or more")
+    if not 10 <= arguments.deadline < math.inf:
+        rule = "must be at least 10, and finite"
+        parser.error(f"--deadline={arguments.deadline:g} {rule}; use 60 or more")
     return arguments

@@ -265,7 +265,9 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-        except (pa.ArrowException, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        # LookupError: a time zone that this host does not know
+        except (pa.ArrowException, ValueError, LookupError, RecursionError, MemoryError,
+                OverflowError) as error:  # fmt: skip
             message = (str(error).splitlines() or [type(error).__name__])[0]
             problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
             raise BrokenFile(number, problem) from error

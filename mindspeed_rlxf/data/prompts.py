@@ -138,7 +138,7 @@ class _Reader:
                 try:
                     row.text, reason = next(filled)
                 except OutOfBoundsError as error:
-                    problems.add(row.row, _template_problem(str(error)))
+                    problems.add(row.row, _template_problem(str(error)), ends=True)
                     raise
             problem = _template_problem(reason) if reason else text_problem(row.text)
             if problem:

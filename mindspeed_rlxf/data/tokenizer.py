@@ -254,7 +254,7 @@ def _generation_config_eos(file: Path) -> list[int]:
     try:
         eos = parse_json(read_inside(file.parent, file.name)).get("eos_token_id")
         return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:
         rule = "must be a JSON object whose eos_token_id is an id or a list of ids"
         rule = f"{rule}; {_first_line(error)}"
         remedy = "repair the file or remove it"

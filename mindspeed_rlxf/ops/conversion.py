@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,7 +184,10 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
             arguments.format == "zarr",
             Problem("--ckpt-format", "cannot be written", "zarr", "use torch or torch_dist"),
         ),
-        (size <= 0, Problem("--shard-size-gb", "must be more than 0", f"{size:g}", "use 4")),
+        (
+            not 0 < size < math.inf,
+            Problem("--shard-size-gb", "must be more than 0, and finite", f"{size:g}", "use 4"),
+        ),
         (
             arguments.to == "hf" and bool(given),
             Problem(", ".join(given), no_ranks, remedy="remove it", colon=True),

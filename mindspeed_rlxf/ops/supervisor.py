@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -101,7 +102,7 @@ class Supervisor:
         """
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
-            with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
+            with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder, _locked(folder):
                 self._file = Path(folder) / "facts.json"
                 return self._run_attempts()
         finally:
@@ -271,6 +272,17 @@ class Supervisor:
         command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
         child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
         return self._wait_for(child, LEGAL_S) == EXIT_DONE
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Hold a lock on a folder, so that systemd-tmpfiles, which empties /tmp, leaves it alone."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _say(line: str) -> None:

@@ -42,7 +42,6 @@ from mindspeed_rlxf.weights.reader import refuse, unknown_names
 from mindspeed_rlxf.weights.safetensors_file import write_safetensors
 from mindspeed_rlxf.weights.staging import StagedFolder
 from mindspeed_rlxf.weights.torch_dist import dist_files, write_metadata
-from mindspeed_rlxf.weights.torch_file import ChangedBytes
 
 ITERATION_FOLDER = f"iter_{ITERATION:07d}"
 SPARE_BYTES = 1 << 20  # for everything beside the tensors
@@ -151,8 +150,8 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     complete.
     progress: called with (bytes done, bytes in all) before the first file and after each tensor;
               reused files count as done
-    Raises UserError when the target exists (unless it may be replaced), the disk is too small or
-    bytes of the source are damaged, DiskFull when the disk fills up, and other OSErrors.
+    Raises UserError when the target exists (unless it may be replaced), the disk is too small, the
+    source is damaged, or a file cannot be read or written; DiskFull when the disk or quota is full.
     """
     c = conversion
     files = _plan_files(c)
@@ -174,11 +173,15 @@ def convert(conversion: Conversion, progress: Progress) -> int:
                 staged.write(file.path, partial(_write_planned, file, wrote))
         staged.write_beside(partial(_write_beside, c, staged, files))
         staged.publish()
-    except ChangedBytes as error:
+    except UserError:
+        raise
+    except ValueError as error:  # damage of the source that shows when its bytes are read
         raise UserError(Problem("", str(error))) from None
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            rule = f"cannot be read or written ({error.strerror})"
+            remedy = "mend that and run the same command again; finished files are kept"
+            raise UserError(Problem(f"{error.filename or c.target}", rule, remedy=remedy)) from None
         raise DiskFull(
             f"the disk of {c.target} is full; free some space and run the same command again, "
             "finished files are kept"

@@ -221,9 +221,13 @@ class StagedFolder:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(journal.fileno()), path.stat()):
                 raise FileNotFoundError("as above")
-        except OSError:
+        except (BlockingIOError, FileNotFoundError):
             journal.close()
             raise busy from None
+        except OSError as error:  # some network file systems
+            journal.close()
+            rule = f"must be on a file system with locks ({error.strerror})"
+            raise UserError(Problem(f"{path}", rule, remedy="give a folder on another")) from None
         return journal
 
     def _append_line(self, line: dict[str, Any]) -> None:
@@ -303,6 +307,7 @@ class StagedFolder:
         plan finishes.
         """
         if self.folder != self.target:
+            self._check_target()  # it may have appeared meanwhile
             if _is_occupied(self.target):
                 self._move_away()
             os.replace(self.folder, self.target)

@@ -15,6 +15,7 @@ import pytest
 
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config import compose
+from mindspeed_rlxf.config.enums import InvalidRows
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data import chats
@@ -162,8 +163,10 @@ def test_a_chat_template_is_stopped(template: str, tmp_path: Path) -> None:
 def test_a_template_that_loops_for_one_row_stops_there(tmp_path: Path) -> None:
     loop = TEMPLATES["nested"]
     file = write(tmp_path, chat(), chat(content="evil"), chat())
-    with pytest.raises(UserError, match=r"rows.jsonl:2: .* more time or memory"):
-        read(file, "{% if messages[0].content == 'evil' %}" + loop + "{% endif %}x")
+    template = "{% if messages[0].content == 'evil' %}" + loop + "{% endif %}x"
+    for rows in InvalidRows:  # those after it are not read, so none is dropped
+        with pytest.raises(UserError, match=r"rows.jsonl:2: .* more time or memory"):
+            read(file, template, invalid_rows=rows)
 
 
 CHATML = (

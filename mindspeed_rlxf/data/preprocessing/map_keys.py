@@ -121,7 +121,11 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
         if key not in columns and default in columns.values():
             columns[key] = None
     keys = type(defaults)(**columns)
-    if problems := [*_same_columns(keys), *_unnamed_responses(keys, handler)]:
+    problems = [*_same_columns(keys), *_unnamed_responses(keys, handler)]
+    if getattr(keys, first) is None:
+        rule = f"{first} must have a column, another key names its default"
+        problems.append(_flag_problem(rule, f"name the column of {first} too"))
+    if problems:
         raise UserError(problems)
     return keys
 

@@ -56,7 +56,7 @@ def merge(
     a key has no pairs, sets are incomplete or differ, an output exists (without `overwrite`), or
     writing fails.
     """
-    source, prefix = Path(folder), Path(output_prefix).absolute()
+    source, prefix = Path(folder).absolute(), Path(output_prefix).absolute()
     if not source.is_dir():
         rule = "with --merge-group-keys it must be one folder"
         raise UserError(_problem(f"--input {folder}", rule, "name it"))
@@ -82,7 +82,11 @@ def merge(
             prefix.parent.mkdir(parents=True, exist_ok=True)
             for key, readers in groups.items():
                 _write_pair(prefix.with_name(f"{prefix.name}_{key}"), list(readers.values()))
-    return {f"{output_prefix}_{key}": sum(map(len, r.values())) for key, r in groups.items()}
+    shown = Path(output_prefix)
+    return {
+        str(shown.with_name(f"{shown.name}_{key}")): sum(map(len, readers.values()))
+        for key, readers in groups.items()
+    }
 
 
 def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Problem]]:

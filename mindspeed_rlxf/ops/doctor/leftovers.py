@@ -20,14 +20,16 @@ MANY_BYTES = GIB
 def check_leftovers() -> list[Finding]:
     """Return a finding on the Ray processes and one on the Ray folders of this user."""
     lines = list(_own_commands())
-    is_joined = bool(os.environ.get("RAY_ADDRESS"))
+    # Ray sets the second one in its own workers, as in the agents of `--cluster`.
+    is_joined = any(os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_RAYLET_PID"))
     return [check_processes(lines, is_joined), check_folders(ray_temp_dir(), lines)]
 
 
 def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
     """Warn of Ray clusters of this user that run here: any, or with `is_joined` more than one.
 
-    commands: command lines of this user's processes; is_joined: RAY_ADDRESS is set
+    commands:  command lines of this user's processes
+    is_joined: RAY_ADDRESS is set, or this process is a worker of a cluster
     Counts raylet processes, without those of clusters that our own runs started. Else `ok`.
     """
     programs = [line.partition(" ")[0] for line in commands if OWN_PREFIX not in line]
@@ -38,7 +40,7 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
     return judge(
         count <= int(is_joined),
         "ray.processes",
-        f"{count} raylet(s) of yours run here" + (", RAY_ADDRESS is set" if is_joined else ""),
+        f"{count} raylet(s) of yours run here" + (", one is meant" if is_joined else ""),
         remedy,
     )
 

@@ -80,7 +80,7 @@ class Redactor:
         Values and lines of texts under SHORTEST characters are ignored.
         """
         secrets = {v for k, v in environment.items() if is_secret_name(k) and len(v) >= SHORTEST}
-        self._secrets = sorted(secrets, key=len, reverse=True)
+        self._secrets = sorted(secrets | _spellings(secrets), key=len, reverse=True)
         self._texts = sorted(_spellings(texts), key=len, reverse=True)
 
     def clean(self, text: str) -> str:

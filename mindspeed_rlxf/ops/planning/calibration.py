@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -96,6 +98,19 @@ def today() -> str:
 def versions() -> tuple[str, str]:
     """Return the installed versions of torch and Megatron ("none" if it is absent)."""
     return torch.__version__, packages.version(packages.MEGATRON) or "none"
+
+
+def check_writable(file: Path) -> None:
+    """Make the file's folder if needed. Raises UserError if no file can be written there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        rule = f"must be a file that can be written ({error.strerror})"
+        raise UserError(Problem("--to", rule, str(file), "give another path")) from None
 
 
 def write_calibration(file: Path, calibration: Calibration) -> None:

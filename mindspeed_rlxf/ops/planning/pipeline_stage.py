@@ -130,7 +130,7 @@ class PipelineStage:
         micro_batches = memory.micro_batches(self.section, samples, self.length)
         chunks = self.section.model_chunks
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
-        grouped = self.config.device.kind is not DeviceKind.NPU
+        grouped = device.resolve_kind(self.config.device.kind) is not DeviceKind.NPU
         together = (self.architecture.num_experts or 0) // self.ep if grouped else 1
         gradient = memory.weight_gradient_bytes(self.shared, self.experts, together, self.itemsize)
         other = gradient + self._dispatch_bytes(tokens) + self._head_gradient_bytes(samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from mindspeed_rlxf.cli import convert
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights import staging
 from tests.unit.weights.folders_of import make_folder, read_folder
 
 WRONG: dict[str, tuple[list[str], str]] = {
@@ -46,6 +48,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "bias": (["--add-qkv-bias"], "--add-qkv-bias: model_type llama has none; leave it out"),
     "vocabulary": (["--true-vocab-size", "36"], "must be the vocab_size=37 of config.json"),
+    "size": (["--shard-size-gb", "nan"], "--shard-size-gb=nan must be more than 0, and finite"),
     "zarr": (
         ["--ckpt-format", "zarr"],
         "--ckpt-format=zarr cannot be written; use torch or torch_dist",
@@ -165,3 +168,23 @@ def test_the_last_line_of_progress_tells_all_that_was_written(
     # Every tensor once: 37 rows are not padded on one rank.
     read = sum(tensor.nbytes for tensor in read_folder(model).values())
     assert float(last[0]) == read
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("a file is truncated"), 2, "error: a file is truncated"),
+        (PermissionError(errno.EACCES, "Permission denied", "x.pt"), 2, "error: x.pt cannot be re"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 75, "run the same command again"),
+    ],
+)
+def test_what_ends_the_writing_is_an_error_line(
+    model: Path, tmp_path: Path, error: Exception, code: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: Any,
+) -> None:  # fmt: skip
+    def write(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(staging.StagedFolder, "write", write)
+    assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == code
+    assert said in capsys.readouterr().err

@@ -50,6 +50,8 @@ def test_the_report_for_programs_is_all_that_is_printed(
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["training.train_iters=2"], "changes a configuration: give --config-name"),
         (["--deadline", "1"], "--deadline=1 must be at least 10"),
+        (["--deadline", "nan"], "--deadline=nan must be at least 10, and finite"),
+        (["--calibrate", "--to", "/proc/x/rates.json"], "must be a file that can be written"),
         (["--to", "rates.json"], "--to names the file of --calibrate: give that too"),
         (["--config-name", "no_such"], "no_such"),
         (["--bundle", "no_such_run"], "must be the folder of a run"),

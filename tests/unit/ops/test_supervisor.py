@@ -38,6 +38,13 @@ if "dry_run=true" in sys.argv:
 number = sum("dry_run" not in line for line in open(folder / "attempts.jsonl")) - 1
 step = json.load(open(folder / "plan.json"))[number]
 assert find_command_start() > 0
+if "locked" in step:
+    import fcntl
+    own = os.open(Path(os.environ["RLXF_SUPERVISOR"].split(":", 2)[2]).parent, os.O_RDONLY)
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(step["locked"])
 if "facts" in step:
     report_facts(directory=str(folder), **step["facts"])
 if "saved" in step:
@@ -94,6 +101,7 @@ REFUSED = {"exit": 2, "facts": {**FACTS, "free": [5]}}  # with the devices that 
     ("plan", "code", "num_attempts", "line"),
     [
         ([{"exit": 0, "facts": FACTS}], 0, 1, ""),
+        ([{"locked": 75, "exit": 0}], 75, 1, ""),  # against those who empty /tmp
         ([{"exit": 2, "facts": FACTS}], 2, 1, ""),
         ([{"exit": 75, "facts": FACTS}], 75, 1, ""),
         ([{"kill": signal.SIGSEGV}], 1, 1, "failed: driver: killed by SIGSEGV\n"),

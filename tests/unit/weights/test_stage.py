@@ -239,3 +239,13 @@ def test_a_module_that_the_map_does_not_describe_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"map and module differ.*extra\.bias"):
         one = Group(0, 1)
         StageWeights(module, architecture(), LM, one, one, one)  # type: ignore[arg-type]
+
+
+def test_a_rank_whose_rows_of_the_vocabulary_are_all_padding_has_zeros() -> None:
+    """5 rows on 4 ranks: 2, 2, 1, 0."""
+    a = architecture().model_copy(update={"vocab_size": 5, "num_query_groups": 4})
+    rank = stage(a, LM, Group(3, 4), Group(0, 1))
+    folder: Any = None  # nothing is read
+    embedding = next(p for p in rank.table if p.sources == ("model.embed_tokens.weight",))
+    rank._fill(embedding, folder)
+    assert (rank.tensors[embedding.name] == 0).all()

@@ -321,3 +321,11 @@ def test_a_link_in_place_of_our_folder_or_journal_is_an_error(tmp_path: Path, na
         StagedFolder(tmp_path / "mg", PLAN, replace=False)
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "elsewhere").exists() is (name == "mg.partial")
+
+
+def test_a_target_that_appears_during_the_writing_is_not_replaced(tmp_path: Path) -> None:
+    folder = staged(tmp_path / "mg", replace=False)
+    fill(tmp_path / "mg", USERS)
+    with pytest.raises(UserError, match="must not exist yet"):
+        folder.publish()
+    assert content(tmp_path / "mg") == USERS

@@ -67,3 +67,12 @@ def test_an_existing_merged_set_is_replaced_only_with_overwrite(tmp_path: Path) 
     with pytest.raises(UserError, match=r"must be new, all_ids\.idx exists"):
         merge(str(tmp_path), ["ids"], prefix)
     assert merge(str(tmp_path), ["ids"], prefix, overwrite=True) == {f"{prefix}_ids": 1}
+
+
+def test_an_own_output_is_no_input_of_the_next_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_pair(Path("a_ids"), [[1]])
+    for _ in range(2):
+        assert merge(".", ["ids"], "all/", overwrite=True) == {"all_ids": 1}

@@ -111,6 +111,8 @@ ALPACA, SHAREGPT = "AlpacaStyleInstructionHandler", "SharegptStyleInstructionHan
         (PPO.name, '{"query": 3}', "query=3 must name a column"),
         (PPO.name, '{"prompt": ""}', "prompt must name a column, it is empty"),
         (PPO.name, '{"prompt": "a", "system": "a"}', "'a' is named twice"),
+        (PPO.name, '{"query": "instruction"}', "prompt must have a column, another key names its"),
+        (SHAREGPT, '{"system": "conversations"}', "messages must have a column, another key"),
         (SHAREGPT, '{"mesages": "x"}', "did you mean messages?"),
         (SHAREGPT, '{"tags": {"user": "x"}}', "did you mean user_tag?"),
         (SHAREGPT, '{"tags": {"user_tag": 1}}', "must be a word"),

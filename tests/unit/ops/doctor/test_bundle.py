@@ -177,3 +177,15 @@ def test_names_of_secrets_are_known(name: str) -> None:
 )
 def test_ordinary_lines_stay_as_they_are(line: str) -> None:
     assert Redactor({}).clean(line) == line
+
+
+def test_a_secret_is_removed_in_the_spellings_of_json_and_python() -> None:
+    secret = 'p\u00e4"ss\\word'
+    redactor = Redactor({"DB_PASSWORD": secret})
+    for text in (
+        secret,
+        json.dumps([secret]),
+        repr([secret]),
+        json.dumps(secret, ensure_ascii=False),
+    ):
+        assert "ss" not in redactor.clean(text), text

@@ -55,6 +55,18 @@ def test_a_check_is_judged_by_its_limit(found: Finding, word: str) -> None:
     assert bool(found.remedy) == (word != "ok")
 
 
+@pytest.mark.parametrize("variable", ["RAY_ADDRESS", "RAY_RAYLET_PID"])
+def test_the_cluster_that_is_looked_at_is_none_of_the_leftovers(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray sets the second variable in its workers."""
+    monkeypatch.setattr(leftovers, "_own_commands", lambda: iter(RAYLET))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert status(leftovers.check_leftovers()[0]) == "warning"
+    monkeypatch.setenv(variable, "1")
+    assert status(leftovers.check_leftovers()[0]) == "ok"
+
+
 @pytest.mark.parametrize(
     ("value", "word"), [("4", "ok"), ("4, 2", "ok"), ("\u00b2", "warning"), ("0", "warning")]
 )
