@@ -68,13 +68,13 @@ def find_differences(
     """
     by_host, found = list(by_host), []
     for name in dict.fromkeys(name for _, installed in by_host for name in installed):
-        values = {host: installed.get(name, NONE) for host, installed in by_host}
-        counts = Counter(map(_public, values.values()))
-        usual = next(v for v in values.values() if _public(v) == counts.most_common(1)[0][0])
+        values = [(host, installed.get(name, NONE)) for host, installed in by_host]
+        counts = Counter(_public(version) for _, version in values)
+        usual = next(v for _, v in values if _public(v) == counts.most_common(1)[0][0])
         wanted = (expected or {}).get(name, usual)
-        odd = dict.fromkeys(v for v in values.values() if _public(v) != _public(wanted))
+        odd = dict.fromkeys(v for _, v in values if _public(v) != _public(wanted))
         for value in odd:
-            hosts = tuple(host for host, version in values.items() if version == value)
+            hosts = tuple(dict.fromkeys(host for host, version in values if version == value))
             found.append(Difference(name, value, hosts, wanted, counts[_public(wanted)]))
     return found
 

@@ -134,21 +134,27 @@ def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
 
 
 def find_node_problems(
-    driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]
+    driver: NodeReport,
+    nodes: Sequence[NodeReport],
+    keys: Mapping[str, str],
+    run: Sequence[NodeReport] = (),
 ) -> list[str]:
     """Return texts on differences in versions and files that would change or fail a run, once each.
 
     Versions of our package and of PACKAGES are compared with the driver's, those of other packages
-    among the nodes. Files are compared in folders that exist on the driver.
+    among all nodes of the run. Files are compared in folders that exist on the driver.
     keys: folder -> the configuration keys that name it
+    run:  reports of all nodes of the run, `nodes` among them; empty = `nodes` are all
     """
+    asked = {node.host for node in nodes}
     expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
     found = [  # packages for devices are compared among the nodes: a driver may lack them
         f"{d.name} on {host} must be that of "
         f"{'the driver' if d.name in expected else 'the other nodes'} ({d.expected}), not "
         f"{d.value}; install the same there, and start Ray on that host again"
-        for d in find_differences(((node.host, node.versions) for node in nodes), expected)
+        for d in find_differences(((each.host, each.versions) for each in run or nodes), expected)
         for host in d.hosts
+        if host in asked
     ]
     for node in nodes:
         for folder, files in driver.files.items():
@@ -235,7 +241,8 @@ class NodeCheck:
         assert self._driver is not None, "asked first"
         if self._probe is None:
             wrong = list(silent.values())
-            wrong += find_node_problems(self._driver, list(reports.values()), self._keys)
+            of_new = list(reports.values())
+            wrong += find_node_problems(self._driver, of_new, self._keys, self._kept())
             if wrong:
                 raise UserError([Problem("", text) for text in wrong])
             return
@@ -256,10 +263,15 @@ class NodeCheck:
         than Ray counts.
         """
         assert self._driver is not None, "asked first"
-        found = [*seen.sick, *find_node_problems(self._driver, [seen], self._keys)]
+        differing = find_node_problems(self._driver, [seen], self._keys, self._kept())
+        found = [*seen.sick, *differing]
         if seen.devices is not None and seen.devices < node.count:
             found.append(f"its driver lists {seen.devices} of {node.count} devices")
         return found
+
+    def _kept(self) -> list[NodeReport]:
+        """Return the reports of the nodes that are not left out, in the order they came."""
+        return [report for node, report in self._seen.items() if node not in self.left_out]
 
     def warn_of_unshared_hosts(self, hosts: set[str]) -> None:
         """Log a warning that names the hosts which do not see the driver's run directory.

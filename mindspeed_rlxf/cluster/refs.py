@@ -220,6 +220,8 @@ def split_refs(value: Any, n: int) -> list[Any]:
         return [value] * n
     held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     parts = {k: v.split(n) for k, v in held.items() if isinstance(v, RowsRef)}
+    if not parts:
+        return [value] * n  # the same object: Ray sends it once
     return [
         dataclasses.replace(value, **{name: split[i] for name, split in parts.items()})
         for i in range(n)

@@ -6,6 +6,7 @@ keys of features that do not exist here become problems. `older_keys` lists thes
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def add_vocab_size(draft: Draft, sections: Tree, model: str, architecture: Tree)
     folder = sections["training"].get("tokenizer_name_or_path")
     if "vocab_size" in architecture or not isinstance(folder, str):
         return
-    key, tokenizer = f"model.{model}.vocab_size", Path(folder).expanduser()
+    key, tokenizer = f"model.{model}.vocab_size", Path(os.path.expanduser(folder))
     try:
         found = read_hf_config(tokenizer).get("vocab_size")
         if type(found) is not int:
@@ -258,7 +259,11 @@ def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
     elif entry and entry.allows(value):
         draft.note(entry.meaning, f"{key}={format_value(value)}")
     elif entry:
-        good = " or ".join(format_value(word) for word in entry.allowed[:2])
+        good = (
+            "a single value"
+            if isinstance(entry.allowed, str)
+            else " or ".join(format_value(word) for word in entry.allowed[:2])
+        )
         draft.reject(
             Problem(
                 path,

@@ -143,7 +143,7 @@ def _directories(config_dir: str | Path | None) -> list[Path]:
     builtin = builtin_config_dir()
     if config_dir is None:
         return [builtin]
-    chosen = Path(config_dir).expanduser().absolute()
+    chosen = Path(os.path.abspath(os.path.expanduser(config_dir)))
     if not chosen.is_dir():
         raise ConfigError(
             Problem(f"--config-dir {config_dir}", "must be a folder", remedy="correct it")

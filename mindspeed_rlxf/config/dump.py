@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind
 from mindspeed_rlxf.config.keys import CLASSIFIER_KEYS, RULE_KEYS
 from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
@@ -24,8 +24,9 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
     models: dict[str, dict[str, Any]] = {}
     if config.critic is None:
         del values["critic"]
-    for role in config.roles:
-        values[role.value] = _role_tree(config.role(role), values[role.value], models)
+    for role in CONFIGURED:  # also those that do not run, as a reference without a KL term
+        if values.get(role.value) is not None:
+            values[role.value] = _role_tree(config.role(role), values[role.value], models)
     values["resource_pool"] |= values.pop("pool_settings")
     return {"model": models, **values}
 

@@ -270,7 +270,7 @@ def _read_architecture(draft: Draft, role: Role, load: Any) -> Tree | None:
     try:
         if not isinstance(load, str):
             raise ValueError("must name a folder with config.json with model=auto; set it")
-        config = read_hf_config(Path(load).expanduser(), OF_WEIGHTS)
+        config = read_hf_config(Path(os.path.expanduser(load)), OF_WEIGHTS)
         if found := find_unsupported(config):
             raise ValueError(
                 "config.json must ask for a known model (field: possible, config.json): "

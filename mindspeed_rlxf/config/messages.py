@@ -22,10 +22,10 @@ TYPES = {
     "finite": ("must be finite", "write an ordinary number"),
 }
 LIMITS = {
-    "ge": ("must be at least {:g}", "use {:g} or more"),
-    "gt": ("must be greater than {:g}", "use more than {:g}"),
-    "le": ("must be at most {:g}", "use {:g} or less"),
-    "lt": ("must be less than {:g}", "use less than {:g}"),
+    "ge": ("must be at least {:.15g}", "use {:.15g} or more"),
+    "gt": ("must be greater than {:.15g}", "use more than {:.15g}"),
+    "le": ("must be at most {:.15g}", "use {:.15g} or less"),
+    "lt": ("must be less than {:.15g}", "use less than {:.15g}"),
 }
 
 

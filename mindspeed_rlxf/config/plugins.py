@@ -22,6 +22,7 @@ from mindspeed_rlxf.config.sources import (
 )
 
 KEY = "training.plugins"
+KEYS = ("file", "sha256")  # of an entry
 T = TypeVar("T")
 
 _loaded: dict[str, Source] = {}  # module name -> plugin, in the order of loading
@@ -44,12 +45,15 @@ def read_and_load(entry: Any) -> dict[str, str]:
 
     Returns {file: path, sha256: hash of the text}.
     entry: a path, or {file: path, sha256: expected hash of the text}
-    Errors: UserError where the entry has no path, the file cannot be read, has another hash or
-    raises an exception (SystemExit included).
+    Errors: UserError where the entry has no path or another key, the file cannot be read, has
+    another hash or raises an exception (SystemExit included).
     """
     path, expected = split_entry(entry, "file")
     if not isinstance(path, str) or not path:
         raise UserError(Problem(KEY, "must name Python files", entry, "use [path/to/file.py]"))
+    if isinstance(entry, dict) and (unknown := [str(key) for key in entry if key not in KEYS]):
+        rule = f"must have the keys {' and '.join(KEYS)} only, {', '.join(unknown)} is none of them"
+        raise UserError(Problem(KEY, rule, entry, "correct or remove it"))
     source = read_source(KEY, path, expected)
     try:
         load(source)

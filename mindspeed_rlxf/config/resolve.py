@@ -177,6 +177,8 @@ def _replace_wrong_value(payload: dict[str, Any], place: tuple[int | str, ...]) 
     *parents, last = takewhile(lambda part: isinstance(part, str), place)
     holder: Any = payload
     for part in parents:
+        if part not in holder:  # removed because of another of its values
+            return
         holder = holder[part]
     holder[last] = STAND_INS.get(str(last))
     if holder[last] is None:

@@ -120,6 +120,7 @@ class RayHostCall:
             waits_for = "the function to return" if is_there else "the process of its agent"
             raise deadline_error(host, self._function, self._timeout_s, waits_for)
         try:
+            left = self._deadline - time.monotonic()
             return ray.get(self.ref, timeout=max(left, FETCH_S))
         except GetTimeoutError:
             raise deadline_error(

@@ -76,7 +76,8 @@ class RayCluster:
             return
         _, left = psutil.wait_procs(processes, timeout=0.5)
         for process in left:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(left, timeout=5)
         if self.guard is not None:
             self.guard.end()
@@ -231,7 +232,7 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
 
 def _log_ends(temp_dir: Path) -> None:
     """Log the end of each error log of Ray below its folder that is not empty."""
-    for file in sorted(temp_dir.glob(f"{SESSIONS}/session_*/logs/*.err")):
+    for file in sorted(temp_dir.glob(f"{SESSIONS}/session_2*/logs/*.err")):
         with contextlib.suppress(OSError):
             if text := file.read_text(encoding="utf-8", errors="replace").strip():
                 logger.warning("Ray's %s ends with:\n%s", file.name, printable(text[-LOG_TAIL:]))

@@ -50,12 +50,13 @@ def _check_pools(config: RunConfig) -> Iterator[Problem]:
     for role, pool in config.placement.items():
         if pool not in config.resource_pool:
             key = f"placement.{role.value}"
-            guess = closest(pool, config.resource_pool) or next(iter(config.resource_pool))
+            guess = closest(pool, config.resource_pool) or next(iter(config.resource_pool), "")
+            use = f"use {ref(key)}={guess}, or add" if guess else "add"
             yield Problem(
                 key,
-                f"must name a pool of resource_pool ({known})",
+                f"must name a pool of resource_pool ({known or 'it has none'})",
                 pool,
-                f"use {ref(key)}={guess}, or add resource_pool.{pool}",
+                f"{use} resource_pool.{pool}",
             )
     for pool in config.resource_pool.keys() - config.placement.values():
         yield Problem(
@@ -165,7 +166,8 @@ def _check_validation(config: RunConfig) -> Iterator[Problem]:
                 value,
                 f"name a file, or use {ref(f'validation.{name}')}={without}",
             )
-    if validation.reward is RewardKind.MODEL and config.reward.kind is RewardKind.RULE:
+    by_rule = config.reward.kind is RewardKind.RULE
+    if validation.reward not in (None, RewardKind.RULE) and by_rule:
         yield Problem(
             "validation.reward",
             f"needs {ref('reward.kind')}=model, a rule has no model",

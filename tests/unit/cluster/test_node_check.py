@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
-from mindspeed_rlxf.cluster.installed import OURS, build_id, hash_sources
+from mindspeed_rlxf.cluster.installed import OURS, build_id, find_differences, hash_sources
 from mindspeed_rlxf.cluster.node_check import NodeCheck, NodeReport, find_node_problems, report_node
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -256,3 +257,29 @@ def test_names_and_contents_of_sources_decide(tmp_path: Path) -> None:
     (tmp_path / "b" / "one.pyc").write_text("compiled")
     assert hash_sources(tmp_path / "b") == first
     assert len({first, made("c", one="x", two="z"), made("d", one="x", tw="oy")}) == 3
+
+
+@pytest.mark.parametrize("probe", [DeviceKind.NPU, None])
+def test_packages_for_devices_are_compared_with_those_of_all_nodes(
+    probe: DeviceKind | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of nodes that joined before; the driver's node may lack them."""
+    ours = dataclasses.replace(report_node([], None), devices=8)
+    reports = {
+        name: node(ours, name, versions={**ours.versions, "torch-npu": version})
+        for name, version in {"a": "2.7.1", "b": "2.7.1", "c": "2.6.0"}.items()
+    }
+    check = NodeCheck(lambda _, host: Reporter(host, reports), {}, None, 1.0, probe)  # type: ignore[arg-type]
+    assert check.check(NODES[:2]) == NODES[:2]
+    said = "torch-npu on c must be that of the other nodes (2.7.1), not 2.6.0"
+    if probe is None:
+        with pytest.raises(UserError, match=re.escape(said)):
+            check.check(NODES[:3])
+    else:
+        assert check.check(NODES[:3]) == NODES[:2] and said in caplog.text
+
+
+def test_nodes_of_one_name_do_not_hide_each_other() -> None:
+    versions = [("h", {"torch": "1"}), ("h", {"torch": "2"})]
+    (found,) = find_differences(versions, {"torch": "2"})
+    assert (found.value, found.hosts) == ("1", ("h",))

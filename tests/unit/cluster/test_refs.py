@@ -19,6 +19,7 @@ from mindspeed_rlxf.cluster.refs import (
     find_refs,
     resolve,
     resolve_refs,
+    split_refs,
 )
 from mindspeed_rlxf.data.batch import Rows
 from tests.distributed.cluster.stand_ins import Numbers
@@ -187,3 +188,10 @@ class Role:
 def test_the_refusal_names_role_and_method() -> None:
     with pytest.raises(TypeError, match=r"critic\.values must report plain .* report\[0\]"):
         check_report([torch.zeros(1)], "critic", "values")
+
+
+def test_a_value_without_references_is_one_object_for_all_replicas() -> None:
+    """Ray sends an object once to the workers that share it."""
+    nobody: Any = None
+    value = Inputs(nobody, {}, 0.5)
+    assert {id(part) for part in split_refs(value, 3)} == {id(value)}

@@ -533,3 +533,8 @@ def test_a_role_with_a_vocabulary_of_its_own_needs_none_of_the_tokenizer(
         tree.setdefault(role, {})["vocab_size"] = 48
     config = resolve_with_notes(tree, "t", older_toolkit)[0]
     assert config.actor_rollout.architecture.vocab_size == 48
+
+
+def test_a_list_for_a_key_without_effect_is_named_as_such(make_tree: MakeTree) -> None:
+    with pytest.raises(ConfigError, match=r"log_interval=.* must be a single value"):
+        resolve(make_tree({"training.log_interval": [1]}), "test", older_toolkit)

@@ -79,7 +79,8 @@ def test_missing_model_file_lists_what_there_is(folder: Path) -> None:
 
 
 def test_missing_config_dir_is_an_error(tmp_path: Path) -> None:
-    assert "must be a folder" in error(tmp_path / "nowhere", "run")
+    for folder in (tmp_path / "nowhere", Path("~nobody-of-this-name/x")):
+        assert "must be a folder" in error(folder, "run")
 
 
 @pytest.mark.parametrize(

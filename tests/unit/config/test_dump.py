@@ -22,7 +22,7 @@ MODEL_REWARD = {
 def test_dump_loads_to_the_same_configuration(
     make_tree: Callable[..., Any], tmp_path: Path
 ) -> None:
-    for changes in ({}, MODEL_REWARD):
+    for changes in ({}, MODEL_REWARD, {"algorithm.kl_ctrl.kl_coef": 0.0}):  # without a reference
         config = resolve(make_tree(changes), "again")
         (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
         assert resolve(compose("again", [], tmp_path), "again") == config

@@ -121,3 +121,8 @@ def test_modules_that_make_problems_parse_no_messages() -> None:
         and "re" in {getattr(node, "module", None), *(name.name for name in node.names)}
     }
     assert importing == of_values
+
+
+def test_large_limits_are_written_out(problems: Any) -> None:
+    (problem,) = problems({"model.small.hidden_size": 5_000_000})
+    assert "must be at most 4194304; use 4194304 or less" in problem

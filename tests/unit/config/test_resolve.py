@@ -267,3 +267,8 @@ def test_any_value_anywhere_is_accepted_or_explained(problems: Problems, garbage
     for path in sorted({*known, *models, *pools, *TOP_LEVEL}):
         found = problems({path: garbage})
         assert all(problem and "\n" not in problem for problem in found), (path, found)
+
+
+def test_two_errors_in_one_dict_are_both_reported(problems: Problems) -> None:
+    found = problems({"reward.rules": {1: "math", "gsm8k": 2}})
+    assert len(found) == 2 and all("reward.rules" in problem for problem in found), found
