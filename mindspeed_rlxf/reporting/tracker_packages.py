@@ -61,7 +61,6 @@ class WandbTracker(_RunTracker):
             x_save_requirements=False,
             host="withheld",
         )
-        offline = _is_offline(run, "WANDB_API_KEY")
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -69,7 +68,7 @@ class WandbTracker(_RunTracker):
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
-            mode=os.environ.get("WANDB_MODE") or ("offline" if offline else "online"),  # type: ignore[arg-type]
+            mode=_choose_mode(run, "WANDB"),  # type: ignore[arg-type]
             settings=settings,
         )
 
@@ -88,7 +87,6 @@ class SwanLabTracker(_RunTracker):
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
 
-        offline = _is_offline(run, "SWANLAB_API_KEY")
         probes = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
         quiet: dict[str, Any] = {
             "probe": dict.fromkeys(probes, False),
@@ -101,7 +99,7 @@ class SwanLabTracker(_RunTracker):
             resume="allow",
             log_dir=str(run.folder),
             config=dict(run.config),
-            mode=os.environ.get("SWANLAB_MODE") or ("offline" if offline else "online"),
+            mode=_choose_mode(run, "SWANLAB"),
             settings=swanlab.Settings(**quiet),
         )
 
@@ -128,9 +126,14 @@ class TrackioTracker(_RunTracker):
         )
 
 
-def _is_offline(run: TrackedRun, key: str) -> bool:
-    """Whether to send nothing: by `logging.tracker_mode`, which sets `run.offline`.
+def _choose_mode(run: TrackedRun, prefix: str) -> str:
+    """Return the mode of a tracker's package: `offline` if `logging.tracker_mode` is that.
 
-    If that is None, whether the environment variable `key`, the API key, is unset or empty.
+    Otherwise what <prefix>_MODE says, else `online` if the key says so, or if it is `auto` and
+    <prefix>_API_KEY is set, else `offline`.
     """
-    return not os.environ.get(key) if run.offline is None else run.offline
+    if run.offline:
+        return "offline"
+    has_key = bool(os.environ.get(f"{prefix}_API_KEY"))
+    online = has_key if run.offline is None else True
+    return os.environ.get(f"{prefix}_MODE") or ("online" if online else "offline")

@@ -9,7 +9,10 @@ from mindspeed_rlxf.rewards.numbers import ANSWER_MARK, find_boxed
 
 THINK = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 CHOICES = "ABCDEFGHIJ"
-_SAID = re.compile(r"(?:answer|choice|option)\s*(?:is|:)?\s*:?\s*\**\(?([A-Z])\b", re.IGNORECASE)
+# For texts whose white space is single spaces: several `\s*` in a row take cubic time.
+_SAID = re.compile(
+    r"(?i:answer|choice|option) ?(?:(?i:is)|:)? ?:? ?\**\(?(?:([A-Z])\b|([a-z])\b(?! ?\w))"
+)
 _ALONE = re.compile(r"[\s(\[*]*([A-Z])[\s)\].:*]*")
 _WRAPPED = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
 
@@ -28,13 +31,15 @@ def find_choice(text: str, choices: str) -> str | None:
 
     It is the letter in the last \\boxed{}, else after the last `####`, else after the last "answer
     is", else the letter that is the whole last line or ends it in parentheses. If a box or a `####`
-    has no single letter, the other forms are not tried.
+    has no single letter, the other forms are not tried. A lower-case letter counts after "answer
+    is" only, and there not before another word ("is a triangle").
     """
     if (boxed := find_boxed(text)) is not None:
         return _letter_alone(_WRAPPED.sub(r"\1", boxed), choices)
     if ANSWER_MARK in text:
         return _letter_alone(text.rpartition(ANSWER_MARK)[2], choices)
-    if said := [s.upper() for s in _SAID.findall(text) if s.upper() in choices]:
+    said = [(upper or lower.upper()) for upper, lower in _SAID.findall(" ".join(text.split()))]
+    if said := [letter for letter in said if letter in choices]:
         return said[-1]
     last = (text.strip().splitlines() or [""])[-1]
     if end := re.search(r"\(([A-Z])\)[.\s]*$", last):

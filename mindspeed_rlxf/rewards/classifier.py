@@ -18,6 +18,7 @@ from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 
 KEY = "reward.load"
+NO_LIMIT = 10**20  # tokens; transformers writes 10**30 for a tokenizer without a limit
 HEAD = "ForSequenceClassification"
 WANTED = "a Hugging Face folder with a sequence classifier of one label"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -83,7 +84,8 @@ class Classifier:
             if positions and named and padding is not None:
                 positions -= padding + 1
         limits = [positions, self._tokenizer.model_max_length if own else None]
-        return min((limit for limit in limits if limit), default=None)
+        # Some models have -1, and tokenizers without a limit a huge number.
+        return min((limit for limit in limits if limit and 0 < limit < NO_LIMIT), default=None)
 
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> list[float]:

@@ -121,10 +121,12 @@ def is_same_answer(answer: str, ground_truth: str) -> bool:
 def normalise(text: str) -> str:
     """Return LaTeX without spacing, \\left, \\right, dollar, percent, degree signs; lower case.
 
-    Removes full stops at the end, then a final \\text{...} (a unit). Keeps the content of any other
-    \\text{...}. Writes \\dfrac as \\frac, and \\frac12 as \\frac{1}{2}.
+    Removes full stops at the end, then a final \\text{...} (a unit) unless it is the whole text;
+    keeps the content of any other \\text{...}. Writes \\dfrac as \\frac, and \\frac12 as
+    \\frac{1}{2}.
     """
-    text = _UNIT.sub("", text.strip().rstrip(".").strip())
+    text = text.strip().rstrip(".").strip()
+    text = _UNIT.sub("", text) or text
     for word in _DROPPED:
         text = text.replace(word, "")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

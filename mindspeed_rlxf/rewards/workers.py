@@ -206,6 +206,9 @@ class _Loop:
             if not printed and (message := worker.process.receive()) is not None:
                 self._handle_message(worker, message)
         except TooMuchOutput as error:
+            if not worker.process.is_ready:  # what is imported prints, in every process
+                self._fail_pool(worker, str(error))
+                return
             self._remove_process(worker)
             self._finish(worker, Outcome(None, Cause.OUTPUT, str(error)))
         except EOFError as error:

@@ -6,6 +6,7 @@ No function raises because of a file's content; what cannot be read is left out.
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,5 +141,10 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 def _finite_number(value: Any) -> float | None:
     """Return a finite number as float, None for any other value, also for True and False."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < float("inf") else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer that is too large
+        return None
+    return number if math.isfinite(number) else None

@@ -42,7 +42,7 @@ class Chosen:
         """Return every second training sample, and all samples of every second validation prompt.
 
         The first ones are kept; prompts are taken in the order of `_prompt_of`. Of a single
-        validation prompt: every second sample.
+        validation prompt: every second sample. If at most one of each kind is left: none.
         """
         prompts = sorted({_prompt_of(sample) for sample in self.validation})
         if len(prompts) > 1:
@@ -50,6 +50,8 @@ class Chosen:
             kept = [sample for sample in self.validation if _prompt_of(sample) in half]
         else:
             kept = self.validation[::2]
+        if len(kept) == len(self.validation) and len(self.training) < 2:
+            return Chosen([], [], self.seen)
         return Chosen(self.training[::2], kept, self.seen)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterable
 
 from mindspeed_rlxf.rewards.sandbox import linux
@@ -67,7 +69,10 @@ def _bind_read_only(path: str, descriptor: int, device: bool) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     linux.mount(f"/proc/self/fd/{descriptor}", target, flags=linux.MS_BIND | linux.MS_REC)
     os.close(descriptor)
-    for point in _mounted_below(target):
+    points = _mounted_below(target)
+    if target not in points:
+        raise OSError(errno.ENOENT, f"{target} must be a mount point, so that it is made read-only")
+    for point in points:
         flags = linux.MS_NOSUID | (0 if device else linux.MS_NODEV)
         _remount(point, flags | linux.MS_RDONLY)
 
@@ -82,5 +87,6 @@ def _mounted_below(target: str) -> list[str]:
     """List this process's mount points at and below a path."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         points = [line.split()[4] for line in lines]
-    plain = [point.encode("utf-8", "surrogateescape").decode("unicode_escape") for point in points]
+    # The kernel writes white space and backslashes as octal numbers.
+    plain = [re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), p) for p in points]
     return [point for point in plain if point == target or point.startswith(f"{target}/")]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.reporting.tracker_packages import _choose_mode
 from mindspeed_rlxf.reporting.trackers import find_problems
 from tests.tracker_records import check_resumed_run, wandb_records
 
@@ -39,3 +42,25 @@ def test_a_tracker_whose_package_is_missing_is_a_problem(
         f"logging.trackers={name} needs the package {name}; run `pip install {name}`, or remove it "
         "from logging.trackers"
     )
+
+
+@pytest.mark.parametrize(
+    ("offline", "variables", "mode"),
+    [
+        (True, {"WANDB_MODE": "online", "WANDB_API_KEY": "k"}, "offline"),
+        (False, {}, "online"),
+        (False, {"WANDB_MODE": "disabled"}, "disabled"),
+        (None, {}, "offline"),
+        (None, {"WANDB_API_KEY": "k"}, "online"),
+        (None, {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+    ],
+)
+def test_a_run_that_is_offline_stays_so(
+    offline: bool | None, variables: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run: Any = SimpleNamespace(offline=offline)
+    assert _choose_mode(run, "WANDB") == mode

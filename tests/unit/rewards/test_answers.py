@@ -119,6 +119,10 @@ CHOICES = [
     ("", "A", False),
     ("\\boxed{AB}", "A", False),
     ("The answer is Z", "Z", False),  # no choice
+    ("The answer is b.", "B", True),
+    ("The answer is a triangle.", "A", False),
+    ("The answer is\n\n  B because", "B", True),
+    ("answer" + " " * 100_000, "A", False),  # in linear time
 ]
 
 

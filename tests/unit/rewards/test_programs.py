@@ -22,7 +22,7 @@ from mindspeed_rlxf.rewards import programs
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.plans import try_sandbox
 from mindspeed_rlxf.rewards.programs import Case, code, code_all, find_program, read_cases
-from mindspeed_rlxf.rewards.sandbox import runner
+from mindspeed_rlxf.rewards.sandbox import root, runner
 from mindspeed_rlxf.rewards.sandbox.runner import Sandbox, SandboxError
 
 ADD = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
@@ -214,3 +214,16 @@ def test_the_program_of_the_documents_prints_what_they_say() -> None:
     program, printed = blocks
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.endswith(printed), done.stderr
+
+
+def test_mounts_are_found_by_their_names_in_every_spelling(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A mount that is not found would stay writable."""
+    names = ["/tmp/x/jos\u00e9", "/tmp/x/a b", "/tmp/x/a\\b"]
+    written = [name.replace("\\", "\\134").replace(" ", "\\040") for name in names]
+    lines = [f"36 35 98:0 /mnt {name} rw - ext3 /dev/root rw\n" for name in [*written, "/other"]]
+    file = tmp_path / "mountinfo"
+    file.write_text("".join(lines), encoding="utf-8")
+    monkeypatch.setattr(root, "open", lambda path, **keys: file.open(**keys), raising=False)
+    assert root._mounted_below("/tmp/x") == names

@@ -50,7 +50,8 @@ def test_base_accuracy_needs_no_box(response: str, score: float) -> None:
     [
         ("\\frac{1}{2}", "0.5", True), ("\\dfrac12", "1/2", True), ("-\\frac{1}{2}", "-.5", True),
         ("1,000", "1000", True), ("$1000$", "1000.0", True), ("50\\%", "50", True),
-        ("17 \\text{ cm}", "17", True), ("x = 3", "x=3", True),
+        ("17 \\text{ cm}", "17", True), ("\\text{Evelyn}", "\\text{evelyn}", True),
+        ("\\text{Eve}", "\\text{Evelyn}", False), ("x = 3", "x=3", True),
         ("\\left(1, 2\\right)", "(1,2)", True),
         ("1,2", "12", False), ("1/0", "1/0", True), ("0.333", "1/3", False), ("A", "a", True),
         ("", "", False), ("4", "so\n#### 4", True), ("4", "thus \\boxed{4}", True),

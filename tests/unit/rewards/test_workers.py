@@ -164,6 +164,18 @@ def test_a_plan_may_be_larger_than_the_buffer_of_a_socket() -> None:
     assert open_files() == before, "a closed pool keeps no descriptor"
 
 
+def test_a_file_that_prints_without_end_when_it_is_imported_breaks_the_pool() -> None:
+    """Every new process would print it again."""
+    prints = Source("loud.py", "print('x' * 2_000_000)\ndef score(*_): return 1.0\n")
+    plan = Plan((Part("loud", "score", prints),), {})
+    pool = WorkerPool(plan, size=1, timeout_s=5.0, memory=MEMORY)
+    try:
+        with pytest.raises(ScoringBroken, match="a scoring process did not start"):
+            pool.submit(sample("2")).result(60)
+    finally:
+        pool.close()
+
+
 def test_an_outcome_is_a_result_or_a_cause() -> None:
     pool = WorkerPool(PLAN, size=1, timeout_s=5.0, memory=MEMORY)
     found = [pool.submit(sample(text)).result(60) for text in ("2", "nan")]

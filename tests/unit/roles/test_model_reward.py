@@ -174,3 +174,13 @@ def test_scores_of_model_and_functions_are_added(monkeypatch: pytest.MonkeyPatch
     assert isinstance(output.rows, Scores) and output.rows.scores.tolist() == [3.0, -9.0]
     with patch.object(role, "score", return_value=RoleOutput()):
         assert role.score_beside_rules(rollouts(), rules).rows is None, "not the leader"
+
+
+@pytest.mark.parametrize(("positions", "limit"), [(-1, None), (None, None), (512, 512)])
+def test_a_number_that_is_no_length_is_no_limit(positions: int | None, limit: int | None) -> None:
+    """XLNet has -1 positions, and a tokenizer without a limit says 10**30."""
+    made: Any = Classifier.__new__(Classifier)
+    config = SimpleNamespace(max_position_embeddings=positions)
+    made._model = SimpleNamespace(config=config, named_modules=list)
+    made._tokenizer = SimpleNamespace(model_max_length=10**30)
+    assert made._find_limit(own=True) == limit

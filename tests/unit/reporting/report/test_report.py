@@ -16,6 +16,7 @@ import pytest
 
 from mindspeed_rlxf.cli.report import main
 from mindspeed_rlxf.config.enums import HealthRule
+from mindspeed_rlxf.reporting.report import records
 from mindspeed_rlxf.reporting.report.answers import (
     answer_all,
     compare_ends,
@@ -364,3 +365,13 @@ def test_the_command_writes_into_the_run_or_to_the_chosen_file(
     lines = capsys.readouterr()
     assert f"report: {run / 'report.html'} (0." in lines.out
     assert "--output" in lines.err and "--samples=-1 must be 0 or more" in lines.err
+
+
+def test_a_number_that_is_too_large_is_left_out() -> None:
+    assert [records._finite_number(n) for n in (10**400, float("inf"), True, 3)] == [None] * 3 + [3]
+
+
+def test_halving_ends_with_no_samples() -> None:
+    one: Any = {"kind": "x", "prompt": "p"}
+    chosen = Chosen([one], [one], 2)
+    assert chosen.halve() == Chosen([], [], 2)
