@@ -35,12 +35,13 @@ class Rewarded:
     however prompts are distributed over ranks.
 
     scores:        [batch] fp32, penalties included
-    rewards:       [batch, slots] fp32: the score on the last slot, and the KL penalty if it is in
-                   the reward
+    rewards:       [batch, slots] fp32: the score on the last True slot, and the KL penalty if it is
+                   in the reward; whitened with `whiten_rewards`
     value_mask:    [batch, slots] bool, True = slot that is learnt from
     trained_mask:  [batch, response] bool, True = token that is learnt from
     values:        [batch, slots] fp32, 0 where masked; None without a critic
-    greedy_scores: [batch], of the greedy response to the same prompt; None unless asked for
+    greedy_scores: [batch], of the greedy response to the same prompt, penalties included; None
+                   unless the estimator reads it
     group_size:    samples of one prompt
     critic_lam:    lambda of the returns that the critic learns; None = `lam`
     lam_alpha:     lambda of the advantages is 1 - 1 / (lam_alpha * trained tokens); None = `lam`

@@ -16,8 +16,8 @@ MAX_LOW_VAR_KL = 10.0
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> Tensor:
     """Return an estimate of the KL of each token, in the arguments' shape (any) and dtype.
 
-    With d = log_probs - ref_log_probs: `kl` d, `abs` |d|, `mse` d^2 / 2, `low_var_kl` exp(-d) - 1
-    + d (k1, k2 and k3 of http://joschu.net/blog/kl-approx.html). For `low_var_kl` d is clamped to
+    With d = log_probs - ref_log_probs: `kl` d (k1 of http://joschu.net/blog/kl-approx.html), `abs`
+    |d|, `mse` d^2 / 2 (k2), `low_var_kl` exp(-d) - 1 + d (k3). For `low_var_kl` d is clamped to
     +-20 and the estimate to +-10 (verl's bounds), with gradient 0 beyond them; NaN stays NaN.
     AssertionError for `full`, which is no estimate from samples.
     """

@@ -35,13 +35,14 @@ def masked_whiten(
     eps: float = 1e-8,
     shift_mean: bool = True,
 ) -> Tensor:
-    """Return values scaled to mean 0 and variance 1 over the True elements of all ranks, else 0.
+    """Return values scaled to mean 0 and variance 1 over the True elements of all ranks.
 
+    0 where the mask is False.
     values:     [...] fp32, on the host (an NPU converts fp64 to fp32); the dtype of the result
     mask:       [...] bool, on the host
     all_reduce: sums a tensor over the ranks; by default this process is the only one
     eps:        added to the variance
-    shift_mean: False adds the mean again, so that it stays (TRL's whitening of rewards)
+    shift_mean: False = the mean stays as it is, not 0 (TRL's whitening of rewards)
     The variance has divisor n - 1, as TRL's. Sums are in fp64, so that the result does not depend
     on the distribution of samples over ranks.
     Errors: ValueError with fewer than two True elements on all ranks together.

@@ -21,7 +21,10 @@ def option(*names: str, **settings: Any) -> Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises UserError for a bad command line; argparse would exit."""
+    """Argument parser that raises UserError for a bad command line, where argparse would exit.
+
+    --help still prints the help and exits.
+    """
 
     def __init__(self, options: Iterable[Option], **settings: Any) -> None:
         super().__init__(**settings)
@@ -72,7 +75,7 @@ def protect_output() -> None:
 
 @contextmanager
 def progress_bar(print_line: Callable[..., None], **options: Any) -> Iterator[Callable[..., None]]:
-    """Yield a function to call with (done, total), the progress so far.
+    """Yield a function to call with the progress so far: (done, total), or (done) alone.
 
     If stderr is a terminal, it moves a tqdm bar there (made with `options`); else it is
     `print_line`.

@@ -90,9 +90,9 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert the weights; print notes, progress and the target; return 0.
 
-    Errors are printed, not raised: it returns 2 for mistakes, and 75 when interrupted or when the
-    disk is full, where the same command goes on with the finished files. Sets
-    TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this process if unset: no accelerator is used.
+    Prints and returns 2 for mistakes, damaged sources and files that cannot be read or written, and
+    75 when interrupted or when the disk is full, where the same command goes on with the finished
+    files. Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this process if unset: no accelerator is used.
     """
     protect_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check this host, or with --cluster every host; print the findings, with --json as JSON.
 
     Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
-    With --bundle it packs the findings and a run's logs into an archive instead, and returns 0;
-    with --calibrate it measures a device instead.
+    With --bundle it packs the findings and a run's logs into an archive in the current directory
+    instead, and returns 0. With --calibrate it measures a device instead (`_calibrate`).
     """
     protect_output()
     try:

@@ -1,7 +1,8 @@
 """`preprocess`: turn files of rows into an indexed data set.
 
 Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted;
-1 = a process was lost. Unless it is 0, no data set is left.
+1 = a worker process was killed. Unless it is 0, no new data set is left; only a merge of sets
+without sidecar may leave some of its columns.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data set and print how many rows were written or dropped; return 0.
 
-    With --merge-group-keys, merge existing data sets instead. Errors are printed, not raised: it
-    returns 2 for mistakes, 75 if interrupted, 1 if a worker process was killed.
-    Sets environment variables of this process.
+    With --merge-group-keys, merge existing data sets instead; other flags than --input,
+    --output-prefix and --overwrite are then ignored. Errors are printed, not raised: it returns 2
+    for mistakes, 75 if interrupted, 1 if a worker process was killed.
+    Sets TOKENIZERS_PARALLELISM and TORCH_DEVICE_BACKEND_AUTOLOAD in this process.
     """
     protect_output()
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _listen(run: LiveRun, port: int) -> LiveServer:
     """Return a server bound to this port of 127.0.0.1.
 
-    Raises UserError if it cannot be bound, as a port that is taken or over 65535.
+    Raises UserError if it cannot be bound: it is taken, not allowed or over 65535.
     """
     try:
         return LiveServer(run, port)

@@ -43,8 +43,8 @@ def call_balanced(
 ) -> Pending:
     """Submit a method that computes each row by itself, with equal work for each replica.
 
-    The resulting rows have the order of `rollouts`. Where `_estimate_costs` returns None, replicas
-    get equal contiguous parts.
+    Waits for `lengths` first, unless `_estimate_costs` returns None: replicas then get equal
+    contiguous parts. `Pending.rows` has the order of `rollouts`; reports are not reordered.
     args: further arguments, the same for all
     """
     costs = _estimate_costs(config, group.role, lengths)

@@ -11,10 +11,13 @@
 | a phase's first call  | runtime.timeout_s                                             |
 | its later calls       | the largest of a tenth of it, SHORTEST_S and 5 x the running  |
 |                       | median, but no longer than the first                          |
-| a collective          | the longest of these + COLLECTIVE_MARGIN_S, on the workers    |
+| a collective          | the longer of runtime.timeout_s and runtime.start_timeout_s,  |
+|                       | + COLLECTIVE_MARGIN_S, on the workers                         |
 
 A phase is a method of a role on a number of rows, rounded to a power of two. So the deadline of the
 first validation does not come from training's generations, which have fewer rows. Free of Ray.
+
+That is on Ray. Without it (`local`) each wait of the ranks for each other has runtime.timeout_s.
 """
 
 from __future__ import annotations
@@ -78,8 +81,8 @@ def phase_of(requests: Sequence[Request]) -> Phase:
 
 
 def collective_timeout_s(*deadlines: float) -> float:
-    """Return the timeout of collectives in seconds: the longest deadline and COLLECTIVE_MARGIN_S.
+    """Return the timeout of collectives in seconds: the longest deadline + COLLECTIVE_MARGIN_S.
 
-    deadlines: of the driver, which should come first
+    deadlines: the driver's, in seconds; they should pass before the collective's
     """
     return max(deadlines) + COLLECTIVE_MARGIN_S

@@ -69,11 +69,12 @@ class WorkerError(RuntimeError):
 class RuntimeTimeout(RuntimeError):
     """A wait reached its deadline.
 
-    what:    the call that was waited for, as `role.phase`
+    what:    the call that was waited for, as `role.phase`; without Ray also `function on host`
     missing: the ranks that did not arrive
     hint:    what these ranks do, or wait for themselves; empty = unknown
     hosts:   hosts of the missing ranks; empty = unknown
-    role, phase, rank, host: those of the first missing rank; rank and host may be None
+    role, phase: `what` before and after its first dot
+    rank, host:  of the first missing rank; None = unknown
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class DevicesMissing(RuntimeError):
 
 
 class TooFewDevices(UserError):
-    """Our own cluster, which never grows, has too few devices. free: of each node, free devices"""
+    """Our own cluster, which never grows, has too few devices. free: free devices of each node"""
 
     def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)

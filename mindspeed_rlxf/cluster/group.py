@@ -63,9 +63,10 @@ class Pending:
         return self
 
     def after(self, other: Pending) -> Pending:
-        """Make `result` wait for `other` first, whose rows this call reads; returns self.
+        """Make each wait for this call wait for `other` first, whose rows it reads; returns self.
 
-        So an error of `other` is raised as its own, not as an error of this call.
+        So an error of `other` is raised as its own, not as an error of this call. Its check
+        (`require`) is not called.
         """
         self._before.append(other)
         return self
@@ -75,8 +76,9 @@ class Pending:
         return [*self._before, self]
 
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
-        """Make `result` call `check` with the reports before it returns them; returns self.
+        """Make `result`, each time, call `check` with the reports before it returns them.
 
+        Returns self.
         check: raises where the reports are not acceptable; replaces the check of an earlier call
         """
         self._check = check
@@ -85,8 +87,8 @@ class Pending:
     def rows(self) -> RowsRef:
         """Return a reference to the leaders' rows in data-parallel order, or as set by `reorder`.
 
-        Waits for the call only if the number of rows is unknown; asserts that every leader returned
-        rows.
+        Only if the number of rows is unknown, waits for the call, raises its errors as `result`
+        does, and asserts that every leader returned rows.
         """
         counts = list(self._num_rows)
         if None in counts:
@@ -152,11 +154,11 @@ class RoleGroup:
     def call(self, method: Callable[..., Any], *args: Any) -> Pending:
         """Submit a method of the role's class to every rank.
 
-        method: the plain function, as `RolloutRole.generate`; it returns as many rows as the first
-                argument that has rows, or no rows
+        method: the plain function, as `RolloutRole.generate`; it returns as many rows as its part
+                of the first split argument that has rows, or no rows
         args:   each replica gets its own part of a `Sharded`. A RowsRef, alone or in a field of a
-                dataclass, is split into equal contiguous parts (else ValueError). Any other
-                value is the same for all ranks
+                dataclass, is split into equal contiguous parts; ValueError where their number does
+                not divide its rows. Any other value is the same for all ranks
         """
         return self._submit(method.__name__, args)
 
@@ -229,7 +231,7 @@ class RoleGroup:
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """Submit the requests of all parts of a split pool as one call.
+    """Submit the requests of all parts of a pool as one call; a pool that is not split is one part.
 
     Its ranks may wait for each other. `result` waits for all ranks and returns [].
     parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks

@@ -2,9 +2,9 @@
 
     sizes = call_each(hosts, disk_usage, folder, timeout_s=30.0)
 
-Files, checks and diagnosis go through agents, so that roles have no methods for them. An agent
-answers while workers compute, hang or are dead. `ray.agent` has the agents of a Ray cluster, and
-`local` those of the processes of torchrun.
+Files, checks and diagnosis go through agents, so that roles have no methods for them. `ray.agent`
+has the agents of a Ray cluster, which answer while workers compute, hang or are dead; `local` has
+those of the processes of torchrun, which all have to make the same calls.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class HostAgent(ABC):
 
     @abstractmethod
     def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
-        """Start `function(*args)` on the host, without waiting.
+        """Start `function(*args)` on the host, on Ray without waiting.
 
-        function:  a module-level function, which is sent by name. If its process dies, it runs
-                   once more in a new one
+        A local agent first waits for all ranks and for the calls in `args`.
+        function:  a module-level function, which is sent by name. If the process of an agent of
+                   `RayAgents` dies, it runs once more in a new one
         args:      a HostCall among them is replaced by its result, sent from host to host
-        timeout_s: deadline of the result, seconds from now
+        timeout_s: deadline of the result, in seconds from the start
         """
 
     def call(self, function: Function, *args: Any, timeout_s: float) -> Any:
@@ -61,7 +62,8 @@ def call_each(
 ) -> list[Any]:
     """Call a function on several hosts at the same time and wait; return the results in order.
 
-    Raises the HostError of the first host, in the order of `agents`, that failed.
+    Raises the HostError of the first host, in the order of `agents`, that failed; calls of later
+    hosts go on, and nobody waits for them.
     """
     calls = [agent.start(function, *args, timeout_s=timeout_s) for agent in agents]
     return [call.result() for call in calls]

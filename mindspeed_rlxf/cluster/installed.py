@@ -61,8 +61,9 @@ def find_differences(
 ) -> list[Difference]:
     """Return a Difference for each package and each version of it that is not the expected one.
 
-    It lists the hosts with that version. A package that only other hosts list has version NONE;
-    one that no host lists is not compared. 2.7.1+cpu, as on a head node without devices, is 2.7.1.
+    It lists the hosts with that version. A host that does not list a package has version NONE of
+    it; a package that no host lists is not compared. What follows a `+` does not count: 2.7.1+cpu,
+    as on a head node without devices, equals 2.7.1.
     by_host:  (host, its versions by package name)
     expected: version by package name; a package not in it is expected as on most hosts
     """

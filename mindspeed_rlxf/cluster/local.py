@@ -78,9 +78,10 @@ class LocalCall:
 
 
 def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
-    """Set up the device with index LOCAL_RANK of torchrun (default 0), before Megatron is imported.
+    """Set up the device with index LOCAL_RANK of torchrun (default 0) for this process.
 
-    Raises UserError where the installation lacks something.
+    Call it before Megatron is imported. Raises UserError where the process does not see the device,
+    or the installation lacks something.
     threads:   CPU threads of torch
     timeout_s: longest call; the timeout of collectives follows from it
     """
@@ -112,8 +113,9 @@ class LocalWorld:
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
         """Set up the device, join the torch world of all ranks, make `hosts`: each rank's agent.
 
-        Waits for the other ranks. RANK and WORLD_SIZE of torchrun are 0 and 1 by default.
-        timeout_s: longest wait for the other ranks in an exchange
+        Waits for the other ranks. RANK and WORLD_SIZE of torchrun are 0 and 1 by default. Raises
+        UserError (see `claim_device`).
+        timeout_s: longest wait for the other ranks in an exchange; collectives have a minute more
         """
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -133,8 +135,9 @@ class LocalWorld:
     def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
         """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
 
-        A rank that passes a failure raises it without waiting; every other rank raises that of the
-        lowest rank. Raises RuntimeTimeout, which names the missing ranks.
+        A rank that passes a failure raises it without waiting; every other rank waits for all ranks
+        and raises the failure of the lowest one. Raises RuntimeTimeout, which names the missing
+        ranks, after `timeout_s`.
         what: what is waited for, for that message
         """
         number = next(self._calls)
@@ -159,7 +162,7 @@ class LocalWorld:
     def from_first(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0; return its result, or raise its error, on every rank.
 
-        A collective.
+        A collective, with the timeout of collectives. Result and error have to be picklable.
         """
         result: list[Any] = [None, None]
         if self.rank == 0:
@@ -207,10 +210,12 @@ class LocalAgent(HostAgent):
         self._rank, self._world = rank, world
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
-        """Wait for all ranks, then start the function in a thread of this agent's rank only.
+        """Wait for all ranks and the calls in `args`; then start a thread on the agent's rank only.
 
-        All ranks must call it, and each gets a LocalHostCall.
-        args: the `LocalHostCall`s among them are waited for and replaced by their results
+        All ranks must call it, and each gets a LocalHostCall. Raises RuntimeTimeout, and the
+        HostError of a call in `args`.
+        args:      every rank waits for the `LocalHostCall`s among them, which become their results
+        timeout_s: deadline of the result, in seconds from the start of the thread
         """
         what = f"{function.__name__} on {self.host}"
         self._world.exchange(None, what)
@@ -230,7 +235,8 @@ class LocalHostCall:
     def result(self) -> Any:
         """Wait for the function and return its result on every rank; a collective.
 
-        If the function failed or is late, raises its HostError on every rank.
+        If the function failed, raises its HostError on every rank. If it is late, its own rank
+        raises HostError, and each other rank that or RuntimeTimeout, whichever comes first.
         """
         (outcome,) = collect_outcomes([self._call]) if self._call else [None]
         return self._world.exchange(outcome, self._what)[self._rank]
@@ -247,8 +253,9 @@ class LocalPool:
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
         """Run this rank's request, wait for the other ranks, and return the ended call.
 
-        Raises WorkerError, or RuntimeTimeout at the deadline, on every rank. A rank that exceeds
-        the deadline writes its stacks to stderr. Asserts that there is a request for every rank.
+        Raises the WorkerError of a rank on every rank, and RuntimeTimeout on a rank that has waited
+        for others for the `timeout_s` of the world. A rank whose own request takes that long writes
+        its stacks to stderr once, and goes on. Asserts that there is a request for every rank.
         """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
@@ -277,7 +284,10 @@ class LocalRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path | None) -> LocalRuntime:
-        """Make the runtime of this process. log_dir is ignored: output stays on the terminal."""
+        """Make the runtime of this process, and wait for the other ranks; see `LocalWorld`.
+
+        log_dir: ignored, as output stays on the terminal
+        """
         return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
 
     @property

@@ -40,7 +40,7 @@ MAX_PROBLEMS = 3  # of one folder on one node
 class NodeReport:
     """Installation, files and devices of one node.
 
-    files:    folder -> file name -> hash or size; None = there is no folder
+    files:    folder -> what `list_files` returns; None = there is no folder
     sees_run: the node sees the run directory
     devices:  count by the tool of the device driver; None = not asked, or there is no tool
     sick:     devices that the tool calls unhealthy, each with its word
@@ -92,8 +92,8 @@ def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
 def list_files(folder: str) -> dict[str, str] | None:
     """Return {path in the folder: fingerprint} of its model and tokenizer files; None = no folder.
 
-    Files of the folder that `find_weights` names, and of its rank folders, are included; the others
-    are not searched below the top. `_fingerprint` chooses the files, and hash or size. The entry
+    Looks at files directly in the folder, in the folder that `find_weights` names, and at those of
+    the latter's rank folders. `_fingerprint` chooses among them, and hash or size. The entry
     `weights` has the format and folder of the weights, or why none were found.
     """
     root = Path(folder)
@@ -116,10 +116,10 @@ def list_files(folder: str) -> dict[str, str] | None:
 
 
 def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
-    """Return the hash of a small file with a suffix of HASHED, or the size of a file like `sized`.
+    """Return the hash of a file with a suffix of HASHED, or the size of one that ends as `sized`.
 
     The hash has 12 hexadecimal digits, the size is "N bytes"; the error's text for a file that
-    cannot be read. None for other files and what is no file.
+    cannot be read. None for other files, for HASHED ones over MAX_HASHED, and what is no file.
     sized: endings of the names of files that are compared by size
     """
     try:
@@ -158,7 +158,7 @@ def find_node_problems(
     ]
     for node in nodes:
         for folder, files in driver.files.items():
-            if files is not None:  # a name of the hub; weights are looked at before
+            if files is not None:  # None = a name of the hub; weights are looked at before
                 found += _compare_folder(
                     f"{keys[folder]}={folder}", node, files, node.files[folder]
                 )
@@ -218,8 +218,8 @@ class NodeCheck:
     def check(self, nodes: list[Node]) -> list[Node]:
         """Compare nodes not seen before with the driver's; return `nodes` without those left out.
 
-        With `probe` a faulty node is left out with a warning, in later calls too; without `probe`
-        it raises UserError.
+        Waits up to `timeout_s` for the reports of new nodes. With `probe` a faulty node is left out
+        with a warning, in later calls too; without `probe` it raises UserError.
         """
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:

@@ -52,7 +52,8 @@ def make_node(
 
     facts:    NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`
     resource: Ray's name of a device
-    totals:   the node's resources by name; the device model is one of the names, else ""
+    totals:   the node's resources by name; a name with MODEL_PREFIX gives the device model, which
+              is "" without one
     free:     devices that are not in use; rounded down
     """
     models = sorted(name for name in totals if name.startswith(MODEL_PREFIX))
@@ -105,9 +106,9 @@ def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str 
     """Return the device model for a pool.
 
     It is the first, by address of its nodes, with enough free devices; else the first with enough
-    devices, also busy ones. None where the nodes have fewer than two models, or too few devices of
-    all models. Raises UserError where only a mixture is large enough: it would run at the speed of
-    the slower devices, with different rounding on each.
+    devices, also busy ones. None where the nodes have fewer than two known models, or where all
+    nodes together are too small. Raises UserError where only a mixture is large enough: it would
+    run at the speed of the slower devices, with different rounding on each.
     """
     models = list(dict.fromkeys(node.model for node in sort_by_address(nodes) if node.model))
     if len(models) < 2:

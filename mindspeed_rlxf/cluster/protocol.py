@@ -2,7 +2,8 @@
 
 A pool is one torch.distributed world: process i is rank i, one process per device. Several roles
 may live in the processes of one pool; their methods then run one after the other, in the order of
-submission. Methods on different pools run at the same time.
+submission. On Ray methods on different pools run at the same time; the pools of `local` are the
+same processes.
 
 A pool may be split into parts. The neighbouring ranks of a part form a world of their own, which
 `PoolPart` presents as a pool. Methods on different parts run at the same time too.
@@ -32,7 +33,8 @@ class Peer:
 class Request:
     """A call of one role method on one rank.
 
-    The rank replaces each RowsRef in `args` by its rows and each Peer by the role object.
+    The rank replaces each RowsRef in `args` by its rows, and each argument that is a Peer by the
+    role object.
     """
 
     role: Role
@@ -67,7 +69,7 @@ class Call(Protocol):
     def wait(self) -> list[Reply]:
         """Wait for all ranks; return their replies in the order of ranks.
 
-        Raises WorkerError, or RuntimeTimeout at the deadline.
+        Raises WorkerError, or RuntimeTimeout at the deadline; without Ray `submit` has raised them.
         """
 
 
@@ -85,12 +87,12 @@ class Pool(Protocol):
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
         """Start one request per rank, in the order of ranks, without waiting.
 
-        Without Ray the request runs before `submit` returns.
+        Without Ray the requests run before `submit` returns, and it raises their errors.
         first_rank: the rank that gets the first request, so that a part can be called alone
         """
 
     def shutdown(self) -> None:
-        """End the roles and processes of this pool."""
+        """End the pool, with its processes unless another pool can use them or others own them."""
 
 
 class PoolPart:
@@ -122,7 +124,7 @@ class Runtime(Protocol):
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Any]:
-        """Create all pools at the same time; return them by name.
+        """Create all pools at the same time and wait; return them by name.
 
         processes_per_node: pool -> number of processes on each node
         parts:              pool -> sizes of its parts, for split pools

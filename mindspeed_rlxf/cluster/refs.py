@@ -51,7 +51,8 @@ class RowsRef:
         """Return a reference to these rows, in the given order.
 
         rows: indices into the rows of this reference, at least one; repeats are allowed
-        Raises IndexError. The result names only the pieces that it needs.
+        Raises IndexError, also for negative indices. The result names only the pieces that it
+        needs.
         """
         assert len(rows) > 0, "take needs at least one row"
         if min(rows) < 0 or max(rows) >= self.num_rows:
@@ -211,8 +212,8 @@ def resolve_refs(value: Any, fetch: Fetch) -> Any:
 def split_refs(value: Any, n: int) -> list[Any]:
     """Return the value for each of `n` replicas.
 
-    A RowsRef, alone or in a field of a dataclass, is split into equal contiguous parts (else
-    ValueError); any other value is the same object for all replicas.
+    A RowsRef, alone or in a field of a dataclass, is split into equal contiguous parts; ValueError
+    where `n` does not divide its rows. Any other value is the same for all replicas.
     """
     if isinstance(value, RowsRef):
         return list(value.split(n))

@@ -22,7 +22,7 @@ class RewardsFailed(RuntimeError):
 class RewardGroup:
     """The ranks that score responses.
 
-    group:    ranks of the reward model, or of the rules
+    group:    ranks of the reward model, or of the rules; without a model the scorers, if any
     scorers:  ranks that score by functions or rules in processes, during generation; None = no such
     streams:  the scores of training come from the scorers, alone or together with the model
     """
@@ -44,7 +44,10 @@ class RewardGroup:
         return RoleGroup(Role.REWARD, self.run.layout(Role.REWARD), pool)
 
     def build_scorers(self) -> list[Pending]:
-        """Start to build the scorers, which the rollout needs; empty where there are none."""
+        """Submit the building of the scorers, which the rollout needs.
+
+        A list of one Pending; [] where there are none.
+        """
         return [self.scorers.build(ScorerRole, self.run)] if self.scorers else []
 
     def build(self) -> list[Pending]:

@@ -91,7 +91,7 @@ class ActorGroup(TrainedGroup):
         """Submit the computation of the actor's log-probs of the responses.
 
         Rows: LogProbs, in the order of `rollouts`. Reports: LogProbReport.
-        lengths: waits for the lengths of the responses, where they are balanced
+        lengths: called, which waits for the responses, only where the work is balanced by length
         """
         return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
 
@@ -123,8 +123,8 @@ class ActorGroup(TrainedGroup):
         """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
 
         In online DPO the two responses of a pair stay together.
-        lengths:   waits for the lengths of the responses, where they are balanced
-        iteration: shuffles the mini-batches, together with the seed
+        lengths:   called, which waits for the responses, only where the work is balanced by length
+        iteration: with the seed it determines the shuffle of the mini-batches
         kl_coef:   coefficient of a KL term in the loss
         Reports: UpdateReport, the same from each replica.
         """
@@ -163,7 +163,8 @@ class RolloutGroup:
         """Submit the building of the rollout on its ranks; call it after that of the actor.
 
         It shares the processes and weights of the actor, unless the pool is split.
-        scored: responses go to the scorers in the same processes, whose building comes before too
+        scored: responses go to the scorers in the same processes; their building has to be
+                submitted before this call
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
@@ -218,7 +219,7 @@ class ReferenceGroup:
         Rows, in the order of `rollouts`: LogProbs; with `algorithm.kl_penalty: full`
         LogProbsWithKl, which adds the KL to the actor (of the same processes) over the whole
         vocabulary.
-        lengths: called for balancing the work, which waits for them (see `balance.call_balanced`)
+        lengths: called, which waits for the responses, only where the work is balanced by length
         """
         group = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:

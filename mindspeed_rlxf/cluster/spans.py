@@ -38,7 +38,7 @@ def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked
 
 
 def take_all() -> list[Span]:
-    """Remove and return the recorded spans, in the order in which their calls ended."""
+    """Remove and return the recorded spans, in the order of recording."""
     found = []
     while _ended:
         found.append(_ended.popleft())

@@ -80,7 +80,8 @@ def show_stacks_on_signal() -> None:
 def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, int], Sighting]:
     """Inspect workers on their hosts; return what was seen by (pool, rank).
 
-    Workers of a host that does not answer in time are left out, with a warning in the log.
+    Workers of a host that fails or does not answer within ANSWER_S are left out, with a warning in
+    the log.
     stacks: True = signal each worker to write the stacks of its threads to its log
     """
     by_agent: dict[HostAgent, list[Watched]] = defaultdict(list)
@@ -180,8 +181,9 @@ def explain_timeout(
 ) -> RuntimeTimeout:
     """Return a new RuntimeTimeout, with the states of the missing ranks in its message.
 
-    Its `missing` leaves out ranks that only wait for other ranks. If all do so for rows, its ranks
-    are the producers of the rows, and keepers of rows that cannot answer any more.
+    Its `missing` leaves out ranks that only wait for other ranks. If all of them wait, it names the
+    call and the ranks that `_late_producers` finds among the producers and those keepers that
+    cannot answer any more; if that finds none, all missing ranks stay.
 
     pool:      pool of the missing ranks
     producers: ranks that make the rows which the missing ranks wait for
@@ -230,9 +232,9 @@ def _late_producers(
 
 
 def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
-    """Return an error like that of a dead process, with a note that its host ran out of memory.
+    """Return a copy of a dead process's error with a note that its host ran out of memory.
 
-    The error itself where the process did not die, or `oom_kills` is 0.
+    `error` itself where the process did not die, or `oom_kills` is 0.
     oom_kills: processes that the host's kernel killed for lack of memory since the worker started
     """
     if not error.cause.startswith(DIED) or not oom_kills:
@@ -279,7 +281,7 @@ def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sightin
 
     A heading with FETCHED and the host comes first. Earlier copies are replaced; other existing
     files, as the logs of this host's workers, are not changed. Workers without a log, with an empty
-    one, or not in `seen` are left out.
+    one, or not in `seen` are left out. Raises OSError.
     """
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))

@@ -121,8 +121,8 @@ class RoleHost:
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
     """Print the traceback to stderr, and return the WorkerError of this rank.
 
-    Its cause is `ValueError: text`; its `is_aftermath` is True for errors that the end of another
-    rank causes.
+    Its cause is `ValueError: text`; its `is_aftermath` is True for torch's network errors and
+    RuntimeErrors with a text of LOST_PEER, which the end of another rank causes.
     """
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
@@ -140,7 +140,7 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
 
 
 def write_token_rows(rows: TokenRows, rank: int) -> None:
-    """Append all samples of `rows` to this rank's file in the folder `rows.log.folder`.
+    """Append the samples that `rows.log` names to this rank's file in the folder `rows.log.folder`.
 
     Raises OSError.
     """
@@ -206,6 +206,7 @@ class WorkerProcess:
         """Open and keep the rendezvous store of the pool, which listens on `ip`; return its port.
 
         Called on rank 0 only.
+        timeout_s: longest wait of this rank for a key of the store
         """
         timeout = timedelta(seconds=timeout_s)
         self._store, port = worlds.open_store(ip, world_size, timeout)
@@ -214,8 +215,9 @@ class WorkerProcess:
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
         """Redirect output to the log, set up network and device, and join the torch world.
 
-        Variables of the network that are set already stay. The world is that of the pool or of this
-        rank's part. Waits until all ranks of the pool join.
+        Variables of the network that are set already stay. STACK_SIGNAL then makes the process
+        write its stacks. The world is that of the pool or of this rank's part. Waits until all
+        ranks of the pool join. Raises ValueError where the device cannot be set up.
 
         ip, port: of the rendezvous store, which rank 0 opened
         assigned: number on the host of the device that Ray gave this process; None = none
@@ -254,7 +256,8 @@ class WorkerProcess:
 def freeze_imports() -> None:
     """Exempt all present objects, chiefly imported modules, from garbage collection: it is slow.
 
-    Does nothing after the first call in a process: roles made later must stay collectable.
+    Collects garbage first. Does nothing after the first call in a process: roles made later must
+    stay collectable.
     """
     if not gc.get_freeze_count():
         gc.collect()

@@ -12,10 +12,13 @@ from mindspeed_rlxf.config.suggest import format_value
 
 
 def translate_data(draft: Draft, sections: Tree) -> None:
-    """Translate data_path (then set older defaults), no_shuffle, and the keys of label columns.
+    """Translate data_path, no_shuffle, dataset_with_labels and dataset_additional_keys, in place.
 
-    `dataset_with_labels: true`, or `labels` in `dataset_additional_keys`, sets `ground_truth_key`
-    to labels if it is unset. `draft` gets a note for either key, and problems for wrong types.
+    The keys are removed from `sections`, and what they mean is set in its section `data`: with
+    data_path also `_set_older_data_defaults`. `dataset_with_labels: true`, or `labels` in
+    dataset_additional_keys, sets an absent `ground_truth_key` to labels.
+    `draft` gets a note for `dataset_with_labels: true`, for each legal dataset_additional_keys, and
+    for a default that data_path sets; and a problem for a wrong type or a second, other value.
     """
     data = sections["data"]
     if found := take_value(draft, sections, "data_path"):
@@ -85,8 +88,9 @@ def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
 def translate_category(draft: Draft, sections: Tree) -> None:
     """Remove `dataset_category`, and note it if all data sets have the reward that scores here.
 
-    1 = scored by the verifier, 0 = by a reward model; another value or a mix is a problem, added to
-    `draft`. Sets a missing reward.kind to rule if reward.verifier is true, also without the key.
+    Legal is 1 (the verifier) with `reward.verifier`, else 0 (a reward model, in the older toolkit);
+    another value or a mix is a problem, added to `draft`. Also without `dataset_category`,
+    `reward.verifier: true` sets an absent `reward.kind` to rule. Changes `sections` in place.
     """
     reward = sections["reward"]
     wanted = "1" if reward.get("verifier") else "0"

@@ -48,7 +48,8 @@ def take_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None
 def set_moved_key(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
     """Set `target`, a `section.key`, to `value`, which was at `path`; record `path` as its origin.
 
-    If `target` has a value, that stays: the same one is fine, another adds a problem to `draft`.
+    If `target` has a value (null too), that stays: the same one is fine, another adds a problem to
+    `draft`.
     """
     section, key = target.split(".")
     present = sections[section].setdefault(key, value)

@@ -23,8 +23,10 @@ MOST_EXPERTS_IN_ALL = 200_000  # of all layers: each has tensors of its own
 
 
 class ArchitectureConfig(Section):
-    """A decoder of the Llama, Qwen or Mixtral family, in Megatron's names; `model.<name>` in the
-    YAML. With `num_experts` the MLP of every layer is a mixture of experts."""
+    """A decoder of the Llama, Qwen or Mixtral family, in Megatron's names: `model.<name>`.
+
+    With `num_experts` the MLP of every layer is a mixture of experts.
+    """
 
     num_layers: int = key(..., "transformer layers", ge=1, le=MOST_LAYERS)
     hidden_size: int = key(..., "width of the residual stream", ge=1, le=MOST_WIDTH)

@@ -42,9 +42,10 @@ class Cluster:
 def choose_cluster(address: str | None) -> Cluster:
     """Return the cluster to join, and the reason as text; with address None one is to be started.
 
-    address: of the key `runtime.address`; None = RAY_ADDRESS, else this user's cluster on this
-             host, else a new one. The word `local` asks for a new one, `auto` for this user's; if
-             there is none, the result's address is `auto`, which is left to Ray
+    address: of the key `runtime.address`; None or "" = RAY_ADDRESS, else this user's cluster on
+             this host, else a new one. The word `local` asks for a new one, `auto` for this user's;
+             if there is none, the result's address is `auto`
+    Only this user's cluster is tried (`find_local_cluster`, which may wait); a named one is not.
     """
     named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
     for source, given in named.items():
@@ -65,8 +66,8 @@ def find_local_cluster() -> str | None:
     """Return the address in Ray's file of the cluster started last; None unless it is safe to join.
 
     The file must be this user's (`_read_address`), and something must accept a connection at the
-    address. If the address is of this host, only processes of this user may listen there (other
-    users can write in the file's folder).
+    address within CONNECT_S. If the address is of this host, only processes of this user may listen
+    there (other users can write in the file's folder). Resolving a host name has no deadline.
     """
     try:
         address = _read_address(address_file())
@@ -107,7 +108,8 @@ def address_file() -> Path:
 def connect_once(address: str, timeout_s: float = CONNECT_S) -> None:
     """Open and close one TCP connection to `host:port`, to find out whether something listens.
 
-    Errors: OSError when nothing does within `timeout_s`, ValueError when it is no `host:port`.
+    timeout_s: for each address of the host; resolving its name has no deadline
+    Errors: OSError when nothing listens, ValueError when it is no `host:port`.
     """
     socket.create_connection(host_and_port(address), timeout_s).close()
 
@@ -126,7 +128,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def is_here(host: str) -> bool:
     """Return whether every address of `host`, a name or IP address, is loopback or this host's.
 
-    Errors: OSError for a name that cannot be resolved.
+    Errors: OSError for a name that cannot be resolved, ValueError for one with an empty label.
     """
     own = {_ip(each.address) for found in psutil.net_if_addrs().values() for each in found}
     return all(ip.is_loopback or ip in own for ip in _addresses(host))
@@ -135,7 +137,8 @@ def is_here(host: str) -> bool:
 def find_owners(address: str) -> frozenset[int]:
     """Return the user ids of the sockets on this host that listen at `host:port` over TCP.
 
-    A socket that listens at the port on all addresses counts. Empty where nothing listens.
+    A socket that listens at the port on all addresses counts. Empty where nothing listens, or
+    where the kernel's tables cannot be read.
     Errors: OSError for an unknown host name, ValueError for text that is not `host:port`.
     """
     host, port = host_and_port(address)

@@ -68,11 +68,12 @@ def compose(
     """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
 
     overrides:  in Hydra's grammar; `key=value` may also add a key that the YAML lacks
-    config_dir: searched before the built-in directory; a config's defaults list may name files of
-                either directory
-    Secrets in `resource_pool.env` are wrapped as `Withheld`.
-    Errors: ConfigError for an unknown name, a config_dir that is no folder, bad YAML, a file that
-    is too large or nests too deep, and overrides or interpolations that cannot be applied.
+    config_dir: searched for the config before the built-in directory. Files that its defaults list
+                names are searched first in the directory that has the config, then in the other
+    Values of `resource_pool.env` that came from interpolations are wrapped as `Withheld`.
+    Errors: ConfigError for an unknown name, a config_dir that is no folder, a file in it that the
+    built-in directory would hide, bad YAML, a file that is too large or nests too deep, and
+    overrides or interpolations that cannot be applied.
     """
     directories = _directories(config_dir)
     _check_name(config_name, directories)
@@ -137,7 +138,7 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
 def _directories(config_dir: str | Path | None) -> list[Path]:
     """List the absolute folders to search for configs: `config_dir` if given, then the built-in.
 
-    The built-in one is left out if `config_dir` is given and it does not exist. `~` is expanded.
+    With `config_dir`, a built-in folder that does not exist is left out. `~` is expanded.
     Errors: ConfigError where `config_dir` is no folder.
     """
     builtin = builtin_config_dir()

@@ -75,7 +75,7 @@ def set_stage_defaults(draft: Draft) -> None:
 
     Online DPO: only `n_samples_per_prompt`, 2. Else, in this order: the GRPO stage's estimator,
     keys of GSPO (the clip ranges only without `clip_ratio`), `advantage_whiten` and others of the
-    estimator, and `kl_penalty` if the KL is in the loss. Absent or None counts as absent.
+    estimator, and `kl_penalty` if the KL is in the loss. None counts as absent.
     """
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]
@@ -99,12 +99,13 @@ def set_stage_defaults(draft: Draft) -> None:
 
 
 def place_roles(draft: Draft, sections: Tree) -> None:
-    """Write `resource_pool` (pool -> processes per node), `placement` (role -> pool) and
-    `pool_settings` into the payload.
+    """Write `resource_pool`, `placement` and `pool_settings` into the payload.
 
-    A role without a placement gets the pool of its own name; a rule reward without one shares
-    another role's pool. A reference whose log-probs nothing reads is not placed. A placement of an
-    unknown role becomes a problem; of a critic in a stage without one it is rejected and ignored.
+    `resource_pool` maps pools to processes per node, `placement` roles to pools. A role without a
+    placement gets the pool of its own name; a rule reward without one shares another role's pool,
+    unless there is a pool `reward`. A reference whose log-probs nothing reads is not placed. A
+    placement of an unknown role becomes a problem; of a critic in a stage without one it is
+    rejected and ignored.
     """
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
@@ -220,7 +221,8 @@ def _read_environment(draft: Draft) -> None:
 def _devices_per_node(draft: Draft) -> Any:
     """Return `device.devices_per_node`, unchecked, or its default if it is absent.
 
-    None with runtime `local`, and where the run starts a Ray cluster instead of joining one.
+    None with runtime `local`, and where the run starts a Ray cluster instead of joining one, which
+    `choose_cluster` finds out.
     """
     runtime = draft.payload["runtime"]
     is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
@@ -267,9 +269,9 @@ def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
 def set_max_new_tokens(draft: Draft) -> None:
     """Set an absent `max_new_tokens` to seq_length - max_prompt_length, at least 1.
 
-    1 also where one of the two lengths is no integer, which a later check reports.
-    Rejects a `seq_length` that is not above `max_prompt_length`, but only where `max_new_tokens` is
-    absent; otherwise it does nothing.
+    An absent `max_prompt_length` counts as its default, 512. `max_new_tokens` is 1 also where one
+    of the two lengths is no integer, which a later check reports. A `seq_length` that is not above
+    `max_prompt_length` is rejected. Does nothing where `max_new_tokens` is given.
     """
     actor, training = draft.payload[Role.ACTOR_ROLLOUT.value], draft.payload["training"]
     if actor.get("max_new_tokens") is not None:

@@ -20,7 +20,7 @@ def set_default(section: Tree, key: str, value: Any) -> None:
 
 
 def yaml_parts(loc: Sequence[int | str]) -> list[str]:
-    """Return a pydantic location as strings, without `architecture` and `optimizer`.
+    """Return a pydantic location as strings, without `architecture` or `optimizer` at index 1.
 
     The YAML writes the keys of these two sections directly into the section of a role.
     """
@@ -36,8 +36,8 @@ class Draft:
     """Untyped values in the shape of RunConfig, and the problems found while making them."""
 
     payload: Tree = field(default_factory=dict)
-    origins: dict[tuple[str, str], str] = field(default_factory=dict)  # (role, key) -> YAML key
-    spelled: dict[str, str] = field(default_factory=dict)  # key -> its path in actor_rollout_ref
+    origins: dict[tuple[str, str], str] = field(default_factory=dict)  # (section, key) -> YAML key
+    spelled: dict[str, str] = field(default_factory=dict)  # key -> YAML key, where moved or renamed
     problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # YAML keys that later rules must not judge
     notes: dict[str, list[str]] = field(default_factory=dict)  # remark -> keys it applies to
@@ -69,7 +69,7 @@ class Draft:
         """Return the dotted key, as the user wrote it, of a location in the payload.
 
         The key that `origins` names for the value; else `model.<name>.<key>` for an architecture
-        key; else the location itself, with `resource_pool` for `pool_settings`.
+        key; else the location itself by `yaml_parts`, with `resource_pool` for `pool_settings`.
         """
         parts = yaml_parts(loc)
         parts[0] = parts[0].replace("pool_settings", "resource_pool")

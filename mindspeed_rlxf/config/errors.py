@@ -11,7 +11,7 @@ from mindspeed_rlxf.files.printable import printable
 
 MAX_LINE = 8000  # characters of a problem as text; a longer one is cut
 REF = "\0"
-"""Marks the start and end of a key inside a text, see `ref`. No YAML, path or flag has it."""
+"""Marks the start and end of a key inside a text, see `ref`. No path or flag can contain it."""
 
 
 def ref(key: object) -> str:

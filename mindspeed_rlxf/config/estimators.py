@@ -12,11 +12,11 @@ from mindspeed_rlxf.config.enums import AdvEstimator, KlIn, LossNormalizer
 class EstimatorTraits:
     """Needs of one advantage estimator.
 
-    needs_critic:   reads a critic's values: True for stage ray_ppo, False for ray_grpo
+    needs_critic:   reads a critic's values: True = for stage ray_ppo, False = for ray_grpo
     compares_group: needs several responses to a prompt, which stay on one rank
     reads_greedy:   needs the score of a greedy response to each prompt
     discounts:      reads the reward of each token; False = the total score of a response
-    whitens:        advantages are whitened over the batch unless the YAML sets it
+    whitens:        advantages are whitened over the batch unless `advantage_whiten` is set
     defaults:       other keys of `algorithm` -> their defaults for this estimator
     """
 

@@ -22,7 +22,10 @@ RULES_LATER = "rules later"
 
 
 class Section(BaseModel):
-    """A section of the configuration: immutable, without unknown keys and silent conversion."""
+    """A section of the configuration: immutable, without unknown keys and silent conversion.
+
+    Construction raises ValidationError for `broken_rules`, except in the context RULES_LATER.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()

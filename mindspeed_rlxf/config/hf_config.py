@@ -117,9 +117,10 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json by their names in ArchitectureConfig.
 
-    None = neither config.json nor transformers has a value. The model type is not checked; any but
-    qwen3_moe and mixtral counts as dense.
-    Errors: ValueError when a field is of another type than transformers writes.
+    None = config.json has no value, and `_dense_fields` no default. The model type is not checked;
+    any but qwen3_moe and mixtral counts as dense.
+    Errors: ValueError when a field has a type that it cannot be computed from; a field that is only
+    renamed is returned with any type.
     """
     try:
         return _dense_fields(config) | _expert_fields(config)
@@ -130,10 +131,11 @@ def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
 def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of attention, MLP and embeddings, named as in ArchitectureConfig.
 
-    Absent fields are None, or have the default of transformers (key-value heads, head width, rotary
-    base 10000, untied embeddings). Bias and norm of queries and keys come from FAMILIES. Scaling
-    keys are only there with scaling, three of them only for llama3. transformers 5 nests rotary
-    settings in `rope_parameters`; older files have `rope_theta` and `rope_scaling` at the top.
+    Absent fields are None, except these with a default: key-value heads, head width, rotary base
+    (10000 for every family), untied embeddings. Bias and norm of queries and keys come from
+    FAMILIES. Scaling keys are only there with scaling, three of them only for llama3. transformers
+    5 nests rotary settings in `rope_parameters`; older files have `rope_theta` and `rope_scaling`
+    at the top.
     config: a config.json
     """
     family, heads = str(config.get("model_type")), config.get("num_attention_heads")
@@ -222,7 +224,7 @@ def find_disagreements(
     """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
 
     If config.json has settings that `find_unsupported` lists, return those alone.
-    A field that config.json lacks, and transformers has no default for, differs as None.
+    A field for which `parse_architecture` has None differs from every value but null.
     `max_position_embeddings` may be smaller in the YAML, which changes no result.
     scored: the role has a score head in place of the output layer, so tying does not matter
     """

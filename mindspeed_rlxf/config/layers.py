@@ -68,7 +68,8 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
     """Return the YAML's values as a Draft, in the shape of RunConfig and with derived defaults.
 
     Types are not checked. Mistakes become problems of the draft; none is raised. Plugins and files
-    of reward functions are run. Relative paths become absolute.
+    of reward functions are run, and this user's Ray cluster is looked for (`choose_cluster`).
+    Relative paths become absolute.
     name:    of the config
     dialect: translator of another toolkit's keys; None = the YAML only has keys of this project
     """
@@ -140,8 +141,8 @@ def _unfold(draft: Draft, sections: Tree) -> None:
     """Move the keys of roles under `actor_rollout_ref` into the roles at the top level, in place.
 
     Rejects a key that has different values in the two sections (that at the top level stays). A
-    role there other than actor and reference becomes a problem. Notes the spelling in
-    `draft.spelled`.
+    role there other than actor and reference becomes a problem. Records the YAML's path of each key
+    in `draft.spelled`.
     """
     known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
     for role, values in draft.keep_known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():

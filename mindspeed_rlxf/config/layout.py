@@ -38,8 +38,10 @@ class ParallelLayout:
         return rank // (self.tp * self.dp)
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank is the one of its replica that returns results: TP rank 0 of the
-        last pipeline stage."""
+        """Return whether a rank is the one of its replica that returns results.
+
+        It is TP rank 0 of the last pipeline stage.
+        """
         return self.tp_rank(rank) == 0 and self.pp_rank(rank) == self.pp - 1
 
     def leaders(self) -> list[int]:

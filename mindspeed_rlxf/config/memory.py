@@ -316,8 +316,11 @@ def sample_bytes(prompt: int, response: int) -> int:
 
 
 def store_bytes(samples: int, sample_bytes: int) -> int:
-    """Return the host bytes of the samples of two iterations: the last one's are kept until
-    replaced."""
+    """Return the host bytes of the samples of two iterations.
+
+    Those of the last iteration are kept until the next ones replace them.
+    samples: of one iteration
+    """
     return 2 * samples * sample_bytes
 
 

@@ -43,7 +43,7 @@ def loaded() -> tuple[Source, ...]:
 def read_and_load(entry: Any) -> dict[str, str]:
     """Run the plugin of an entry of `training.plugins`; return its absolute path and hash.
 
-    Returns {file: path, sha256: hash of the text}.
+    Not run again if it has run in this process. Returns {file: path, sha256: hash of the text}.
     entry: a path, or {file: path, sha256: expected hash of the text}
     Errors: UserError where the entry has no path or another key, the file cannot be read, has
     another hash or raises an exception (SystemExit included).
@@ -63,10 +63,11 @@ def read_and_load(entry: Any) -> dict[str, str]:
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
-    """Return a picklable callable for another process, which calls `factory` with its arguments.
+    """Return a callable for another process, which calls `factory` with the arguments it gets.
 
-    Before that it runs the plugins of this process there (`load`), and registers the texts of
-    reward functions (`carry`). Without plugins and texts `factory` itself is returned.
+    Before that it runs there the plugins that this process has run by now (`load`), and registers
+    the texts of reward functions (`carry`). It can be pickled if `factory` can. Without plugins and
+    texts `factory` itself is returned.
     """
     plugins, others = loaded(), list_carried()
     return partial(_load_and_make, plugins, others, factory) if plugins or others else factory

@@ -44,8 +44,8 @@ def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) 
     name:    config name, the default of `training.run_name`
     dialect: translator of another toolkit's keys
     Runs plugins and files of reward functions.
-    Errors: ConfigError with every problem: unknown keys, types, limits, rules across sections, and
-    devices or memory that this host lacks (not checked here for a dry run).
+    Errors: ConfigError with all problems that were found: unknown keys, types, limits, rules across
+    sections, and devices or memory that this host lacks (not checked here for a dry run).
     """
     return resolve_with_notes(tree, name, dialect)[0]
 
@@ -56,8 +56,10 @@ def resolve_with_notes(
     """Return what `resolve` returns, and lines about legal keys that may surprise.
 
     Such keys have no effect in this run, or an effect that the user may not expect.
-    Errors: ConfigError with all problems of the configuration. The host is not checked in a dry
-    run, and rules between sections are not while a key of LAYOUT_KEYS is wrong.
+    Errors: ConfigError with all problems that were found. A rule is not checked while a key that it
+    depends on is wrong, no rule while actor, reference or critic lacks its architecture, rules
+    between sections and the host not while a key of LAYOUT_KEYS is wrong. In a dry run the host is
+    never checked.
     """
     draft = make_draft(tree, name, dialect)
     if (config := _validate(draft)) is not None:
@@ -97,7 +99,7 @@ def _remarks(config: RunConfig) -> Iterator[str]:
 def _validate(draft: Draft) -> RunConfig | None:
     """Return the payload as RunConfig, with types and limits checked.
 
-    None if a role that needs an architecture has none. Wrong values are added to the draft's
+    None if actor, reference or critic has no architecture. Wrong values are added to the draft's
     problems, and the result lacks them or has stand-ins, so that the caller can check rules between
     the other keys. The payload is not changed.
     """
@@ -152,8 +154,9 @@ def _report_errors(
 def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
     """Return the path of keys and indices in the payload at which a pydantic error lies.
 
-    It ends before the first item of the error's `loc` that the payload lacks, as pydantic's tags of
-    union members; the name of a missing key stays in.
+    It ends before the first item of the error's `loc` that the payload lacks, such as pydantic's
+    tag of a member of a union. For a missing key it is the whole `loc`: no union of the schema has
+    a section as a member, so that `loc` has no tags.
     """
     node = payload
     place: list[int | str] = []
@@ -169,10 +172,11 @@ def _location(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _replace_wrong_value(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Remove the wrong value at `place`, which must exist, from `payload` in place.
+    """Remove the wrong value at `place` from `payload` in place.
 
-    A key whose name is in STAND_INS gets that value instead. For a wrong item of a list the whole
-    list is removed or replaced.
+    A key whose name is in STAND_INS gets that value instead, also a missing one. For a wrong item
+    of a list, or a key that is no text, the whole list or dict is removed or replaced. Does nothing
+    if the value went with another wrong value of its dict.
     """
     *parents, last = takewhile(lambda part: isinstance(part, str), place)
     holder: Any = payload

@@ -18,9 +18,9 @@ FORM = "path/to/file.py:name"
 def read_functions(draft: Draft, reward: Tree) -> None:
     """Complete the entries of `function` and `functions` in the section `reward`, in place.
 
-    Runs their files in this process, and registers the texts for the processes that score.
-    Wrong entries are rejected: `function` becomes None, and `functions` loses them. A single entry
-    of `functions` becomes a list, and None is removed.
+    Runs their files in this process (not again if they have run), and registers the texts for the
+    processes that score (`carry`). Wrong entries are rejected: `function` becomes None, and
+    `functions` loses them. `functions` with a single entry becomes a list; if None, it is removed.
     """
     if reward.get("function") is not None:
         reward["function"] = _read_entry(draft, "reward.function", reward["function"])
@@ -59,10 +59,12 @@ def _read_entry(draft: Draft, key: str, given: Any) -> Any:
 
 
 def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
-    """Return `entry` with path, SHA-256 and a default name; a built-in rule only with a name.
+    """Return a copy of `entry` with the absolute path of its file, and the file's SHA-256.
 
-    Runs the file, unless it has run in this process, and registers its text (`carry`). The default
-    name is that of the function.
+    If the key `name` is absent, it becomes the name of the function. Other keys stay. A text
+    without `.py` or `/` counts as a built-in rule, of which nothing but `name` is added. Runs the
+    file, unless it has run in this process, and registers its text (`carry`).
+    function: value of the key `function`
     Errors: UserError for a bad name, file (unreadable, another hash, an exception) or signature.
     """
     if (named := split_name(function)) is None or not named[1]:

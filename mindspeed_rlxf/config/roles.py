@@ -127,8 +127,10 @@ class RoleConfig(Section):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number of which the count of micro-batches must be a multiple: the stages of a virtual
-        pipeline, else 1."""
+        """Number of which the count of micro-batches must be a multiple.
+
+        The stages of a virtual pipeline (several chunks per stage), else 1.
+        """
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:

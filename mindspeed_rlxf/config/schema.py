@@ -211,7 +211,7 @@ class RunConfig(Section):
         return section
 
     def pool_of(self, role: Role) -> str:
-        """Return the name of a role's pool."""
+        """Return the name of a role's pool. KeyError for a role that does not run."""
         return self.placement[role]
 
     def roles_of(self, pool: str) -> list[Role]:
@@ -235,7 +235,7 @@ class RunConfig(Section):
         """Return how many processes a role has on each node of its pool.
 
         Of the actor in a split pool only the first processes count, which train, and nodes without
-        any are left out. KeyError if the pool does not exist.
+        any are left out. KeyError if the role does not run or its pool does not exist.
         """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:

@@ -146,7 +146,7 @@ def find_carried(file: str, sha256: str) -> Source:
 def split_entry(entry: Any, name: str) -> tuple[Any, Any]:
     """Return (path, SHA-256) of an entry: a path, or a dict {name: path, sha256: ...}.
 
-    Each is None where it is absent. Values are not checked.
+    Each is None where it is absent. Values are not checked; other keys of the dict are ignored.
     """
     given = entry if isinstance(entry, dict) else {name: entry}
     return given.get(name), given.get("sha256")

@@ -21,14 +21,14 @@ def layer_matrices(a: ArchitectureConfig) -> tuple[int, int]:
 
 
 def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
-    """Return the floating-point operations of one forward pass over a sample: a n + b n^2 + c m.
+    """Return the floating-point operations of one forward pass over a sample: A n + B n^2 + C m.
 
     tokens:  n, length of the prompt and the response together
     outputs: m, positions for which logits are computed; 0 for a value model
 
-    Counts two operations per token and weight (a: weights of all layers that a token uses, c: of
+    Counts two operations per token and weight (A: weights of all layers that a token uses, C: of
     the output layer). Attention costs four per channel of each head and attended token, on average
-    n / 2 tokens (b).
+    n / 2 tokens (B).
     Source: appendix of arXiv:2104.04473, which attends to all n tokens and has an MLP without gate.
     """
     layer = 2 * tokens * sum(layer_matrices(a)) + 2 * a.num_attention_heads * a.head_dim * tokens**2

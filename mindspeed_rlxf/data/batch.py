@@ -106,7 +106,7 @@ class TokenLog:
 class TokenRows:
     """Numbers of each response token, for all samples of a rank.
 
-    advantages, kl, values: [batch, response or more]; None where the run has none
+    advantages, kl, values: [batch, response or more]; kl and values None where the run has none
     lengths:                [batch] int64, of the responses
     """
 
@@ -257,7 +257,7 @@ class ExperienceInputs:
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """Training data of actor and critic. Slots: response tokens, plus one after EOS (design, 6).
+    """Training data of actor and critic. Slots: those of `algorithms.slots`.
 
     Fields that a run does not need have no columns: returns, values and value_mask without a
     critic, ref_log_probs unless the loss compares with the reference.

@@ -32,7 +32,8 @@ def fill_in(
 
     Yields (text, ""), where the text ends with the generation prompt, or ("", reason) where the
     template refuses the conversation. variables: passed to the template (chat_template_kwargs)
-    Raises OutOfBoundsError at the first conversation that takes more than CPU_S or MEMORY_BYTES.
+    Raises OutOfBoundsError at the first conversation that exceeds CPU_S, MEMORY_BYTES or
+    `files.bounded.WALL_S`.
     """
     if not conversations:
         return

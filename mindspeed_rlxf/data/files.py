@@ -96,8 +96,8 @@ class BrokenFile(ValueError):
 def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     """Yield (row number from 1, row) of a file whose ending is one of READERS.
 
-    Rows that are no object are yielded as BadRow. Blank lines are skipped, but count in the row
-    numbers. Raises BrokenFile, or OSError when the file cannot be opened or read.
+    Rows that are not a valid JSON object are yielded as BadRow. Blank lines are skipped, but count
+    in the row numbers. Raises BrokenFile, or OSError when the file cannot be opened or read.
     """
     yield from READERS[Path(file).suffix.lower()](file)
 
@@ -205,7 +205,7 @@ def _parse_line(line: bytes) -> Row | BadRow:
 
 
 def _make_bad_row(line: bytes, error: Exception) -> BadRow:
-    r"""Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep.
+    r"""Make the BadRow of a line that is not UTF-8, not JSON, too deep, or has too long a number.
 
     Its reason is "invalid unicode" or "not JSON"; its text has invalid bytes as \xNN.
     error: what decoding or parsing the line raised

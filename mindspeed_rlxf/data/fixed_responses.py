@@ -141,8 +141,9 @@ class _Reader:
     def read_response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
         """Return (token ids of the row's response, ""), or ([], problem).
 
-        `response_ids` are taken if the row has them, else the text `response` is tokenized. If that
-        has fewer than max_new_tokens tokens and no EOS at its end, the first EOS id is appended.
+        `response_ids` are taken if the row has them, else the text `response` is tokenized. If the
+        text has fewer than max_new_tokens tokens and no EOS at its end, the first EOS id is
+        appended.
         """
         if "response_ids" in row:
             ids = row["response_ids"]

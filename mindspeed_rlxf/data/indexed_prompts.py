@@ -68,11 +68,12 @@ def load_indexed_prompts(
 ) -> IndexedPrompts:
     """Load all prompts of the data sets, in order, and the stop token ids that sidecars name.
 
-    The keys of `data` name the columns, as for files. Columns of a data set without sidecar contain
-    token ids, which are decoded to text; a warning says so. Prompts over `max_prompt_length` tokens
-    are dropped, cut or reported as `data.overlong_prompts` says. Nothing is loaded for no prefixes.
-    Raises UserError with every problem: a data set that is absent or incomplete, or was made with
-    another tokenizer or `allow_special_tokens`, and rows that cannot be used.
+    `data` names the columns with ground truth, data source and so on. Columns of a data set without
+    sidecar contain token ids, which are decoded to text; a warning says so. Prompts over
+    `max_prompt_length` tokens are dropped, cut or reported as `data.overlong_prompts` says. Nothing
+    is loaded for no prefixes. Raises UserError with every problem: a data set that is absent or
+    incomplete, or was made with another tokenizer or `allow_special_tokens`, and rows that cannot
+    be used, whatever `data.invalid_rows` says.
     """
     if not prefixes:
         return IndexedPrompts()
@@ -158,10 +159,10 @@ class _DataSet:
         return dict(zip(names, names, strict=True))
 
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
-        """Add the data set's prompts, decoded too, to `prompts`; log how many the limit concerned.
+        """Add the data set's prompts to `prompts`, and log how many were over the limit.
 
-        Raises UserError with every problem of a row, keyed by `prefix:row`, after adding the
-        others.
+        The text of a prompt is decoded from its ids. Raises UserError with every problem of a row,
+        keyed by `prefix:row`, after adding the other rows.
         """
         problems = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
@@ -178,10 +179,11 @@ class _DataSet:
     def _read_rows(
         self, limit: LengthLimit, problems: FileProblems
     ) -> Iterator[tuple[Int64Array, Labels]]:
-        """Yield (prompt ids, cut if over the limit; labels) of each usable row.
+        """Yield (prompt ids, labels) of each usable row.
 
-        Rows over the limit that are dropped are skipped. Rows with invalid ids or labels are
-        skipped and added to `problems`. Raises UserError for a column that is not JSON.
+        Prompts over the limit are cut, skipped or added to `problems`, by the policy of `limit`.
+        Rows with no prompt ids, invalid ids or invalid labels are skipped and added to `problems`.
+        Raises UserError for a column that is not JSON.
         """
         for row_index in range(len(self._token_ids)):
             ids, number = self._read_prompt_ids(row_index), row_index + 1

@@ -30,7 +30,7 @@ Ids = TypeVar("Ids", list[int], np.ndarray[tuple[int, ...], np.dtype[np.int64]])
 
 
 def most_characters(max_length: int) -> int:
-    """Return the number of characters above which a text has more than `max_length` tokens."""
+    """Return the number of characters above which a text counts as over `max_length` tokens."""
     return max(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
 
 
@@ -120,10 +120,10 @@ class LengthLimit:
         return cut(token_ids, self._max_length, self._policy)
 
     def report(self, num_rows: int, problems: FileProblems) -> None:
-        """Log a warning: how many of `num_rows` prompts were over the limit, and if dropped or cut.
+        """Log how many of `num_rows` prompts were over the limit, and whether dropped or cut.
 
-        Nothing if there are none. If all `num_rows` were dropped, adds a problem of the whole file
-        instead.
+        Logs nothing if there are none. If all `num_rows` were dropped, adds a problem of the whole
+        file to `problems` instead.
         """
         if not self._num_over:
             return

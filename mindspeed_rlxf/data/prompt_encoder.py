@@ -54,8 +54,8 @@ class PromptEncoder:
 
         with_responses: for conversations that end with the assistant's turn
         allow_special_tokens: read special tokens that the text of a turn spells as tokens
-        Raises UserError when the tokenizer does not fit the template, or lacks the EOS token that
-        ends its responses.
+        Raises UserError when the tokenizer does not fit the template; with_responses also when it
+        lacks the EOS token with which the template ends a response.
         """
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
         self._allow_special_tokens = allow_special_tokens
@@ -72,7 +72,8 @@ class PromptEncoder:
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
         """Return the token ids of each conversation as a prompt; the header of a response ends it.
 
-        A text that starts a prompt gets the tokenizer's own special tokens, except EOS.
+        If the template has no special tokens, the start of a prompt gets those that the tokenizer
+        adds to a text, except EOS.
         """
         prompts = [render(self._template, turns) for turns in conversations]
         opening = (p for pieces in prompts for p in pieces[:1])

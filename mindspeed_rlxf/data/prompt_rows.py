@@ -58,8 +58,8 @@ class TextRow:
 def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
     """Yield the rows of a file whose fields are all valid; other rows are added to `problems`.
 
-    Chats get `data.system_prompt`. Logs a warning for columns that `data.extra_columns` names and
-    no row has.
+    Chats without a system message at their start get `data.system_prompt`. Logs a warning for
+    columns that `data.extra_columns` names and no row has.
     """
     absent = set(data.extra_columns or ())
     for number, row in read_rows(file, problems):

@@ -39,9 +39,9 @@ def load_prompts(
     some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
     with the generation prompt. Special tokens that the texts of rows spell are read as text unless
     `data.allow_special_tokens`; those that the template writes are tokens. Prompts over
-    `max_prompt_length` tokens are problems, or are dropped or cut (`data.overlong_prompts`). Rows
-    that cannot be read are problems, or are dropped (`data.invalid_rows`). The log counts both.
-    Raises UserError with every problem, each keyed by `file:row`.
+    `max_prompt_length` tokens are problems, or are dropped or cut (`data.overlong_prompts`). With
+    `data.invalid_rows=drop`, rows with a problem are dropped (see `_may_drop`), those over the
+    limit too. The log counts both. Raises UserError with the problems, keyed by `file:row`.
     """
     names = [files] if isinstance(files, str) else list(files)
     reader = _Reader(tokenizer, data, max_prompt_length)
@@ -199,7 +199,7 @@ def _token_ids(
 def num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     """Count the EOS tokens that the tokenizer appends to a text: 0, or 1 for some tokenizers.
 
-    An EOS that the text itself spells does not count.
+    Tokenizes "a" with and without added special tokens to find out.
     """
 
     def trailing_eos(add_special_tokens: bool) -> int:

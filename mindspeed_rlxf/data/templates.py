@@ -166,8 +166,8 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
 def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
     """Render a conversation that ends with the assistant's turn as segments, in order.
 
-    Each response is a segment, and so is the text before, between and after responses. Those for
-    which the template has nothing are left out; one whose texts are empty has no pieces.
+    Each response is a segment, and so is what stands before it. A segment whose texts are all empty
+    has no pieces.
     """
     layout = _segment_layout(template, tuple(turn.role for turn in turns))
     return [Segment(tuple(_insert_texts(parts, turns)), response) for response, parts in layout]

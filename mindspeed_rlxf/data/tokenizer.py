@@ -76,7 +76,7 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
 def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
     """Load a tokenizer from local files, after checking them; try it on one text.
 
-    The files are not checked if neither `path` nor the cache of transformers has such a folder.
+    The files are not checked if `_folder_of` finds no folder.
     Raises ValueError, OSError and whatever transformers raises.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
 def _folder_of(path: str) -> Path | None:
     """Return the folder that transformers will read: `path`, or the one of that name in its cache.
 
-    None where there is neither.
+    None where there is neither, and for a cached one without CONFIG.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -183,8 +183,8 @@ def describe_stop_tokens(
 ) -> str:
     """Return a line for the log: every id that ends a response, ascending, its token and sources.
 
-    Without any, the line says that only max_new_tokens ends a response, and for an id without a
-    token "not in the vocabulary". Sources are the tokenizer, generation_config.json, the template
+    An id without a token is "not in the vocabulary". Without any id, the line says that nothing but
+    max_new_tokens ends a response. Sources are the tokenizer, generation_config.json, the template
     of the data set and configured ids. Raises UserError when generation_config.json is not valid.
     """
     sources: dict[str, Sequence[int]] = {

@@ -29,7 +29,10 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Patch torch in this process: CUDA devices and calls become the CPU's; gloo is completed."""
+    """Patch torch in this process: CUDA devices and calls become the CPU's; call it once.
+
+    Also patches gloo's collectives and devices (`gloo.wrap_collectives`, `gloo.share_device`).
+    """
     _device_constructors()  # make torch cache the originals, on which `with torch.device(...)` acts
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -107,16 +107,17 @@ def setup(
     assigned: str | None = None,
     deadline_s: float | None = None,
 ) -> torch.device:
-    """Select the device of this process, apply its adaptor, hide trackers; return the device.
+    """Select the device of this process, apply its adaptor, and return the device.
 
     threads:    CPU threads of torch
     local_rank: index among the devices that this process sees; used if `assigned` is None
     assigned:   the device's number on the host, as Ray gave it to this process
     deadline_s: longest time that ranks may wait for each other in a collective; NPU only
 
-    Call it before Megatron is imported. A second call with the same kind only sets the threads; one
-    with another kind fails an assertion, because adaptors cannot be removed. Raises ValueError when
-    the process does not see the device, or a part of the installation is missing.
+    Also keeps Megatron from importing wandb and TensorBoard. Call it before Megatron is imported. A
+    second call with the same kind only sets the threads; one with another kind fails an assertion,
+    because adaptors cannot be removed. Raises ValueError when the process does not see the device,
+    or on NPU a part of the installation is missing or does not fit.
     """
     global _active
     kind = resolve_kind(kind)
@@ -152,7 +153,7 @@ def load_library(kind: DeviceKind) -> None:
 def select_first_device(kind: DeviceKind) -> torch.device:
     """Make the first visible device the current one and return it; on CPU only return the CPU.
 
-    Needs no `setup` and applies no adaptor.
+    Needs no `setup` and applies no adaptor. Raises ValueError if torch_npu cannot be imported.
     """
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
@@ -199,9 +200,10 @@ def set_deterministic(wanted: bool | None) -> None:
 
     wanted: False = change nothing; None = True on CPU and before `setup`, False on other devices
 
-    Sets environment variables that are absent, and torch's deterministic mode. Call it before
-    anything is computed, as the libraries read their variables when they start. Sources: torch's
-    notes on reproducibility, NCCL's and HCCL's documentation of their variables, MindSpeed's mode.
+    Sets environment variables that are absent, and torch's deterministic mode, in which operators
+    without a deterministic form raise RuntimeError. Call it before anything is computed, as the
+    libraries read their variables when they start. Sources: torch's notes on reproducibility,
+    NCCL's and HCCL's documentation of their variables, MindSpeed's mode.
     """
     if wanted is None:
         wanted = _active in (None, DeviceKind.CPU)
@@ -265,9 +267,10 @@ def memory_total() -> int:
 
 
 def smallest_device_memory(kind: DeviceKind) -> int | None:
-    """Return the total bytes of memory of this host's smallest device; None = all unknown, or CPU.
+    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU.
 
-    The driver's tool reports it, so no device is claimed. Devices of unknown size do not count.
+    The driver's tool reports it, so no device is claimed. Devices of unknown size do not count;
+    None if the tool fails. Devices that are hidden from this process count too.
     """
     view = driver.query_driver(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []

@@ -58,11 +58,12 @@ class Source:
 def find(operator: Operator, *shape: int) -> Any:
     """Return the first implementation of an operator in TABLE that works on this device.
 
-    None = use plain torch: on CPU and NPU, in deterministic mode (backward passes of fused
-    attention add in any order), or where no implementation loads and passes its probe.
+    None = use plain torch: on CPU and NPU, before `device.setup`, in deterministic mode (backward
+    passes of fused attention add in any order), or where no implementation loads and passes its
+    probe.
     shape: sizes of the model for the probe, as an operator may refuse some; () = the probe's own
-    The first call for an operator and shape tries them and logs a line for each; later calls return
-    the same result, whatever the mode is then.
+    The first call for an operator and shape tries them, up to the first that works, and logs a line
+    for each; later calls return the same result, None too, whatever has changed since.
     """
     if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
         return None

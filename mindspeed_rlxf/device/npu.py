@@ -63,8 +63,8 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     Asserts that no module of Megatron is imported yet; logs warnings about versions.
     index:      index among the devices that the process sees; used if `assigned` is None (torchrun)
     assigned:   the device's number on the host, as Ray assigned it
-    deadline_s: longest time that ranks may wait for each other; HCCL's timeouts in os.environ are
-                set from it, None = they stay
+    deadline_s: longest time that ranks may wait for each other; those of HCCL's timeouts that are
+                absent from os.environ are set from it, None = they stay absent
     Raises ValueError with a remedy when a part of the installation is missing or does not fit, or
     the process does not see the device.
     """

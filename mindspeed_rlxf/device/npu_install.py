@@ -188,7 +188,7 @@ def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iter
     Without hccn_tool yield only `npu.links`, "not looked at": a warning on several hosts, else it
     passes. A TLS switch that differs is an error.
     devices:       numbers of the devices, as npu-smi lists them
-    several_hosts: a link that is down is an error; on one host it is only shown
+    several_hosts: a link that is down or of unknown state is an error; on one host it is only shown
     """
     tool = shutil.which("hccn_tool") or HCCN_TOOL
     if host.root == Path("/") and not Path(tool).is_file():

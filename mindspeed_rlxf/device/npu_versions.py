@@ -87,8 +87,10 @@ def check() -> list[str]:
 
 
 def source_problems() -> Iterator[Problem]:
-    """Yield a problem for a MindSpeed that is missing or cannot work, and for a Megatron-LM that is
-    incomplete or comes from two checkouts. All are fatal.
+    """Yield fatal problems of the packages of Megatron-LM and MindSpeed on the path.
+
+    They are: megatron.training is missing; megatron.core is missing or from another checkout;
+    MindSpeed is missing, or its version cannot work (`_adaptor_problems`).
     """
     core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
     if training is None:

@@ -1,7 +1,7 @@
 """Save and load the random streams of a process as text, so that nothing has to be unpickled.
 
-Generators do not check the states that are set. If the position in a state is too large, numpy and
-torch read memory behind it. So every state is checked before it is set.
+Generators check the states that are set only in part. If the position in a state is too large, they
+read memory behind it. So every state is checked before it is set.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class ProcessStreams:
 def check_host_state(state: Tensor) -> None:
     """Raise ValueError unless `state` ([bytes] uint8) is one of torch's generator on the host.
 
-    torch itself checks only the size. Here the position of the next word is checked too: its sum
-    with the number of words left must not exceed WORDS + 1.
+    torch itself checks the size, and the range of the next word's position and of the number of
+    words left. Here their sum is checked too: it must not exceed WORDS + 1.
     """
     try:
         torch.Generator().set_state(state)

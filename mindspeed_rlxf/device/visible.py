@@ -8,7 +8,7 @@ import os
 def list_visible(variable: str | None) -> list[str]:
     """Return the devices that an environment variable names, as text, in order.
 
-    [] = all are visible: the variable is absent or empty.
+    [] if the variable is absent or empty, which callers take as no restriction.
     """
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]

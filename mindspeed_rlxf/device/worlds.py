@@ -30,6 +30,7 @@ def open_store(
     world_size: None = not fixed
     timeout:    longest wait for a key of the store
     The port is bound before the store is made, so that no other process can take it in between.
+    Raises OSError where this host cannot listen on `ip`.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     listener.bind((ip, 0))
@@ -59,7 +60,7 @@ def open_store(
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
     """Return (index of the part, rank in it) of a rank of the pool.
 
-    AssertionError if the parts have fewer ranks. parts: number of ranks of each part
+    Raises AssertionError if the parts have fewer ranks. parts: number of ranks of each part
     """
     for part, end in enumerate(accumulate(parts)):
         if rank < end:
@@ -72,8 +73,9 @@ def join(
 ) -> None:
     """Initialise torch.distributed with the ranks of this rank's part of the pool as the world.
 
-    In a pool with several parts, also create the group of all ranks of the pool. Blocks until every
-    rank of the pool has called it.
+    In a pool with several parts, also create the group of all ranks of the pool. With gloo it
+    blocks until every rank of the pool has called it; NCCL and HCCL connect at the first
+    collective.
     rank:    in the pool
     parts:   number of ranks of each part, in the order of ranks; one number = the pool is not split
     timeout: of these groups; `timeout_minutes` returns it for groups that are created later

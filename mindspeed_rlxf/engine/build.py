@@ -66,8 +66,8 @@ def build_chunks(
 def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
     """Wrap a chunk in Megatron's data parallelism: gradients are summed over replicas in fp32.
 
-    Sets `reduced_early` of each parameter. The hooks that gather weights in forward passes start
-    switched off.
+    Sets `reduced_early` of each parameter: whether its gradient is reduced while the backward pass
+    runs. The hooks that gather weights in forward passes start switched off.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

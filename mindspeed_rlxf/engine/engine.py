@@ -74,7 +74,8 @@ class MegatronEngine:
     ) -> None:
         """Build the model, load its weights, and move offloaded parts away; a collective.
 
-        Seeds the process. Without `optimizer` the model is frozen.
+        Seeds the process. Without `optimizer` the model is frozen. Raises ValueError where weights
+        are missing or damaged.
 
         skipped:       counts skipped steps and decides if the run goes on; None = raise at once
         deterministic: see `device.set_deterministic`; it holds for the whole process
@@ -246,7 +247,7 @@ class MegatronEngine:
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """Compute the values of the readable slots, 0 elsewhere; None on ranks but the leader."""
+        """Compute the values at `readable_slots`, 0 elsewhere; None on ranks but the leader."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -293,7 +294,7 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """Take an optimizer step on one mini-batch, or skip it where a number is not finite.
 
-        Weights and optimizer are moved to the device if they were offloaded.
+        Offloaded parts are moved to the device; movable parts of other engines make room.
         Returns the metrics of the loss averaged over the mini-batch of all data-parallel ranks
         (on the last stage only), `grad_norm`, and with `nan_policy: skip` `skipped_steps`, 0 or 1.
         Raises FloatingPointError, before any weight changes, as `SkippedSteps.judge` decides.
@@ -395,7 +396,7 @@ class MegatronEngine:
         return self._saver.end()
 
     def load_state(self, folder: Path) -> Loaded:
-        """Load weights and optimizer from a training state (see `train_state.load_state`)."""
+        """Load weights, optimizer and random streams (see `train_state.load_state`)."""
         with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             return load_state(self.state, folder)

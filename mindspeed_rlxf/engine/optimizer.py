@@ -45,7 +45,8 @@ def build_scheduler(
 ) -> OptimizerParamScheduler:
     """Build the learning-rate schedule over `train_iters` iterations, one step each.
 
-    It warms up from 0 over the fraction `lr_warmup_fraction`, then decays by `lr_decay_style`.
+    It warms up from 0, the rate of the first iteration, over the fraction `lr_warmup_fraction`,
+    then decays by `lr_decay_style`. Sets the first rate in the optimizer.
     """
     return OptimizerParamScheduler(
         optimizer,

@@ -69,9 +69,11 @@ class ParallelGroups:
     def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
         """Make or reuse the groups of a layout; a collective of all processes of the world.
 
+        Does not activate them: Megatron's globals and random streams are as before at the end. But
+        seeds the generator of the device, on a CPU torch's own, with `seed`.
         Raises AssertionError if the world is no multiple of tp * pp * ep.
 
-        seed:   seed of Megatron's tensor-parallel random streams
+        seed:   seed from which those of the role's Megatron random streams derive
         chunks: chunks of the model on a pipeline rank
         """
         assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
@@ -97,7 +99,10 @@ class ParallelGroups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give Megatron these groups and random streams in the block; keep their state after."""
+        """Give Megatron these groups and random streams in the block, and restore the outer ones.
+
+        The state of these at the end of the block is kept for the next block.
+        """
         with _restored():
             _set_globals(self._state, self.random_states)
             try:

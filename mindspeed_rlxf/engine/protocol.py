@@ -2,7 +2,7 @@
 
 A role knows neither parallel groups nor schedules nor output weights: it passes rows and gets their
 log-probs, values or scores, or it passes the loss of an optimizer step. `MegatronEngine` implements
-the interface. Every method is a collective over the ranks of the role.
+the interface. All ranks of the role must call a method together, unless it names other ranks.
 """
 
 from __future__ import annotations
@@ -121,10 +121,11 @@ class TrainEngine(Protocol):
     def train_step(
         self, micro_batches: Sequence[Any], step: PolicyStep | ValueStep
     ) -> dict[str, float]:
-        """Take an optimizer step; return the metrics of the mini-batch of all replicas.
+        """Take an optimizer step; return `grad_norm`, on the last pipeline stage the metrics too.
 
-        With `grad_norm`. Raises FloatingPointError, before any weight changes, where the loss or
-        the gradient is NaN or infinite, unless `training.nan_policy` skips the step.
+        The metrics are of the mini-batch of all replicas. Raises FloatingPointError, before any
+        weight changes, where the loss or the gradient is NaN or infinite, unless
+        `training.nan_policy` skips the step.
         """
 
     def end_iteration(self) -> float:
@@ -137,7 +138,10 @@ class TrainEngine(Protocol):
         """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank."""
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
-        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None = not."""
+        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None = not.
+
+        Raises OSError where they cannot be written.
+        """
 
     def offload(self) -> None:
         """Move the parts that the role's key `offload` names to host memory.
@@ -155,7 +159,13 @@ class TrainEngine(Protocol):
         """Copy the training state to the host, and start to write it into `folder`."""
 
     def end_save(self) -> Written:
-        """Wait for the files of all ranks and return them. Raises OSError on all ranks."""
+        """Wait for the files of all ranks and return them.
+
+        Raises OSError on all ranks where one could not write.
+        """
 
     def load_state(self, folder: Path) -> Loaded:
-        """Load a training state; return the problem of any rank, on every rank, or the success."""
+        """Load a training state; return the problem of any rank, on every rank, or the success.
+
+        Raises OSError on all ranks where one cannot read the folder.
+        """

@@ -48,9 +48,10 @@ def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
-    """Yield this rank's slots of every parameter: the moments, and main weights beside bf16 ones.
+    """Yield this rank's slots by parameter: the moments, and main weights beside bf16 ones.
 
-    The tensors are the optimizer's own, detached; moments that it does not have yet are new zeros.
+    Skips parameters of which the distributed optimizer has no slice on this rank. The tensors are
+    the optimizer's own, detached; moments that it does not have yet are new zeros.
     """
     for each in single_optimizers(optimizer):
         for parameter, main, start in _held_mains(each):

@@ -186,7 +186,8 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     """Load this rank's weights, optimizer, step counts and random streams, without collectives.
 
     Returns False where random streams were not loaded, as the layout or device kind has changed.
-    Raises ValueError where the folder has another model or no state.
+    Raises ValueError where the folder has another model or no state, OSError where it cannot be
+    read; the state may be loaded in part then.
     """
     numbers = _checked_numbers(folder / STATE)
     with state.groups.active():
@@ -270,6 +271,8 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
     """Read this rank's weights and optimizer slots from the files of `folder`, in place.
 
     Makes the optimizer's slots first. Uses a bounded buffer on the host.
+    Raises ValueError where files are damaged or of another model (`open_state`, `_read_range`),
+    OSError where they cannot be read; some tensors may have been read then.
     step: optimizer steps taken, from which the optimizer counts on
     """
     make_slots(state.optimizer, step)

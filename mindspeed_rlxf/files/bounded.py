@@ -88,7 +88,7 @@ def _run_child(
 def _pack_dicts(value: Any) -> Any:
     """Return the value for JSON, with each dict, at any depth, as {"items": [[key, value], ...]}.
 
-    So keys need not be text, as those of JSON objects. Tuples become lists.
+    This keeps keys that are numbers, which JSON objects would turn into text. Tuples become lists.
     """
     if isinstance(value, dict):
         return {"items": [[key, _pack_dicts(item)] for key, item in value.items()]}

@@ -33,11 +33,12 @@ def parse_yaml(text: str) -> Any:
 def check_yaml(text: str, name: str = "<unicode string>") -> None:
     """Raise yaml.YAMLError, with the line, if YAML text exceeds MAX_DEPTH or MAX_NODES.
 
-    MAX_NODES counts values with aliases expanded; text without aliases that cannot nest deep passes
-    uncounted and unparsed. name: of the file, for the message
+    MAX_NODES counts values with aliases expanded. Text without aliases that has few brackets and no
+    deep indent passes unparsed and uncounted; it nests at most 4 * MAX_DEPTH deep. Other text must
+    be valid YAML too. name: of the file, for the message
     """
     if "*" not in text and text.count("[") + text.count("{") <= MAX_DEPTH and not _is_deep(text):
-        return  # without aliases nothing expands, and the text cannot nest
+        return  # without aliases nothing expands, and the text cannot nest deep
     loader = _CountingLoader(text)
     loader.name = name
     try:
@@ -51,7 +52,7 @@ def check_yaml(text: str, name: str = "<unicode string>") -> None:
 def _is_deep(text: str) -> bool:
     """Return whether a line begins with more than MAX_DEPTH characters of " -?:".
 
-    Only such a text can nest too deep in block style.
+    Other texts nest at most 2 * MAX_DEPTH deep in block style.
     """
     indents = (len(line) - len(line.lstrip(" -?:")) for line in text.splitlines())
     return max(indents, default=0) > MAX_DEPTH
@@ -66,7 +67,7 @@ class _CountingLoader(yaml.SafeLoader):  # type: ignore[misc]
         self._sizes: dict[int, int] = {}  # id of a node -> nodes in it, with aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node, as PyYAML does.
+        """Compose the next node with PyYAML, and add it to the counts.
 
         Errors: yaml.YAMLError where it exceeds a limit, or an alias is inside its own anchor.
         """

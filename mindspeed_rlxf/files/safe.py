@@ -1,7 +1,7 @@
 """Open, create and replace files in folders where others may have put links, pipes or other files.
 
-No function follows a link in the last component of a path, except `open_inside` and `read_inside`,
-which follow links that stay in the folder. None blocks on a pipe.
+No function opens a file through a link in the last component of its path, except `open_inside` and
+`read_inside`, which follow links that stay in the folder. None blocks on a pipe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def folder_mode(file_mode: int) -> int:
 def mode_within(folder: Path) -> int:
     """Return the mode for files in `folder`: the read and write bits of the folder's mode.
 
-    It reverses `folder_mode`. PRIVATE where the folder cannot be read.
+    It reverses `folder_mode`. PRIVATE where the folder does not exist or cannot be looked up.
     """
     try:
         return stat.S_IMODE(folder.stat().st_mode) & 0o666

@@ -168,7 +168,8 @@ class Attend(PackedSeqParams):
 
         Subclasses implement it; this one raises NotImplementedError.
 
-        layer: number of the layer within its stage, from 1
+        layer: number of the layer, from 1; counted in the stage, or in the whole model by newer
+               versions of Megatron
         fused: the device's operator for causal attention of packed sequences; None = it has none
         """
         raise NotImplementedError(f"{type(self).__name__} must say how its tokens attend")

@@ -34,7 +34,7 @@ _ONE_DNN = (
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear(hidden, weight, bias)`, made fast for a few rows; without a gradient.
+    """Return `F.linear(hidden, weight, bias)`, faster for a few rows; for use without gradients.
 
     On a CPU in fp32 it calls oneDNN: with 16 rows MKL, which `F.linear` calls, takes 1.2 to 2 times
     as long. As a call of oneDNN costs more, small weights are left to MKL.
@@ -68,7 +68,8 @@ class Decoder:
         """Return the last layer's hidden states [rows, hidden], normed.
 
         token_ids, positions: [rows] int64, the new token of each row and its position
-        attend:               attends to each row's earlier tokens, and keeps keys and values
+        attend:               stores each row's new key and value, and attends to all its tokens;
+                              gets queries as [rows, groups, heads of a group, d]
         """
         hidden = self.model.embedding.word_embeddings(token_ids)
         cos, sin = self._rotations[:, positions, None, None, :].unbind()

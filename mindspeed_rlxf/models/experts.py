@@ -57,7 +57,8 @@ class Router(TopKRouter):
     ) -> Tensor:
         """Return `activation`; its backward pass adds the gradient of the balance loss.
 
-        aux_loss: already multiplied by its coefficient; from megatron-core 0.14 on
+        Called by megatron-core 0.14 and newer.
+        aux_loss: already multiplied by its coefficient
         """
         return _WithBalanceLoss.apply(activation, aux_loss)
 
@@ -96,7 +97,7 @@ class _WithBalanceLoss(torch.autograd.Function):
 
 
 def set_balance_loss_weight(weight: float) -> None:
-    """Set, for this process, the weight of the balance loss in the next backward pass.
+    """Set, for this process, the weight of the balance loss in later backward passes; 0 at first.
 
     Call it with the `LossOutput.weight` of each micro-batch. Only the last pipeline stage knows
     that weight, so the loss needs a pipeline of one stage, where the backward pass of a micro-batch

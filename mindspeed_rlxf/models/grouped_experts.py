@@ -91,7 +91,7 @@ class GroupedExperts:
 
 
 def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the stable order that sorts pairs of token and expert by expert.
+    """Sort pairs of token and expert by expert; return the stable order and each expert's end.
 
     numbers: [pairs] int64, the expert of each pair; `count` = another rank's, sorted to the end
     count:   number of experts

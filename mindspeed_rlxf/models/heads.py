@@ -32,7 +32,8 @@ def token_log_probs(
     A collective of the tensor-parallel ranks. Large inputs are computed in chunks, and again in
     backward.
 
-    hidden:      [tokens, hidden], the same on every tensor-parallel rank
+    hidden:      [tokens, hidden], the same on every tensor-parallel rank; its gradient is this
+                 rank's part, which the caller sums over the ranks
     weight:      [vocab, hidden], this rank's rows of the output layer
     labels:      [tokens] int64, token ids of the whole vocabulary
     vocab_size:  ids from here on are padding and have probability 0
@@ -78,7 +79,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute each chunk again; return the gradients of hidden states and weight, if needed.
 
-        The weight's is summed over the chunks in fp32. The other arguments get None.
+        The weight's is summed over the chunks in fp32, or added to `main_grad` and None
+        (`_WeightGradient`). The other arguments get None.
         """
         hidden, weight, labels = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
@@ -179,7 +181,7 @@ def full_logits(
 ) -> Tensor:
     """Gather the logits of the whole vocabulary, [tokens, vocab_size] fp32, on every tp rank.
 
-    A collective of the tensor-parallel ranks.
+    A collective of the tensor-parallel ranks; passes no gradient if there are several.
 
     weight: [vocab, hidden], this rank's rows
     linear: multiplies hidden states by the weight

@@ -128,7 +128,10 @@ MLP = (
 
 
 def _router(block: str) -> tuple[StageParameter, ...]:
-    """Return the row of the router. block: Hugging Face's name of the MoE layer"""
+    """Return the table's row of the router, in a tuple.
+
+    block: Hugging Face's name of the MoE layer
+    """
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
 
 
@@ -200,9 +203,9 @@ def stage_parameters(
 ) -> Iterator[StageParameter]:
     """Yield the parameters of one pipeline stage, in the same order on every rank.
 
-    The first stage has the embedding, the last the final norm and the head; the experts of each
-    layer come last. A tied head is yielded only by a last stage that is not also the first, as a
-    copy of the embedding. Defaults: the whole model.
+    The first stage has the embedding, the last the final norm and the head; a layer's experts
+    follow its other parameters. A tied head is yielded only by a last stage that is not also the
+    first, as a copy of the embedding. Defaults: the whole model.
 
     pp_rank, pp: index of the stage and number of stages
     ep_rank, ep: expert-parallel rank and size; a rank has 1 / ep of each layer's experts

@@ -86,7 +86,8 @@ class LocalExperts:
         Computes grouped products, without a wait for the device, of pairs of a token and one of its
         experts. Pairs of other ranks' experts are sorted to the end, left out, and count as 0.
 
-        numbers, shares: expert [tokens, topk] (`count` = another rank's) and weight [tokens * topk]
+        numbers: [tokens, topk] int64, experts as in `__call__`
+        shares:  [tokens * topk] fp32, the weight of each expert's result
         """
         assert self.weights is not None, "checked by the caller"
         topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
@@ -103,11 +104,12 @@ class LocalExperts:
     def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
 
-        Megatron's module computes them; waits for the device to sort on the host. Experts of other
-        ranks count as 0. An NPU cannot sum in another dtype than its input's, so results become
-        fp32 before the sum.
+        Megatron's module computes the experts. The pairs are sorted on the host, which waits for
+        the device. Experts of other ranks count as 0. An NPU cannot sum in another dtype than its
+        input's, so results become fp32 before the sum.
 
-        numbers, shares: expert [tokens, topk] (`count` = another rank's) and weight [tokens * topk]
+        numbers: [tokens, topk] int64, experts as in `__call__`
+        shares:  [tokens * topk] fp32, the weight of each expert's result
         """
         topk, flat = numbers.size(1), numbers.flatten().cpu()
         counts = flat.bincount(minlength=self.count + 1)[: self.count]
@@ -136,7 +138,7 @@ class SharedExperts(nn.Module):
         self._local: LocalExperts | None = None
 
     def bind(self) -> None:
-        """View the weights where they are now. Call it before passes; they may have been moved."""
+        """View the weights where they are now; call it again after they were moved."""
         self._local = LocalExperts(self.experts)
 
     def release(self) -> None:
@@ -148,7 +150,8 @@ class SharedExperts(nn.Module):
 
         A collective of the expert-parallel ranks, and of each replica's tensor-parallel ranks.
 
-        hidden: [tokens, 1, h]; tokens may be 0, and are as many as the rank announced
+        hidden: [tokens, 1, h]; `exchange.sizes` has this number of tokens for this rank. It may be
+                0, but not on all ranks
         Returns [tokens, 1, h].
         """
         tokens, exchange = hidden.flatten(0, 1), self.exchange
@@ -239,7 +242,7 @@ def _is_sparse(sizes: Sequence[int]) -> bool:
 
 
 def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:
-    """Replace the MLP of every layer of a module, an MoE layer, by SharedExperts; return these."""
+    """Replace every layer's MLP, which must be an MoE layer, by SharedExperts; return these."""
     shared = []
     for layer in module.decoder.layers:  # type: ignore[union-attr]
         layer.mlp = SharedExperts(layer.mlp, exchange)  # type: ignore[union-attr]

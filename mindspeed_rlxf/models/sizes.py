@@ -94,8 +94,8 @@ def received_numbers(
 ) -> int:
     """Count the elements that a pipeline rank receives before it generates with all layers.
 
-    They are the parameters of the other stages, of the experts its own share. A last stage with a
-    tied output layer receives the embedding too.
+    They are its shards of the other stages' parameters; of experts only those of its own
+    expert-parallel rank. A last stage with a tied output layer receives the embedding too.
     """
     own = [
         prod(shard_shape(parameter, architecture, tp))

@@ -61,7 +61,7 @@ class ScoreHead(MegatronModule):
         self.weight = Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens] fp32."""
+        """Compute one number per hidden state: [tokens, hidden] -> [tokens] fp32."""
         return F.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
@@ -79,6 +79,10 @@ class TransformerModel(LanguageModule):
     ) -> None:
         """Build the layers of this rank's stage, with weights unset, in Megatron's active groups.
 
+        A collective of the first and the last of several stages if they share the embedding: they
+        all-reduce that weight.
+
+        head:         which head the last stage has
         pre_process:  whether the stage has the embedding (the first one)
         post_process: whether the stage has the final norm and the head (the last one)
         vp_stage:     number of the chunk where a rank has several; None = it has one
@@ -176,9 +180,9 @@ class TransformerModel(LanguageModule):
 
     @property
     def output_weight(self) -> Tensor:
-        """The weight of the language-model head, [padded vocab / tp, hidden].
+        """The weight of the last stage's language-model head, [padded vocab / tp, hidden].
 
-        The last stage has it; with tied embeddings it is the embedding's.
+        With tied embeddings the embedding's, or this stage's copy of it. Only for a last stage.
         """
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
@@ -236,8 +240,9 @@ def layer_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specification of this stage's layers, from Megatron's local specification.
 
-    Norm, core attention and experts are those of this package; on an NPU the norm and experts are
-    Megatron's classes, which MindSpeed replaces by fused operators. The router is always ours.
+    Core attention and router are those of this package. Norms and experts are `plain_norm` and
+    GroupedMLP; on an NPU they are Megatron's classes, which MindSpeed replaces by fused operators.
+    With experts it has the side effect of `use_own_router`.
     """
     # By its name at this moment: MindSpeed replaces the class itself.
     norm = torch_norm.WrappedTorchNorm if device.fuses_layers() else plain_norm(config)

@@ -35,7 +35,9 @@ GB = 1e9
 def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     """Check the arguments of `convert`, open the source and return the conversion; writes nothing.
 
-    Raises UserError with the problems of the first part that is wrong: flags, folders, then model.
+    Raises UserError with the problems of the first of these that has any: combinations of flags;
+    source; target; config.json; flags about the model; parallel sizes and layer list; weights. An
+    existing target is not a problem here.
     """
     from mindspeed_rlxf.weights.convert import (
         DTYPE_NAMES,
@@ -89,10 +91,12 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 
 
 def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
-    """Check that `source` has the weights of one model; return whether it is a Hugging Face folder.
+    """Check the format of the folder `source`; return whether it is a Hugging Face folder.
 
-    Raises UserError if it is no folder, has no weights, is a checkpoint of a run (whose folder of a
-    role is wanted), if the flags name another format, or if a Hugging Face folder is to become one.
+    A folder without weights counts as one. Raises UserError if it is no folder, has several
+    iterations or lacks the one that its tracker file names, is a checkpoint of a run (whose folder
+    of a role is wanted), if the flags name another format, or a Hugging Face folder is to become
+    one.
     """
     from mindspeed_rlxf.run.store import MANIFEST
 
@@ -124,8 +128,8 @@ def _find_config_and_target(
 ) -> tuple[Path, Path]:
     """Return the folder of config.json (--hf-config, else the source), and the target.
 
-    To Hugging Face, --save-dir may be the original folder, as in the old tool: that is then the
-    folder of config.json, and the target is its folder MG2HF.
+    To Hugging Face without --hf-config, a --save-dir with a config.json is the original folder, as
+    in the old tool: it is then the folder of config.json, and the target is its folder MG2HF.
     Raises UserError if source or --save-dir lack a needed config.json; does not check --hf-config.
     """
     target = Path(arguments.target or arguments.save_dir)
@@ -147,8 +151,8 @@ def _find_config_and_target(
 def _original_of(source: Path) -> str:
     """Return a remedy for weights without config.json: what to give as --hf-config.
 
-    Of a checkpoint, the folder that its run loaded, with --orm for the critic; of other weights,
-    a general text.
+    Of a role's weights in a checkpoint of a run, the folder whose config.json the run used, with
+    --orm for the critic; of other weights, a general text.
     """
     from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
     from mindspeed_rlxf.weights.folders import find_description
@@ -201,8 +205,8 @@ def _check_model(
 ) -> None:
     """Raise UserError for flags about the model that are unknown or contradict its config.json.
 
-    Checks --model-type-hf, against FAMILIES and `model_type`; --add-qkv-bias, which a model with
-    such biases allows; and --true-vocab-size.
+    Checks --model-type-hf, against FAMILIES and `model_type`; --add-qkv-bias, wrong if the model
+    has no such biases; and --true-vocab-size, which must be its vocab_size.
     """
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)

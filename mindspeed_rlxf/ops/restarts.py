@@ -33,8 +33,8 @@ class Restarts:
 
         allowed: `training.max_restarts`; 0 = never, with "" as the reason
 
-        Refuses a second failure with the same cause in the same iteration. The count is set to 0 if
-        there is a newer checkpoint than at the last failure.
+        Refuses a failure with the cause and the iteration of the failure before it. The count is
+        set to 0 if there is a newer checkpoint than at that one.
         """
         last, self._last = self._last, failure
         if last is not None and _is_newer(failure.saved, last.saved):

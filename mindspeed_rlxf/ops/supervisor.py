@@ -1,9 +1,9 @@
 """Run the training in a child process, and start it again after a failure.
 
-The process that the user started stays small. It imports nothing but the standard library, forwards
-signals, and decides by files of the training process: its facts (`report_facts`), failure.json, the
-pointer to the newest checkpoint. The training process is killed if the supervisor ends. A restart
-runs the same command again, which resumes.
+The process that the user started stays small. It imports no large package, forwards signals, and
+decides by the exit code and by files of the training process: its facts (`report_facts`),
+failure.json, the pointer to the newest checkpoint. The training process is killed if the supervisor
+ends. A restart runs the same command again, which resumes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ UNSUPERVISED = ("dry_run=true", "runtime=local", "runtime.kind=local", "training
 def supervise() -> int | None:
     """Run this process's own command in a child process, with restarts; return the exit code.
 
-    Returns None if this process must do the work itself: it is that child, a rank of torchrun, runs
-    in one process (runtime=local), may not restart, or does not train (dry_run, --cfg, --help).
+    Returns None if this process must do the work itself: it is that child, or a rank of torchrun,
+    or its arguments (the YAML is not read) say that it runs in one process (runtime=local), may not
+    restart, or does not train (dry_run, --cfg, --help).
     The child is set to end with its parent. The parent's output is protected (`protect`).
     """
     if given := read_supervision():
@@ -113,8 +114,10 @@ class Supervisor:
         """Run attempts until no restart is needed or allowed; return the exit code.
 
         Prints why a restart is made or not, and waits PAUSE_S before it. If devices are missing
-        after a restart, tries again with fewer processes.
-        A failure that is not restarted returns EXIT_FAILED, an end by a signal EXIT_STOPPED.
+        after a restart, tries again with fewer processes, at once and without counting that.
+        Returns EXIT_STOPPED also if a signal to this process ended the run, or devices are missing
+        after a restart; EXIT_MISTAKE only for a mistake in the first attempt; EXIT_FAILED for a
+        failure that is not restarted.
         """
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
@@ -175,7 +178,7 @@ class Supervisor:
         return self._wait_for(subprocess.Popen([*self._command, *changes], env=environment))
 
     def _wait_for(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
-        """Wait for a process; return its exit code.
+        """Wait for a process; return its exit code, negative = a signal.
 
         A signal that came before the process started is forwarded first. Kills the process after
         `limit_s`, or when its time to stop after a signal is over.
@@ -203,7 +206,7 @@ class Supervisor:
     def _forward_signal(self, child: subprocess.Popen[bytes], number: int) -> None:
         """Send a signal to the process, and set the time at which it is killed if it still runs.
 
-        That is after the run's `stop_grace_s` and SHUTDOWN_S; a later signal does not move it back.
+        That is after the run's `stop_grace_s` and SHUTDOWN_S; a later signal does not postpone it.
         """
         grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
@@ -212,8 +215,8 @@ class Supervisor:
     def _find_failure(self, code: int, began: float) -> Failure | None:
         """Return the failure that this attempt left in failure.json, else one of the exit code.
 
-        The latter is printed and written to failure.json. None if no run directory existed yet; it
-        then prints how the process ended, unless the code is EXIT_FAILED.
+        The latter is printed and written to failure.json. None if no attempt has reported its run
+        directory; it then prints how the process ended, unless the code is EXIT_FAILED.
 
         began: start of the attempt, seconds since 1970; an older failure.json does not count
         """

@@ -52,7 +52,7 @@ class Console:
         self._warned: set[str] = set()
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
-        """Begin a run of `total` iterations, `done` of which were done earlier; prints nothing.
+        """Begin a run of `total` iterations, `done` of which were done earlier; print nothing.
 
         names: metrics to show, in this order; a metric that an iteration lacks is left out
         title: shown by a live view only
@@ -144,7 +144,7 @@ def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Co
     """Make a console and let `current` return it during the block; close it at the end.
 
     stream: None = stdout. In quiet mode, and on ranks other than the first, the lines of PHASES
-    (spans in progress) are not written during the block.
+    (what the driver waits for) are not written during the block.
     """
     global _open
     stream = sys.stdout if stream is None else stream

@@ -51,7 +51,7 @@ class History:
         self.lagging: dict[str, tuple[int, list[float]]] = {}  # phase -> rank, its skews in a row
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Add the metrics of an iteration. Skips those in WATCHED that are None or not finite.
+        """Add an iteration's finite metrics in WATCHED; other names, None, NaN and inf are skipped.
 
         If there are finite validation scores, adds their mean, and the mean of the last BASELINE
         training scores (NaN without any). Updates `lagging` too.

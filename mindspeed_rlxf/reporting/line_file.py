@@ -4,8 +4,8 @@
     samples.jsonl.1.gz   the oldest part, then .2.gz, ...
 
 A full file is renamed to `samples.jsonl.N`, compressed beside it, and removed when
-`samples.jsonl.N.gz` is complete. After a kill no line is lost or doubled; the next `rotate` or
-`cut` finishes an interrupted compression.
+`samples.jsonl.N.gz` is complete. After a kill no line is lost or doubled; an interrupted
+compression is finished by the next `cut`, or `rotate` of a full file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class LineFile:
     def lines(self) -> Iterator[bytes]:
         """Yield all lines with their line ends, oldest first; a kill may have cut the last one.
 
-        Nothing if there is no file. Damaged parts raise OSError, EOFError or zlib.error.
+        Nothing if there is no file. Damaged parts raise OSError, EOFError or zlib.error, after the
+        lines before the damage.
         """
         files = [*self._find_parts().values(), *([self.path] if self.path.exists() else [])]
         for file in files:
@@ -75,7 +76,7 @@ class LineFile:
 
         A kill meanwhile loses none of the bytes to keep, so that the call can be repeated. The file
         keeps its inode: open streams still append to it. Raises ValueError if there are fewer bytes
-        than `position`, UserError for a damaged part.
+        than `position`, UserError if the part that contains `position` is damaged.
         """
         self._compress_parts()
         if (found := self.position()) < position:
@@ -97,7 +98,8 @@ class LineFile:
     def rotate(self) -> bool:
         """Compress the file as a new part if it has reached the limit; return whether it had.
 
-        If so, streams that append to the file must be opened again. A limit of 0 is none: False.
+        Waits for the compression. After True, streams that append to the file must be opened again.
+        Always False with limit 0.
         """
         if not self.limit or not self.path.exists() or self.path.stat().st_size < self.limit:
             return False

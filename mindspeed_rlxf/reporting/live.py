@@ -171,8 +171,7 @@ class View:
     def _format_progress(self, width: int) -> Text:
         """Return a bar of the iterations done, their percentage, and the time passed and left.
 
-        The time passed is that since the view began; that left is absent before
-        the first `add`.
+        The time passed is that since the view was made; that left is absent before the first `add`.
         """
         passed = time.monotonic() - self._began
         text = f" {self.iteration / self.total:4.0%}  {_format_clock(passed)} passed"
@@ -182,8 +181,8 @@ class View:
     def _format_curve(self, label: str, name: str, facts: str, width: int) -> Text:
         """Return a line: label, last value of metric `name`, its curve, and `facts`.
 
-        The curve has 8 to 60 characters, so that the line fits `width` if possible. Before the
-        first value: the label and "-".
+        The curve has one character per value, or per several values where more would not fit
+        `width`; at most 60, and room for 8 at least. Before the first value: the label and "-".
         """
         curve = self._curves[name]
         if not curve:

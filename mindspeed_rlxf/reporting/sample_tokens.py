@@ -38,9 +38,9 @@ class TokenWriter:
     def write(self, iteration: int, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
         """Append one line per sample; then compress the file if it is full.
 
-        Does nothing without samples.
+        Makes the folder if needed. Ends a line that a killed process left incomplete. Does nothing
+        without samples.
         samples: sample id -> name -> one number per token
-        Makes the folder if needed. Ends a line that a killed process left incomplete.
         """
         if not samples:
             return

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:
     """Format rows of equal length as columns, two spaces apart; at least one row.
 
-    The first row is underlined. A column is right-aligned if all cells below the first are numbers.
-    indent: spaces before each line
+    The first row is underlined. A column is right-aligned if all cells below the first are "-" or
+    numbers without a sign, also with GiB or MiB after them. indent: spaces before each line
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

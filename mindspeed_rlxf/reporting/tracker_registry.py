@@ -37,7 +37,7 @@ class Tracker(Protocol):
     """A tracker; one thread calls it. Its exceptions are counted, and the first one is printed."""
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Record the finite metrics of an iteration, which is larger than all earlier ones."""
+        """Record the finite metrics of an iteration; each number is larger than all before."""
 
     def finish(self) -> None:
         """Write what is not yet written; called once, at the end."""

@@ -90,7 +90,7 @@ class Trackers:
             self._senders.append(_Sender(name, TRACKERS[name], each, warn, mode))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of an iteration for every tracker; returns at once."""
+        """Queue the metrics of an iteration for every tracker; return at once."""
         for sender in self._senders:
             sender.put(iteration, metrics)
 

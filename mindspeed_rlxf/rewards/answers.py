@@ -20,7 +20,7 @@ _WRAPPED = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
 def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) -> float:
     """Score 1 when the response chooses the letter of the ground truth, else 0; see `find_choice`.
 
-    The ground truth is the letter alone, or a text that chooses one. 0 too where it has none.
+    The ground truth is the letter alone, or a text that chooses one. Scores 0 if it chooses none.
     """
     expected = _letter_alone(ground_truth, choices) or find_choice(ground_truth, choices)
     return float(expected is not None and find_choice(response, choices) == expected)
@@ -29,10 +29,11 @@ def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) ->
 def find_choice(text: str, choices: str) -> str | None:
     """Return the letter of `choices` that a text chooses, None without one.
 
-    It is the letter in the last \\boxed{}, else after the last `####`, else after the last "answer
-    is", else the letter that is the whole last line or ends it in parentheses. If a box or a `####`
-    has no single letter, the other forms are not tried. A lower-case letter counts after "answer
-    is" only, and there not before another word ("is a triangle").
+    The first of these that the text has: the last \\boxed{}, the last `####`, the last "answer",
+    "choice" or "option" that a letter of `choices` follows (also after "is" or a colon), the last
+    line. The box, and the text after `####`, must be the letter alone, else the result is None. The
+    last line must be the letter, or end with it in parentheses. Only a letter after a word may be
+    lower case, and not before another word ("is a triangle").
     """
     if (boxed := find_boxed(text)) is not None:
         return _letter_alone(_WRAPPED.sub(r"\1", boxed), choices)
@@ -78,10 +79,10 @@ def length_score(
 def math_score(response: str, ground_truth: str) -> float:
     """Score 1 when the response's answer equals the ground truth as an expression, else 0.
 
-    math-verify parses and compares the expressions; its errors are raised. It may take any time:
-    its own time-outs are off, because they are signals, which only work in main threads. So the
-    rule runs in processes with a deadline. ground_truth: LaTeX, or a solution whose last \\boxed{}
-    is the answer
+    math-verify parses and compares the expressions; its errors are raised, its warnings turned off.
+    It may take any time: its own time-outs are off, because they are signals, which only work in
+    main threads. So the rule runs in processes with a deadline. ground_truth: LaTeX, or a solution
+    whose last \\boxed{} is the answer
     """
     import math_verify
 

@@ -24,12 +24,14 @@ PR_SET_PDEATHSIG = 1
 def main(descriptor: int, parent: int, memory: int) -> None:
     """Read a plan from standard input, then score samples until the parent closes the socket.
 
-    Samples and results are lines of JSON on the socket; a line `ready` or `error` comes first.
-    Limits this process's address space and turns off core dumps. Returns early after a sample that
-    ran out of memory, or when no sample can be scored. An error of the plan is sent and raised.
+    Samples and results are lines of JSON on the socket; the first line sent is an object with
+    `ready`, or with `error` if the plan cannot be used; such an error is also raised. Limits this
+    process's address space and turns off core dumps. Returns early after a sample that ran out of
+    memory, or when no sample can be scored.
 
     descriptor: the socket
-    parent:     id of the parent process; this one is killed when the parent ends
+    parent:     id of the parent process; on Linux this one is killed when the thread that started
+                it ends. Raises SystemExit if the parent has ended already
     memory:     bytes of address space
     """
     _die_with(parent)
@@ -62,7 +64,7 @@ def _read_plan() -> dict[str, Any]:
 
 
 def _open_sandbox(keys: dict[str, Any]) -> str:
-    """Choose this process's sandbox for programs; return a line on what it does not prevent.
+    """Choose this process's sandbox for programs; return a line on its level of isolation.
 
     keys: those of reward.sandbox. Raises UserError if no level of isolation works here.
     Also registers the rules that run programs: importing them here spares other processes half of

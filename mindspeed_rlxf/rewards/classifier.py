@@ -60,8 +60,8 @@ class Classifier:
     def _find_pad(self) -> int:
         """Return the padding id, and set it in the model's config.
 
-        It is the config's, else the tokenizer's, else the EOS, else 0. Decoder models find the last
-        token of a text by it.
+        It is the config's, else the tokenizer's, else the tokenizer's EOS, else 0. Decoder models
+        find the last token of a text by it.
         """
         config = self._model.config
         known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)

@@ -68,9 +68,11 @@ class RewardManager:
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
         """Return the problems of prompts that cannot be scored, one per data source.
 
-        These have a data source without a rule, no ground truth, or one that scores 0 as a response
-        to itself: such rows would score 0 whatever the policy does.
-        With verifiers, returns one problem for all rows that lack a ground truth that they need.
+        These have a data source without a rule, or a ground truth that is missing, that the rule's
+        function in ACCEPTS refuses, or that scores 0 as a response to itself: every response would
+        score 0. SLOW_RULES are not run for that, and RULES_WITHOUT_TRUTH need no ground truth.
+        With verifiers, returns at most one problem: that some rows lack a ground truth, where a
+        verifier reads it.
         """
         if self._verifiers:
             return self._without_truth(prompts)

@@ -50,7 +50,7 @@ def find_numbers(text: str) -> list[Fraction]:
     """List all numbers in a text, in order, as exact fractions.
 
     Reads signs, decimals, thousands separators (also LaTeX's) and \\frac{1}{2}. Leaves out numbers
-    longer than MAX_DIGITS and fractions over 0.
+    longer than MAX_DIGITS and fractions whose denominator is 0.
     """
     text = _THOUSANDS.sub(",", text).replace("\\$", "$")
     values = []
@@ -61,7 +61,7 @@ def find_numbers(text: str) -> list[Fraction]:
 
 
 def _absolute_value(match: re.Match[str]) -> Fraction | None:
-    """Return the absolute value of the number that _NUMBER matched; None for a fraction over 0."""
+    """Return the absolute value of the number that _NUMBER matched; None if it divides by 0."""
     if match["digits"]:
         return Fraction(match["digits"].replace(",", ""))
     return Fraction(int(match["top"]), int(match["bottom"])) if int(match["bottom"]) else None

@@ -24,7 +24,8 @@ def make_plan(reward: RewardConfig) -> Plan:
 
     Functions with a url are left out, because servers run them. Loaded plugins are in it only if a
     function or rule is used that is not built in; the sandbox is None if no rule runs programs.
-    Rules are the default except with a reward model and functions together.
+    `defaults` is False only with a reward model and functions together; otherwise samples to which
+    no function applies are scored by the rule of their data source.
     """
     rules = BUILTIN_SOURCES | dict(reward.rules)
     parts = tuple(_part(function) for function in reward.parts if function.url is None)
@@ -56,7 +57,7 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
     """Whether samples of these data sources must be scored in separate processes.
 
     True with reward functions, or if a rule of these data sources may take any time (SLOW_RULES).
-    Verifiers take the place of rules and never need one.
+    False with verifiers, which replace the rules.
     """
     if reward.parts:
         return True
@@ -67,9 +68,10 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
 
 
 def try_sandbox(reward: RewardConfig) -> str | None:
-    """Try the sandbox on this host, and return a line on what it does not prevent.
+    """Try the sandbox on this host, and return a line on its level of isolation.
 
-    None if no rule runs programs. Raises UserError if no level of isolation works here.
+    None if no rule runs programs; else runs a harmless program at each level until one works.
+    Raises UserError if none does.
     """
     if not reward.runs_programs:
         return None
@@ -81,8 +83,8 @@ def rule_decides(reward: RewardConfig, data_source: str) -> bool:
     """Whether the rule of the data source scores its samples, alone or with reward functions.
 
     True if one of the functions that apply to the source is the rule. Where no function applies,
-    True unless a reward model is used with functions: alone, it lets the rule score validation
-    samples.
+    True unless a reward model is used with functions: with a reward model alone, the rule scores
+    validation samples.
     """
     applying = [part for part in reward.parts if part.applies_to(data_source)]
     if not applying:

@@ -63,8 +63,8 @@ class ScoringProcess:
     def give(self, sample: dict[str, Any]) -> None:
         """Send a sample to score, and count the process's output anew.
 
-        Values that JSON lacks are sent as `str` gives them. Raises OSError if the process has
-        closed the socket, or does not read the sample within SEND_S.
+        Values that JSON lacks are sent as `str` gives them. May wait for the process to read.
+        Raises OSError if it has closed the socket, or does not read the sample within SEND_S.
         """
         self._printed = 0
         self.channel.settimeout(SEND_S)
@@ -101,8 +101,8 @@ class ScoringProcess:
     def read_output(self) -> None:
         """Read what the process has printed, without waiting; keep the first MAX_SHOWN bytes.
 
-        `take_printed` returns and clears them. Sets `output_ended` at the end of the output. Raises
-        TooMuchOutput if a sample printed over MAX_OUTPUT.
+        `take_printed` returns and clears the kept bytes. Sets `output_ended` at the end of the
+        output. Raises TooMuchOutput if over MAX_OUTPUT were printed for a sample, or at the start.
         """
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.output.fileno(), READ):
@@ -122,10 +122,13 @@ class ScoringProcess:
         return text
 
     def end(self, ends_itself: bool = False) -> str:
-        """Kill the process and all its descendants; return a text on how the process had ended.
+        """Kill the process and its descendants; return a text on how the process had ended.
 
-        Waits for them, and closes socket and output. If the process still ran, the text says that
-        it closed the socket.
+        If it still runs, all descendants are killed; wardens of sandboxes first get WARDEN_S to end
+        by themselves. If it has ended already, only the rest of its process group is killed. Waits
+        for the process, but not for killed descendants. Closes socket and output. If the process
+        still ran, the text says that it closed the socket, whether it did or not.
+        Raises subprocess.TimeoutExpired if the killed process does not end within SEND_S.
         ends_itself: first wait up to EXIT_S, because the process closed the socket and is about to
                      end
         """
@@ -151,7 +154,8 @@ class ScoringProcess:
     def _stop_descendants(self) -> list[psutil.Process]:
         """Suspend the process, so that it starts no more children, and return its descendants.
 
-        Also those in other sessions; [] where the process has ended.
+        The descendants, also those in other sessions, are not suspended. [] where the process has
+        ended.
         """
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)

@@ -54,8 +54,7 @@ class CodeRules:
     def use(self, config: SandboxConfig) -> str:
         """Open a sandbox with this configuration, unless it is open; close one with another.
 
-        Returns a line on what the sandbox's level does not prevent. Raises UserError where no level
-        works.
+        Returns a line on the sandbox's level of isolation. Raises UserError where no level works.
         """
         if self._sandbox is None or config != self.config:
             self.close()
@@ -164,7 +163,8 @@ def code_all(response: str, ground_truth: str) -> RewardResult:
 def _make_assertion_case(statement: str) -> Case:
     """Make the case of an assert statement, which runs after the program.
 
-    It passes if a random word is printed last, after the statement; the program cannot guess it.
+    It passes if a random word is printed last, after the statement. A program cannot guess the
+    word, but it can read it from standard input (docs/security.md).
     """
     word = secrets.token_hex(16)
     return Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)

@@ -102,9 +102,9 @@ def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
 def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
     """Send samples to the server until it answers or timeout_s passes; return their outcomes.
 
-    Network errors and statuses 5xx and 429 are tried again after waits. Other failures, and no
-    answer in time (Cause.TIMEOUT, or Cause.REMOTE if the last try failed with another error), are
-    the outcome of every sample; they are not raised.
+    Network errors and statuses 5xx and 429 are tried again after waits. Other statuses, answers of
+    another form, and no answer in time (Cause.TIMEOUT, or Cause.REMOTE if the last try failed with
+    another error) are the outcome of every sample. Raises only for a bad address or sample.
     """
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
@@ -126,7 +126,7 @@ def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
 
 
 def _post_once(url: str, body: bytes, deadline: float) -> bytes:
-    """Send one POST request and return the body of the answer.
+    """Send one POST request and return the body of an answer with status 200.
 
     Raises OSError or HTTPException if a retry may help, and ScoreFailure for a body over MAX_ANSWER
     or a status other than 200, 429 and 5xx.

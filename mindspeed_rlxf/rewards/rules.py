@@ -18,7 +18,8 @@ from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_num
 class RewardResult:
     """Score of one response, and its parts, which are logged as metrics.
 
-    parts of the built-in rules: {"accuracy": 1.0 right, 0.0 wrong}
+    parts of the built-in rules: {"accuracy": 1.0 right, 0.0 wrong}; `length` gives its score there,
+    and rules that run programs add "passed"
     """
 
     score: float
@@ -28,7 +29,7 @@ class RewardResult:
 Rule: TypeAlias = Callable[..., RewardResult]
 """(response, ground_truth, arguments of reward.functions) -> result.
 
-A ground truth given as the response must score above 0, except for rules in ACCEPTS.
+A ground truth given as the response must score above 0, except for ACCEPTS and RULES_WITHOUT_TRUTH.
 """
 
 

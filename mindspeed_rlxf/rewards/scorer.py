@@ -90,8 +90,8 @@ class SampleScorer:
 
         The parts of the result are each function's score under its name, and the other numbers that
         it returned under `name/key`. If no function applies, the rule of the data source scores the
-        sample (`Plan.defaults`), else the score is 0. Raises what a function raises, and
-        ScoreFailure for a return value that is no score.
+        sample where `Plan.defaults` is set, and the score is 0 where it is not. Raises what a
+        function raises, and ScoreFailure for a return value that is no score.
         """
         wanted = [(p, score) for p, score in self._parts if p.applies_to(sample.data_source)]
         if not wanted and self._plan.defaults:

@@ -29,9 +29,10 @@ class Scoring:
     def outcome(self) -> Outcome:
         """Wait for all outcomes, and return their weighted sum, or the first failure.
 
-        The outcome of the scoring process comes first, then those of servers in their order.
+        The outcome of the scoring process comes first, then those of servers in their order. The
+        wait has no deadline of its own.
 
-        Raises ScoringBroken when no sample can be scored.
+        Raises ScoringBroken when the scoring processes cannot score any sample.
         """
         own = self.own.result() if self.own else Outcome(RewardResult(0.0))
         others = [(name, weight, future.result()) for name, weight, future in self.remote]
@@ -62,10 +63,11 @@ class StreamingRewards:
     def submit(self, sample: Sample) -> Scoring:
         """Start to score a sample, and return at once; wait with `Scoring.outcome`.
 
-        Uses the functions and servers that apply to its data source, else the rule if the plan has
-        `defaults`; the score is 0 if nothing is left.
+        Uses the functions and servers that apply to its data source. If none applies, uses the rule
+        of the data source where the plan's `defaults` is set, else the score is 0.
 
-        Raises ScoringBroken when the pool of scoring processes is closed or broken.
+        Raises ScoringBroken when the pool of scoring processes is closed; if the processes do not
+        work, `Scoring.outcome` raises it.
         """
         source = sample.data_source
         remote = [(p, server) for p, server in self._remote if p.applies_to(source)]

@@ -94,7 +94,8 @@ def verify(
 def find_answer(text: str) -> str:
     """Return the last boxed answer, else that after the last "the answer is", else the last number.
 
-    Each as in the text; "" without any.
+    "final answer is" counts too; such an answer ends with its sentence or line. Each as in the
+    text; "" without any.
     """
     answer = find_boxed(text)
     if answer is not None:
@@ -137,8 +138,8 @@ def normalise(text: str) -> str:
 def to_number(text: str) -> Fraction | None:
     """Convert a text after `normalise` (decimal, a/b, \\frac{a}{b}) to an exact number.
 
-    Commas before three digits are dropped. None for another text, a fraction over 0, or a text
-    longer than MAX_DIGITS.
+    Commas before three digits are dropped. None for another text, a fraction whose denominator is
+    0, or a text longer than MAX_DIGITS.
     """
     if len(text) > MAX_DIGITS:
         return None

@@ -156,7 +156,7 @@ class _Loop:
     def _hand_out(self) -> None:
         """Send waiting samples to idle processes, and start processes for the rest, up to `size`.
 
-        The oldest sample is sent first.
+        The oldest sample is sent first. May wait up to SEND_S for each process to read its sample.
         A sample fails if its process cannot be written to. In a broken pool, all waiting samples
         fail.
         """
@@ -189,7 +189,7 @@ class _Loop:
     def _wait_and_handle(self) -> None:
         """Wait for messages, output, a new sample or the next deadline; handle messages and output.
 
-        Waits at most IDLE_S where no process works.
+        Waits at most IDLE_S where no process scores or starts.
         """
         due = [w.deadline for w in self._workers if not w.is_idle]
         delay = min(due, default=time.monotonic() + IDLE_S) - time.monotonic()
@@ -238,7 +238,7 @@ class _Loop:
     def _fail_pool(self, worker: _Worker, reason: str) -> None:
         """Kill a process that reported that no sample can be scored, and mark the pool as broken.
 
-        The process's sample, if it has one, fails with ScoringBroken.
+        The process's sample, if it has one, fails with ScoringBroken. Others finish theirs.
         """
         self._remove_process(worker)
         did = "cannot go on" if worker.process.is_ready else "did not start"
@@ -256,7 +256,8 @@ class _Loop:
     def _fail_lost(self, worker: _Worker, message: str) -> None:
         """Remove a process that ended or sent no JSON, and fail its sample with Cause.EXIT.
 
-        If the process was not ready yet, marks the pool as broken instead.
+        If the process was not ready yet, marks the pool as broken instead; what it has printed is
+        lost.
         message: what is wrong with the reply; "" = the process ended
         """
         end = self._remove_process(worker, ends_itself=not message)

@@ -101,10 +101,11 @@ class ActorRole:
     ) -> RoleOutput:
         """Take one optimizer step for each entry of `steps`, then advance the learning rate.
 
-        steps:   this rank's rows of each mini-batch
+        steps:   this replica's rows of each mini-batch
         kl_coef: weight of the KL where it is part of the loss
         Report: UpdateReport, with the metrics of `measure_differences` where `old_log_probs` is
         auto; no rows.
+        Errors: FloatingPointError for a loss or gradient that is not finite, by `nan_policy`.
         """
         metrics = []
         for rows in steps:

@@ -30,12 +30,15 @@ class CriticRole:
         self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute values [batch, response + 1]: slot t is the state before token t of the response,
-        the last slot the state after its last token."""
+        """Compute the values of the response's states, 0 in slots that are not read.
+
+        Rows: Values, [batch, response + 1], only on the leader of a replica. Slot t is the state
+        before token t; of a response of n tokens slot n is the state after its last token.
+        """
         return RoleOutput(self.engine.values(rollouts))
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Compute rewards with the KL penalty, advantages and returns.
+        """Compute rewards, advantages and returns (see `ExperienceMaker.make`).
 
         A collective over replicas.
         """
@@ -46,8 +49,9 @@ class CriticRole:
     ) -> RoleOutput:
         """Take one optimizer step for each entry of `steps`, then advance the learning rate.
 
-        steps: this rank's rows of each mini-batch
+        steps: this replica's rows of each mini-batch
         Report: UpdateReport; no rows.
+        Errors: FloatingPointError for a loss or gradient that is not finite, by `nan_policy`.
         """
         step = ValueStep(partial(self.loss, experience), experience.value_mask)
         metrics = []

@@ -19,9 +19,10 @@ SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
 
 
 def room_on_device() -> AbstractContextManager[None]:
-    """Return a context that moves offloaded weights and optimizers of this process to the host.
+    """Return a context manager that moves what the keys `offload` name to the host on entry.
 
-    For models that are no engine and need the device's memory.
+    Of all engines of this process; the next engine that computes brings its own parts back. For
+    models that are no engine and need the device's memory.
     """
     return residency.holding()
 

@@ -54,10 +54,12 @@ class ExperienceMaker:
         self.measures_kl = self.old_are_of_update and not full
 
     def make(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Compute rewards with the KL penalty, advantages and returns; a collective over replicas.
+        """Compute rewards, advantages and returns; a collective over replicas.
 
+        The rewards contain the KL penalty if the objective puts it there.
         Rows: Experience. Report: ExperienceReport. With a token log also the rows of that log.
-        Errors: ValueError for scores that are NaN or inf, unless `nan_policy` is skip.
+        Errors: ValueError for scores that are NaN or inf, unless `nan_policy` is skip, and for
+        whitening over fewer than two tokens.
         """
         rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
         trained = rollouts.trained_mask

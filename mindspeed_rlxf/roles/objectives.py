@@ -189,8 +189,8 @@ class PairObjective:
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
         """Return the sum of DPO losses of a micro-batch's pairs, the number of all pairs, metrics.
 
-        A pair with equal scores has loss 0; the metrics leave it out, and `dpo_decided` is the
-        share of other pairs. A NaN score gives a NaN loss.
+        A pair with equal scores has loss 0; the metrics but the entropy leave it out, and
+        `dpo_decided` is the share of other pairs. A NaN score gives a NaN loss.
         rows:   of the micro-batch, two responses of a pair next to each other
         tokens: log-probs and entropy of their trained tokens, row after row
         """

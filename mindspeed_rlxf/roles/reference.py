@@ -17,14 +17,18 @@ class ReferenceRole:
         self.temperature = config.actor_rollout.logit_temperature
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute log-probs of the trained tokens by the reference, at the actor's temperature."""
+        """Compute log-probs of the trained tokens by the reference, at the actor's temperature.
+
+        Rows: LogProbs, only on the leader of a replica.
+        """
         return RoleOutput(self.engine.log_probs(rollouts, self.temperature))
 
     def log_probs_with_kl(self, rollouts: Rollouts, actor: ActorRole) -> RoleOutput:
         """Compute log-probs as `log_probs` does, and the KL between actor and reference.
 
-        The KL of each token is summed over the whole vocabulary.
+        KL(actor || reference) of each token, summed over the whole vocabulary.
         actor: role of the same process, with the current policy
+        Rows: LogProbsWithKl, only on the leader of a replica.
         """
         policy = actor.engine
         return RoleOutput(self.engine.log_probs_with_kl(rollouts, self.temperature, policy))

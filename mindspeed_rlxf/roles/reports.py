@@ -53,7 +53,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """Generation of a replica: lists with one entry per sample, and counts of computed tokens."""
+    """Generation of a replica: lists with one entry per sample, and counts of GenerationStats."""
 
     sample_ids: list[int]
     data_sources: list[str]

@@ -64,7 +64,7 @@ class RewardRole:
         Rows: Scores. Report: ScoreReport, with the model's score as the part `model`. Neither on
         ranks other than the leader.
         rules: scores of the functions for the same samples. A sample whose functions failed keeps
-               their score, to which the model's is not added
+               the score it has there (`reward.failed_score`); the model's is not added
         """
         output = self.score(rollouts)
         if output.rows is None:  # this rank is no leader

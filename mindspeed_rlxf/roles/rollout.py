@@ -66,10 +66,10 @@ class RolloutRole:
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
         """Generate responses to the prompts; rows and report only on the leader of a replica.
 
-        Prompts that have fixed responses get those, with log-probs by the engine.
+        Takes fixed responses if the prompts have them (all or none), with the engine's log-probs.
         seed:   with the sample ids it determines every sampled token
         greedy: take the most likely tokens, also with `do_sample` (ReMax)
-        The engine takes device memory (weights, KV cache) only during the call. With a scorer it
+        The engine wakes for the call and sleeps afterwards, also after an error. With a scorer it
         starts to score responses as they finish.
         """
         with self.replica.make_room():

@@ -66,6 +66,7 @@ class ScorerRole:
 
         Rows: RuleScores. Report: ScoreReport with parts and failures. Both only on a leader rank.
         find_answers: also report the answer extracted from each response
+        Errors: ScoringBroken where the scoring processes cannot score any sample.
         """
         if not self.is_leader:
             return RoleOutput()

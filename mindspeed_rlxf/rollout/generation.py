@@ -292,7 +292,7 @@ class Generation:
         return self._remove_rows(leaving) if leaving else []
 
     def _preempt(self, steps: int) -> None:
-        """Move rows back to the head of the queue if the cache cannot hold `steps` more tokens.
+        """Move rows back to the head of the queue if the cache is too small for `steps` more steps.
 
         The rows with the shortest responses go, until the others, at least one, have space for
         GROWTH more tokens each. A row that goes keeps its tokens, to be prefilled again.

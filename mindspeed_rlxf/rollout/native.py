@@ -58,7 +58,7 @@ class NativeRollout:
         return self.source.module
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights as `RolloutEngine.update_weights` says; if that fails, none count."""
+        """Replace all weights as `RolloutEngine.update_weights` says; none count after an error."""
         with self.replacing_weights(version):
             self.source.load(tensors)
 

@@ -83,7 +83,7 @@ class RolloutEngine(Protocol):
 
         tensors: each Hugging Face tensor of the model once, with its name, in any order
         version: number of updates of the actor that they contain
-        Raises ValueError for a tensor that is missing or unknown, or has another shape.
+        Raises ValueError for a tensor that is missing, unknown or sent twice, or has another shape.
         """
 
     def wake(self) -> None:

@@ -105,7 +105,7 @@ class WeightSender(_TransferSide):
 
     @torch.no_grad()
     def send(self) -> None:
-        """Send the present weights and wait until they are received.
+        """Send the present weights, bucket after bucket, to the ranks that generate.
 
         A collective: all training ranks call `send` while all rollout ranks call `receive`. Raises
         AssertionError, before sending, if together they would not receive as much as is sent.
@@ -129,7 +129,7 @@ class WeightSender(_TransferSide):
 
 
 class WeightReceiver(_TransferSide):
-    """Receives the weights of a rank that generates."""
+    """Receives the weights on a rank that generates."""
 
     sends = False
 

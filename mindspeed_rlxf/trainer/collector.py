@@ -83,7 +83,8 @@ class Collected:
     def non_finite_scores(self) -> dict[int, float]:
         """Wait for the scores; return sample id -> score of those that are NaN or inf.
 
-        Looks at kept samples, and with ReMax at greedy responses, which have ids of samples too.
+        Looks at kept samples, and with ReMax at greedy responses, which have the id of their
+        prompt's first sample. If both are not finite, the sample's own score is returned.
         """
         ids = self._chosen(report.sample_ids for report in self.generate_reports())
         scores = self.score_report().scores
@@ -100,7 +101,7 @@ class Collected:
     def generate_reports(self) -> list[GenerateReport]:
         """Wait for generation; return each replica's reports, on all samples, dropped ones too.
 
-        Greedy responses of ReMax are not in them.
+        Greedy responses of ReMax are not in the reports.
         """
         return [report for batch in self.batches for report in batch.generated.result()]
 
@@ -117,9 +118,10 @@ class Collected:
         }
 
     def sync_s(self) -> float:
-        """Wait for generation; return the seconds that the slowest rank waited for weights.
+        """Wait for generation; return the seconds that the slowest replica waited for weights.
 
-        The sum over all generated batches, each with its own slowest rank.
+        The sum over all generated batches, ReMax's too, each with its own slowest replica. The time
+        in which the rollout engine wakes is included.
         """
         calls = [batch.generated for batch in self._all_batches()]
         return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
@@ -146,7 +148,7 @@ class Collector:
         self.shaping = ScoreShaping(config)
 
     def collect(self) -> Collected:
-        """Start generation and scoring of an iteration; return references to the samples.
+        """Draw prompts, start to generate and score responses; return references to the samples.
 
         Also starts the greedy responses of ReMax. Waits for scores only with `filter_groups`.
         """
@@ -178,7 +180,7 @@ class Collector:
         return Collected(batch.generated.rows(), batch.scored.rows(), [batch])
 
     def _collect_differing_groups(self) -> Collected:
-        """Generate batches until enough prompts have different scores, as DAPO does.
+        """Generate batches until enough prompts have responses with different scores, as in DAPO.
 
         arXiv:2503.14476, section 3.2. Prompts whose responses all score the same are dropped, but
         fill the batch where `max_num_gen_batches` batches are not enough. Scores are compared after

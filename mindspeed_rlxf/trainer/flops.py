@@ -31,7 +31,8 @@ def iteration_flops(
     learnt:        lengths of the kept samples: a pass of reference, of critic, and of the actor if
                    its log-probs are recomputed; then the epochs of actor and critic
     updates_actor: whether the actor is updated
-    Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count.
+    Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count. Neither do a
+    Hugging Face classifier and the actor's pass that `kl_penalty: full` needs.
     """
     prompts = [n for report in generated for n in report.prompt_lengths]
     responses = [n for report in generated for n in report.response_lengths]

@@ -24,8 +24,8 @@ SKIPPED = "skipped_steps"
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
     """Return statistics of lengths in tokens, as `prompt_length/...` and `response_length/...`.
 
-    For both mean, max and min; for responses also p50, p90, `eos_fraction` (the share that has
-    EOS) and `cut_fraction` (the rest).
+    For both mean, max and min; for responses also p50, p90, `eos_fraction` (the share that ended
+    with an EOS or a stop string) and `cut_fraction` (the rest).
     """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     return {
@@ -105,8 +105,8 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
     """Return metrics `critic/...` of KL, KL coefficient, scores, rewards and advantages.
 
     Scores, rewards and advantages as mean, maximum and minimum over all ranks; KL as mean, left out
-    without a reference; the coefficient as it is. With a critic also returns and values, and the
-    explained variance.
+    where the reports have none (no reference, or the update measures it); the coefficient as it is.
+    With a critic also returns and values, and the explained variance.
     """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
@@ -149,7 +149,7 @@ def throughput_metrics(
 ) -> dict[str, float]:
     """Return `throughput/tokens_per_s` and `throughput/tokens_per_s_per_device`.
 
-    Counts tokens of prompts and of responses, also those of dropped samples.
+    Counts the tokens of all prompts and responses in the reports, also of dropped samples.
     seconds: of the whole iteration
     """
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)

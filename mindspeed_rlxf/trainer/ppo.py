@@ -57,9 +57,10 @@ class PpoTrainer:
     def fit(self) -> None:
         """Train to iteration `train_iters`; write metrics, samples, validations and checkpoints.
 
-        With `validation.before` a new run validates first. An iteration: weights -> generate, score
-        -> log-probs, values -> experience -> updates; the actor's only after the warm-up
-        iterations. Raises Stopped or StoppedByRule, after saving, when the run has to end earlier.
+        With `validation.before` a run at iteration 0 validates first. An iteration: weights ->
+        generate, score -> log-probs, values -> experience -> updates; the actor's only after the
+        warm-up iterations. Raises Stopped or StoppedByRule, after saving, when the run has to end
+        earlier; WorkerError, RuntimeTimeout and RewardsFailed, without saving.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)
@@ -123,7 +124,8 @@ class PpoTrainer:
     ) -> Pending:
         """Start the call that makes rewards and advantages, and return it.
 
-        It runs on the ranks of the critic, or of the actor where there is no critic.
+        It runs on the ranks of the critic, or of the actor where there is no critic. With
+        `score_slot_limit: batch_width` waits for the responses.
         old, ref, values: calls that make the rows of log probabilities and values; None = not used
         """
         inputs = ExperienceInputs(
@@ -147,13 +149,13 @@ class PpoTrainer:
         phases: dict[str, list[Pending]],
         all_s: float,
     ) -> None:
-        """Write the iteration's metrics and samples; validate and save where due.
+        """Write the iteration's metrics, samples and prompts; validate and save where due.
 
         measured: metrics so far; others are added in place
         phases:   name -> calls of the iteration
         all_s:    seconds of the iteration
-        Raises Stopped or StoppedByRule, after saving, if a stop was requested or a rule of
-        `logging.stop_on` is broken.
+        Raises Stopped or StoppedByRule, after saving, if the run has to end here (`StopRequest`);
+        never in the last iteration.
         """
         driver = {"iteration": (time.time() - all_s, all_s)}
         measured |= self._measure_ranks(collected, phases, all_s)
@@ -205,7 +207,7 @@ class PpoTrainer:
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
     ) -> dict[str, float]:
-        """Wait for the calls; return metrics of times, memory, idle shares, tokens and FLOPs.
+        """Wait for the calls; return metrics of time, memory, skew, idle share, tokens and FLOPs.
 
         all_s: seconds of the iteration (`timing/all`). MFU only with bf16 and a known device.
         """

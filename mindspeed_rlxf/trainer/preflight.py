@@ -1,4 +1,4 @@
-"""Check files, data and weights of a run before a worker starts, without a device or a write."""
+"""Check files, data and weights of a run before a worker starts; needs no device."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
 
-    Writes nothing; may run a program in the sandbox. Errors: UserError with all problems; without a
-    tokenizer with those found so far and missing files of prompts.
+    Writes nothing but temporary files for the prompts (`PromptStore`); may run a program in the
+    sandbox. Errors: UserError with all problems. Where the tokenizer cannot be loaded, these are
+    the problems found before it and the prompt files that are missing.
     """
     directory = RunDirectory.choose(config)
     problems = [
@@ -221,10 +222,10 @@ def _load_prompts(
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
-    """Return problems of the weights in a role's `load` folder: missing, damaged, other shapes.
+    """Return problems of a role's `load` folder: not set, missing, damaged, of another model.
 
-    [] for a rule reward, which needs none; a Hugging Face classifier is left to `check_classifier`.
-    For other roles `load` must be set. Reads headers only.
+    [] for a rule reward, which needs none; of a Hugging Face classifier those that
+    `check_classifier` finds. Reads headers only.
     """
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:

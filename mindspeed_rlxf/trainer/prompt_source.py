@@ -70,7 +70,7 @@ class PromptSource:
         """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt.
 
         Takes a batch that `read_ahead` has drawn, if there is one. Numbers the samples, and adds
-        the prompts to those that `pop_consumed` returns.
+        the prompts to those that `pop_consumed` returns. Errors: those of `as_rows`.
         """
         drawn, self._ahead = self._ahead or self._draw(), None
         self._taken += drawn.indices
@@ -117,6 +117,7 @@ def as_rows(
     """Return one row per prompt, with sample ids from `first_sample_id` on.
 
     fixed: responses by sample id, put into the rows; None = empty responses
+    Errors: with `fixed`, UserError if a response answers another prompt, KeyError if one is absent.
     """
     sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
     token_ids = [p.token_ids for p in prompts]

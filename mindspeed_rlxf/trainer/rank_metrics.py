@@ -20,7 +20,8 @@ Phases = Mapping[str, Sequence[Pending]]
 def phase_metrics(phases: Phases) -> dict[str, float]:
     """Wait for the calls; return time, memory, skew and slowest rank of each phase.
 
-    `timing/<phase>`: seconds, sum over its calls; `memory/<phase>`: GiB, maximum of all ranks.
+    `timing/<phase>`: seconds, sum over its calls of the slowest rank's; `memory/<phase>`: GiB,
+    maximum of all ranks.
     `skew/<phase>`: the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
     other in collectives take equally long, so it shows only work outside of collectives.
     `slowest_rank/<phase>`: its number. Both are of the pool of the phase's last call. A phase with
@@ -42,9 +43,10 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
 
 
 def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
-    """Wait for the calls; return `idle/<pool>`: share of the iteration in which ranks ran no call.
+    """Wait for the calls; return `idle/<pool>`: share of the iteration in which ranks ran none.
 
-    The mean of the pool's ranks, limited to 0 to 1; 1 for a pool without calls.
+    The mean of the pool's ranks, limited to 0 to 1; 1 for a pool without calls. Other calls than
+    those of `phases`, such as the transfer of weights, count as idle.
     sizes:   pool -> number of ranks
     seconds: of the iteration
     """

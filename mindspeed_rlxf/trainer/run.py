@@ -55,9 +55,10 @@ class Run:
             trainer.fit()
     return run.exit_code
 
-    A block that ends without an error exports the final weights. An error in the block is reported
-    and sets `exit_code`; only a UserError is raised again. Leaving the block ends all workers,
-    unlocks the run directory and writes the report.
+    A block that ends without an error exports the final weights, if `start` returned a trainer. An
+    error in the block is reported and sets `exit_code`; only a UserError is raised again. Leaving
+    the block ends all workers and unlocks the run directory. It writes report.html too, unless the
+    run was stopped or a UserError ended it.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class Run:
         """Claim devices, build roles, load the newest checkpoint; return the trainer.
 
         None where there is nothing to train: the run is finished (prints so), or validates only,
-        which is done here. Creates and locks the run directory.
-        Errors: UserError, DevicesMissing, WorkerError, RuntimeTimeout.
+        which is done here. Creates and locks the run directory, but not of a finished run.
+        Errors: UserError, DevicesMissing, WorkerError, HostError, RuntimeTimeout.
         """
         directory = RunDirectory.choose(self.config)
         if is_finished(self.config, directory):
@@ -107,7 +108,8 @@ class Run:
     def _start_on_ray(self) -> PpoTrainer | None:
         """Create the run directory, join or start a Ray cluster, and return the trainer on it.
 
-        Returns None with `validation.only`. Closing the run shuts Ray down. Tells the supervisor
+        With `validation.only` validates and returns None. Leaving the run's `with` block ends the
+        workers and leaves the cluster, which ends if it was started here. Tells the supervisor
         whether a cluster was joined and, without `validation.only`, what a restart needs.
         """
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
@@ -267,8 +269,9 @@ def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
 
 
 def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Write the keys and pools that a restart needs to the supervisor's file; nothing without one.
+    """Write the keys and pools that a restart needs to the supervisor's file.
 
+    Does nothing without a supervisor.
     Each pool that has roles is given with its number of `processes` and its `step`, of which that
     number must be a multiple.
     """
@@ -356,9 +359,9 @@ def make_trainer(
 
 
 def _log_to_file(directory: RunDirectory) -> None:
-    """Append log records of the package, from INFO on, to driver.log.
+    """From now on append log records of the package, from INFO on, to driver.log.
 
-    Those of `cluster` are also printed to stdout.
+    Those of `cluster` are also printed to stdout. The file stays open until the process ends.
     """
     file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding=CODEC)
     handler = logging.StreamHandler(file)

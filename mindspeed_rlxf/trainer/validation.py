@@ -56,8 +56,8 @@ class Validator:
         scoring.
         iteration: number of finished iterations
         version:   number of updates in the actor's weights
-        own_line:  also write the metrics to metrics.jsonl, as a separate line; False = the caller
-                   writes them
+        own_line:  also write the metrics to metrics.jsonl, as a separate line, and to the trackers;
+                   False = the caller writes them
         """
         if not self.prompts.num_rows:
             return {}
@@ -99,6 +99,8 @@ class Validator:
 
 
 def validation_seed(seed: int) -> int:
-    """Return a seed derived from `seed` for validation, because its sample ids are also those of
-    training samples."""
+    """Return the seed of validation, derived from `seed`.
+
+    It differs from that of training, because sample ids of validation are also those of training.
+    """
     return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])

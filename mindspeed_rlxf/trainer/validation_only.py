@@ -26,12 +26,13 @@ def validate_only(
     runtime: Runtime,
     writes: bool = True,
 ) -> int:
-    """Start the workers, validate the newest checkpoint of the run, and return its iteration.
+    """Start the workers, validate the newest undamaged checkpoint, and return its iteration.
 
     Without a checkpoint, or with training.new_run, validates the weights of `load`, and returns 0.
     directory: folder to write metrics and samples to. The run's own folder is only read, so it may
                be in use
     writes: whether this process writes files and prints the metrics
+    Errors: UserError if there are checkpoints and all are damaged.
     """
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
     with phase("starting the worker processes"):

@@ -119,11 +119,11 @@ class ShardBox:
     place: Box
 
     def to_source(self, place: Box) -> Box:
-        """Translate a box of the parameter, inside `place`, to the box of the source tensor."""
+        """Translate a box of the parameter, inside `self.place`, to the box of the source."""
         return place.relative_to(self.place).shift(self.box.starts)
 
     def to_shard(self, box: Box) -> Box:
-        """Translate a box of the source tensor, inside `box`, to the box of the parameter."""
+        """Translate a box of the source tensor, inside `self.box`, to the box of the parameter."""
         return box.relative_to(self.box).shift(self.place.starts)
 
 
@@ -194,7 +194,8 @@ class BoxedTensor:
         """Return a copy of a box, put together from the stored boxes that overlap it.
 
         If `index` is not empty, `box` is one of the sub-tensor at that index of the stored tensor.
-        Raises ValueError where the stored boxes do not cover it.
+        Raises ValueError where the stored boxes do not cover it. Only elements are counted: boxes
+        that overlap are not noticed.
         """
         wanted = Box(self.index + box.starts, (1,) * len(self.index) + box.shape)
         result = torch.zeros(wanted.shape, dtype=self.dtype)

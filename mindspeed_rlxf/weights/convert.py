@@ -81,7 +81,7 @@ class Conversion:
     def shares_groups(self) -> bool:
         """Whether a legacy target has more tensor-parallel ranks than query groups (KV heads).
 
-        Targets of other formats count as one rank.
+        False for targets of other formats.
         """
         ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
         return ranks > self.architecture.kv_heads
@@ -150,8 +150,10 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     complete.
     progress: called with (bytes done, bytes in all) before the first file and after each tensor;
               reused files count as done
-    Raises UserError when the target exists (unless it may be replaced), the disk is too small, the
-    source is damaged, or a file cannot be read or written; DiskFull when the disk or quota is full.
+    Raises UserError when the target exists (unless it may be replaced), another process writes it,
+    the partial folder has other files, the disk is too small, tensors to be joined differ in dtype,
+    the source is damaged, or a file cannot be read or written; DiskFull when the disk or the quota
+    is full.
     """
     c = conversion
     files = _plan_files(c)
@@ -202,7 +204,7 @@ class DiskFull(Exception):
 def _plan_shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
     """Plan a tensor-parallel rank's shard of a parameter, whose padding is 0.
 
-    Its dtype is the conversion's, or else that of its sources.
+    Its dtype is the conversion's, or else that of its sources; raises UserError if these differ.
     """
     a, layout = c.architecture, c.layout
     assert layout is not None, "only Megatron parameters have shards"
@@ -239,7 +241,10 @@ def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
 
 
 def _plan_files(c: Conversion) -> list[PlannedFile]:
-    """Plan the files of the target that hold tensors, by its format; nothing is read or written."""
+    """Plan the files of the target that hold tensors, by its format; no tensor is read or written.
+
+    Raises UserError as `_plan_shard`.
+    """
     if c.to is Format.HF:
         return list(_hf_files(c))
     assert c.layout is not None, "a Megatron target has a layout"

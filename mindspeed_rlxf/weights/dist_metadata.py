@@ -63,8 +63,8 @@ class Metadata:
     def tensor(self, name: str) -> BoxedTensor:
         """Return a tensor by name; none of its data is read.
 
-        Raises ValueError where the name is unknown, its entry is damaged or the boxes do not cover
-        the tensor.
+        Raises ValueError where the name is unknown, its entry is damaged or the boxes have together
+        more or fewer numbers than the tensor.
         """
         with _named_errors(self.folder):
             return self._make_tensor(name, self._entries[name])
@@ -172,8 +172,8 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
     """Return (tensor name and offsets -> byte range of the box, byte ranges of other objects).
 
     An object that several entries name occurs once. Raises ValueError for a box named twice and for
-    ranges of a file that are together longer than the file, ValueError, TypeError or KeyError for
-    invalid ones.
+    ranges of a file that are together longer than the file; ValueError, TypeError, KeyError or
+    AttributeError for invalid ones.
     """
     files: dict[str, MappedFile] = {}
     used: dict[str, int] = {}
@@ -204,7 +204,7 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
 def _read_place(info: Any) -> tuple[str, int, int]:
     """Return file name, offset and length (bytes) of one entry of the storage table.
 
-    Raises ValueError for compressed entries, KeyError or TypeError for damaged ones.
+    Raises ValueError for compressed entries; KeyError, TypeError or AttributeError for damage.
     """
     state = info.state
     if state.get("transform_descriptors"):
@@ -216,8 +216,9 @@ def _read_place(info: Any) -> tuple[str, int, int]:
 
 
 def _box_key(name: Any, offsets: Any) -> str:
-    """Return name and offsets of a box as a text, whose hash a file cannot choose (no slow dict).
+    """Return name and offsets of a box as one str, a key of the byte ranges.
 
+    A str, because its hash is random in each process: a file cannot choose keys that collide.
     Raises TypeError for other types.
     """
     if type(name) is not str or not _are_sizes(offsets):

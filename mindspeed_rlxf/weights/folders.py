@@ -40,7 +40,8 @@ def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     """Return the folder whose config.json and generation_config.json describe the weights.
 
     It is the folder of the weights if that has a config.json or the Hugging Face format, else the
-    one of the tokenizer. Raises ValueError when that lacks a config.json too.
+    one of the tokenizer. Raises ValueError when that lacks a config.json too, and what
+    `find_weights` raises.
     """
     weights, tokenizer = Path(weights), Path(tokenizer)
     if (weights / CONFIG).exists() or find_weights(weights)[0] is Format.HF:
@@ -58,7 +59,8 @@ def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> BoxedW
     """Open the weights of a folder of any format; tensors are read later, box by box.
 
     Raises ValueError when something is missing or damaged; for a Megatron folder also when it has
-    another model, or pickled objects other than data.
+    another model, or pickled objects other than data. OSError where the tracker file or a file of
+    a run's checkpoint cannot be read. The garbage collector is off meanwhile.
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:

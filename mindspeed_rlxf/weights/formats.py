@@ -34,7 +34,8 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
     Looks for Hugging Face, torch_dist, run state, legacy, then an iteration, in this order. A
     folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
     reports what is missing. Raises ValueError for a Megatron folder with several iterations and no
-    tracker file, or whose tracker names a folder that does not exist.
+    tracker file, for a tracker that names a folder that does not exist, and for one that is a link
+    out of the folder; OSError for a tracker that cannot be read.
     """
     if (folder / INDEX).exists() or (folder / SINGLE).exists() or not folder.is_dir():
         return Format.HF, folder

@@ -18,7 +18,7 @@ _Entry = tuple[SafetensorsFile, torch.dtype, Shape, int]
 
 
 class HfFolder(BoxedWeights):
-    """The tensors of a folder, whose files are opened when they are needed.
+    """The tensors of a folder. Its files are opened when they are needed, and stay open.
 
     Errors: ValueError when the folder, its index or one of its files is missing or damaged, or
     the index names a file elsewhere.
@@ -39,7 +39,7 @@ class HfFolder(BoxedWeights):
     def tensor(self, name: str) -> BoxedTensor:
         """Return a tensor by name; its data is not read yet.
 
-        Raises ValueError when its file does not have it, KeyError for a name not in the folder.
+        Raises ValueError if its file is damaged or lacks it, KeyError for a name not in the folder.
         """
         file, dtype, shape, first_byte = self._entry(name)
         return BoxedTensor(name, dtype, shape, [file.stored_box(first_byte, dtype, whole(shape))])
@@ -50,7 +50,7 @@ class HfFolder(BoxedWeights):
     def _entry(self, name: str) -> _Entry:
         """Return a tensor's entry in the header of its file; opens the file if it is not open.
 
-        Raises ValueError if the file lacks it, KeyError for a name that the index lacks.
+        Raises ValueError if the file is damaged or lacks it, KeyError for a name not in the folder.
         """
         path = self._files[name]
         found = self._open(path).get(name)

@@ -182,7 +182,7 @@ class InertUnpickler:
         return deepest + 1
 
     def _allow_change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """Check that `values` may be added to the container `target`; raise its depth if needed.
+        """Check that `values` may be added to the container `target`; increase its depth if needed.
 
         Marks the values with `_hold`; the caller adds them. Raises Refused when `target` is not
         exactly of type `kind`, or is already an element of another container.

@@ -107,8 +107,8 @@ def make_layout(
 
     layers_per_chunk: layers of each virtual stage, None = one stage per pipeline rank
     layer_list:       layers of each pipeline rank, None = equal numbers
-    vocab_multiple:   multiple that the vocabulary is padded to
-    Raises UserError with a problem for each size that does not fit the model.
+    vocab_multiple:   rows of the embedding on each rank are padded to a multiple of this
+    Raises UserError with the problems of sizes and layer numbers that do not fit the model.
     """
     problems = [
         *_find_size_problems(architecture, tp, ep, vocab_multiple),
@@ -174,9 +174,9 @@ def _find_layer_problems(
 ) -> Iterator[Problem]:
     """Yield at most one problem of the flags that distribute layers over the pipeline.
 
-    `layer_list` needs `pp` positive numbers with the sum `num_layers`; `layers_per_chunk` needs
-    `pp` >= 2 and a product with `pp` that divides `num_layers`; both together are a problem.
-    Without either, `pp` must divide `num_layers`.
+    `pp` must be at least 1. `layer_list` needs `pp` positive numbers with the sum `num_layers`.
+    `layers_per_chunk` must be at least 1, and needs `pp` >= 2 and a product with `pp` that divides
+    `num_layers`. Both together are a problem. Without either, `pp` must divide `num_layers`.
     """
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")

@@ -160,7 +160,9 @@ def legacy_files(
     """Yield the planned file of each rank, in the order of `layout.ranks`; nothing is written.
 
     A rank's file has arguments, version, iteration, and its chunks' models with their shards. A
-    reward head gets a bias of zeros. folder: path that begins the paths of the files
+    reward head gets a bias of zeros.
+    dtype:  named in the arguments; each shard keeps its own
+    folder: path that begins the paths of the files
     """
     for rank in layout.ranks():
         tp_rank, pp_rank, ep_rank = rank

@@ -322,12 +322,12 @@ _KEYS = frozenset((str, bool, bytes, NoneType, torch.dtype, Named, Inert))
 
 
 def shorten(text: object) -> str:
-    """Return text of a file for a message: at most SHOWN characters, control ones escaped."""
+    """Return text of a file for a message: its first SHOWN characters, unprintable ones escaped."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text)[:SHOWN])
 
 
 def kind_of(value: Any) -> str:
-    """Describe a value for a message: text and integers shortened, others as "a TYPE".
+    """Describe a value for a message: text and integers as they are, shortened; others as "a TYPE".
 
     An Inert is "what NAME returns".
     """

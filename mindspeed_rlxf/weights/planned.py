@@ -36,9 +36,10 @@ class PlannedTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def parts(self) -> Iterator[memoryview]:
-        """Make the tensor and yield its bytes in parts of at most COPY_BYTES, without a copy.
+        """Make the tensor and yield its bytes in parts of at most COPY_BYTES.
 
-        Raises AssertionError if its shape or dtype is not the planned one.
+        It must be on the CPU; a contiguous one is not copied. Raises AssertionError if its shape or
+        dtype is not the planned one.
         """
         tensor = self.make()
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (

@@ -58,7 +58,8 @@ def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
 class RunState:
     """The tensors in a role's folder, from which boxes are read; headers are read at once.
 
-    Raises ValueError where a file is damaged, OSError where it cannot be read.
+    The first read of a box opens its file again, until `close`. Raises ValueError where a file is
+    damaged, OSError where it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -132,14 +133,16 @@ class ShardedRunState:
 
 
 StateReader = RunState | ShardedRunState
-"""What a role saved: `slot` has the tensors of that name, none where it saved none."""
+"""What a role saved: `slot` returns the tensors of that name. Where it saved none, RunState returns
+none, ShardedRunState raises ValueError."""
 
 
 def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
-    """Open a role's folder of a checkpoint: torch_dist if it has METADATA, else the older format.
+    """Open a role's folder of a checkpoint: torch_dist if it has METADATA, else safetensors files.
 
-    Raises ValueError when a file is damaged and, for the older format, when names or shapes of the
-    weights are not those of the model. For torch_dist the reader's `slot(WEIGHT)` compares them.
+    The caller closes the reader. Raises ValueError when a file is damaged and, for safetensors,
+    when names or shapes of the weights are not those of the model (for torch_dist the reader's
+    `slot(WEIGHT)` compares them); OSError when a safetensors file cannot be read.
     """
     if (folder / METADATA).exists():
         return ShardedRunState(folder, architecture)

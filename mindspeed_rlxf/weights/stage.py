@@ -59,7 +59,8 @@ class StageWeights:
         """Overwrite every parameter with the folder's weights; read this rank's slices only.
 
         A score head that the folder lacks, because it has a language model, is left as it is.
-        Returns the names of such parameters.
+        Returns the names of such parameters. Raises KeyError for any other tensor that the folder
+        lacks, and as `folder.read`.
         """
         absent = []
         for parameter in self.table:
@@ -103,9 +104,9 @@ class StageWeights:
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
     ) -> None:
-        """Write the weights as the Hugging Face folder `target`, one file per pipeline stage.
+        """Write the weights as the Hugging Face folder `target`, one file per pipeline rank.
 
-        The first stage also writes index, config.json and tokenizer. With expert parallelism each
+        The first rank also writes index, config.json and tokenizer. With expert parallelism each
         expert rank writes a file with its experts; the first one adds the stage's other tensors.
         A collective over the tensor-, pipeline- and expert-parallel groups.
 

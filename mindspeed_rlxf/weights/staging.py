@@ -48,8 +48,8 @@ class StagedFolder:
         If a run with this plan was killed after it had renamed the folder, continues in the target.
         plan:    JSON value that determines the content; parts of another plan are removed
         replace: replace an existing target
-        Raises UserError when `target` exists without `replace`, another process writes it, or the
-        partial folder has files that its journal does not name.
+        Raises UserError when `target` exists without `replace`, another process writes it, the
+        partial folder cannot be made or written, or it has files that its journal does not name.
         """
         self.target, self.replace = target, replace
         self.kept: dict[str, dict[str, Any]] = {}
@@ -117,8 +117,8 @@ class StagedFolder:
         """Read the journal into `kept` (parts) and `_begun` (paths); return if its plan is `plan`.
 
         With another plan or none, `kept` becomes empty. Also sets `_before` to where an older
-        target was moved. Truncates an incomplete last line, and removes scratch folders of earlier
-        runs.
+        target was moved. Truncates the journal at the first line that is incomplete or no JSON
+        object, and removes scratch folders of earlier runs.
         """
         lines, length = _read_lines(self.folder / JOURNAL)
         self._journal.truncate(length)
@@ -304,7 +304,7 @@ class StagedFolder:
 
         An older target is moved away first, then removed; the rename is left out if an earlier run
         made it. If the process is killed here, both folders are whole, and the next run with this
-        plan finishes.
+        plan finishes. Raises UserError if a target has appeared that may not be replaced.
         """
         if self.folder != self.target:
             self._check_target()  # it may have appeared meanwhile

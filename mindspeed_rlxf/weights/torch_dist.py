@@ -268,6 +268,7 @@ def write_metadata(
     """Write `.metadata`, `common.pt`, `metadata.json` and the empty extra states to `folder`.
 
     files: name of each data file -> the entries of its boxes, as `PlannedFile.write` returns them
+    dtype: named in the arguments in `common.pt`
     """
     described: dict[str, Any] = {}
     places: dict[Any, Any] = {}

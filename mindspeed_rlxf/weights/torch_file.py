@@ -49,7 +49,7 @@ class ChangedBytes(ValueError):
 
 
 class MappedFile:
-    """A file that is mapped into memory."""
+    """A file that is mapped into memory; if it is cut short later, a read ends the process."""
 
     def __init__(self, path: Path) -> None:
         """Map the file into memory. Raises ValueError when it cannot be opened or is empty."""

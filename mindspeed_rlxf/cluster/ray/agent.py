@@ -111,7 +111,8 @@ class RayHostCall:
         """Wait for the result and return it.
 
         Raises HostError where the function failed, its host died, or it is late. If an input
-        failed, its HostError is raised.
+        failed, its HostError is raised. The transfer of a result that is ready may take FETCH_S,
+        also beyond the deadline.
         """
         host, name = self._agent.host, self._function.__name__
         left = max(self._deadline - time.monotonic(), 0)

@@ -66,7 +66,8 @@ class DeviceClaim:
 
         Raises DevicesMissing (joined cluster) or TooFewDevices (own) some seconds after the
         deadline, when what this run had asked for is free again or is another's; UserError
-        when a node differs from the driver's, or a pool would mix device models.
+        when a node differs from the driver's, or a pool would mix device models. The deadline does
+        not cut short the comparison of new nodes (`NodeCheck.check`), which has its own.
         """
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
         deadline = time.monotonic() + limit
@@ -84,7 +85,7 @@ class DeviceClaim:
             self._report_shortage(shapes, late, nodes, is_last)
 
     def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Ask Ray for a placement group per pool and wait up to `wait_s` for all of them.
+        """Ask Ray for a placement group per pool; wait for all as `_find_late_pools` does.
 
         Returns (groups, names of pools that were not placed or have devices of several models). If
         there is such a pool, all groups have been removed again and must not be used.
@@ -180,7 +181,7 @@ def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
 
     Returns the names of those that it has not placed, in the order of `groups` (name -> placement
     group). Not by `PlacementGroup.wait`, which cuts its limit to whole seconds, and calls a placed
-    group late where none is left (Ray 2.60).
+    group late where no time is left (Ray 2.60).
     """
     deadline = time.monotonic() + max(wait_s, PLACE_S)
     while True:
@@ -195,7 +196,10 @@ def _is_placed(group: Any) -> bool:
 
 
 def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
-    """Return the names of pools that Ray placed on nodes of several device models."""
+    """Return the names of pools that Ray placed on nodes of several known device models.
+
+    Nodes of unknown model do not count.
+    """
     models = {node.id: node.model for node in nodes if node.model}
     found = []
     for name, group in groups.items() if len(set(models.values())) > 1 else ():

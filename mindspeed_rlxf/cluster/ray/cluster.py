@@ -1,8 +1,9 @@
 """Join a running Ray cluster, or start our own, which ends with this process.
 
-Our own cluster listens on the loopback interface only, needs a token made here, and keeps its files
-in one temporary folder that no other user can enter. `orphan_guard` ends it if this process is
-killed. Ray is imported inside the functions, because it reads its environment on import.
+Our own cluster listens on the loopback interface only (unless Ray was imported before), needs a
+token made here, and keeps its files in one temporary folder that no other user can enter.
+`orphan_guard` ends it if this process is killed. Ray is imported inside the functions, because it
+reads its environment on import.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class RayCluster:
         """Disconnect from Ray. For our own cluster also kill its processes and remove its folder.
 
         Kills all children of this process and their children, so also processes that are not Ray's.
-        Waits up to 5.5 s for their end.
+        Waits up to 5.5 s for their end, and for that of the guard (`OrphanGuard.end`).
         """
         import ray
 
@@ -96,7 +97,7 @@ def open_cluster(
     """Join the cluster that `config.cluster.choose_cluster` names; if it names none, start our own.
 
     Sets the environment variables in QUIET that are not set yet. Raises UserError where the cluster
-    cannot or must not be joined.
+    cannot or must not be joined, and what Ray raises where our own does not start.
     address:   `runtime.address`
     resources: devices that our own cluster registers beside those that Ray finds; not used to join
     allow_unauthenticated: also join a cluster that asks for no token (see `trust.check_trust`)
@@ -117,10 +118,11 @@ def open_cluster(
 
 
 def _join_cluster(address: str, allow_unauthenticated: bool) -> RayCluster:
-    """Connect this process to a running cluster, which must answer within KNOCK_S.
+    """Connect this process to a running cluster, which must accept a TCP connection in KNOCK_S.
 
-    Switches Ray to tokens if the cluster uses them. Raises UserError where none answers (also if
-    `auto` found none), it refuses, or it is not trusted.
+    Switches Ray to tokens if the cluster uses them and RAY_AUTH_MODE is not set. Patches Ray (see
+    `_keep_quiet`). Raises UserError where none answers (also if `auto` found none), it refuses, or
+    it is not trusted.
     """
     try:
         if address == AUTO:
@@ -170,10 +172,12 @@ def _set_token_mode(**token: str) -> None:
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
-    """Start our own cluster on the loopback interface, with a token and an orphan guard.
+    """Start our own cluster, with a token and an orphan guard; return it.
 
-    Sets environment variables of Ray in this process. Tries START_ATTEMPTS times where Ray's
-    processes do not answer in its own limit, as on a busy host; then raises what Ray raised.
+    It listens on the loopback interface only if Ray has not been imported in this process before.
+    Sets environment variables of Ray in this process, and patches Ray (see `_keep_quiet`). Where
+    Ray's processes do not answer in its own limit, as on a busy host, tries START_ATTEMPTS times,
+    with a warning for each failure but the last, which is raised; other errors are raised at once.
     resources: devices that it registers beside those that Ray finds
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
@@ -252,7 +256,7 @@ def _keep_quiet() -> None:
 
 
 def _short_temp_root() -> str:
-    """Return RAY_TMPDIR or the system's temporary folder; /tmp if socket paths were too long."""
+    """Return RAY_TMPDIR or the system's temporary folder; /tmp if socket paths get too long."""
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
     return root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
@@ -269,7 +273,10 @@ def object_store_bytes() -> int:
 
 
 class _own_sigterm:
-    """Restore this process's SIGTERM handler after the block, in which Ray replaces it."""
+    """Restore this process's SIGTERM handler after the block, in which Ray replaces it.
+
+    Does nothing outside the main thread.
+    """
 
     def __enter__(self) -> None:
         self._main = threading.current_thread() is threading.main_thread()

@@ -19,10 +19,10 @@ RUSH_S = 0.5  # a guard that ends sooner after its start is replaced after this 
 
 
 class OrphanGuard:
-    """The `orphan_guard` process of our own cluster; a killed guard is replaced at once."""
+    """The `orphan_guard` process of our own cluster; a guard that ends too early is replaced."""
 
     def __init__(self, temp_dir: Path) -> None:
-        """Start the guard, and a thread that starts another when it is killed.
+        """Start the guard, and a thread that starts another when it ends.
 
         temp_dir: the cluster's folder; the guard finds the cluster's processes by its path
         """
@@ -36,7 +36,7 @@ class OrphanGuard:
         return self._process.pid
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Send the pids of Ray's processes to the guard, which kills them when the driver ends.
+        """Send pids to the guard, which kills these processes when the driver or the cluster ends.
 
         The guard's own pid is left out. The guard reads only the first line that it gets, so call
         this once.

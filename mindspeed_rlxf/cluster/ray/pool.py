@@ -40,8 +40,8 @@ _keys = itertools.count()  # of the rows of calls, unique in this driver
 class RayWorker(WorkerProcess):
     """The Ray actor class of a worker process.
 
-    Errors are returned, not raised, so that Ray does not report them too. One thread runs all
-    methods but `give_rows`, which answers while a role computes.
+    `join` and `run_request` return errors and do not raise them, so that Ray does not report them
+    too. One thread runs all methods but `give_rows`, which answers while a role computes.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class RayWorker(WorkerProcess):
         super().__init__(self._rows.fetch_rows)
 
     def report_place(self, entry: int) -> Place:
-        """Return where this process runs; the rows that it keeps get its actor name.
+        """Return where this process runs; also store its actor name, by which others find its rows.
 
         entry: index of its node in `processes_per_node`
         """
@@ -66,9 +66,9 @@ class RayWorker(WorkerProcess):
     ) -> WorkerError | None:
         """Set `secrets` in os.environ and join the pool's world; return a WorkerError or None.
 
-        An error of joining is returned, not raised.
+        See `WorkerProcess.start`. An error of joining is returned, not raised.
         ip, port: of the pool's rendezvous store
-        secrets:  environment variables that Ray must not see
+        secrets:  environment variables that are not given to Ray as such: it would show them
         """
         os.environ.update(secrets)
         self._rank, self._rows.timeout_s = setup.rank, setup.collective_timeout_s
@@ -120,7 +120,10 @@ def start_worker(options: Mapping[str, Any]) -> Any:
 
 
 def assigned_device(kind: DeviceKind) -> str | None:
-    """Return the number of the one device that Ray gave this process; None for logical devices."""
+    """Return the id of the first device that Ray gave this process; None if it gave none.
+
+    An id is the device's number on the host, or on CUDA a UUID. Logical devices have none.
+    """
     resource = device_facade.ray_resource(kind)
     found = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
     return str(found[0]) if found else None
@@ -159,8 +162,9 @@ class RayCall:
     """A method submitted to ranks of a pool; implements `Call`."""
 
     def __init__(self, pool: RayPool, origins: Sequence[Origin], refs: list[Any], key: int) -> None:
-        """Describe a call that has been submitted; ranks keep its rows while it or a handle lives.
+        """Describe a call that has been submitted.
 
+        The ranks keep its rows as long as this object or one of its handles exists.
         origins: of the ranks, in order; refs: Ray's references to their replies
         key:     under which the ranks keep their rows
         """
@@ -174,8 +178,9 @@ class RayCall:
     def wait(self) -> list[Reply]:
         """Wait for the replies of all ranks and return them in order; call it only once.
 
-        The time it took counts for the deadlines of later calls. Raises WorkerError, or at the
-        deadline RuntimeTimeout with the states of the late ranks.
+        The deadline counts from here. The time of this wait, or of the slowest rank if that is
+        longer, counts for the deadlines of later calls. Raises WorkerError, or after the deadline,
+        and the inspection of the workers, RuntimeTimeout with the states of the late ranks.
         """
         deadlines, started = self._pool.deadlines, time.monotonic()
         requests = self._pool.under_way[self._key]

@@ -53,8 +53,10 @@ class RayPools:
         node_check: NodeCheck,
         agents: RayAgents,
     ) -> None:
-        """Store the settings, without pools yet; nothing is reserved or started.
+        """Store the settings; nothing is reserved or started yet.
 
+        Also looks up the kind of device that `auto` stands for, and takes the variables for the
+        workers from this process's environment and from `pool_settings`.
         num_devices: devices that all pools together may use, which limits warm processes
         log_dir, keep_warm: see `RayRuntime`
         """
@@ -88,7 +90,8 @@ class RayPools:
         processes_per_node: pool -> number of processes on each node
         parts:              pool -> sizes of its parts, where it is split
         Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
-        WorkerError where a process cannot start, RuntimeTimeout where it does not answer.
+        UserError where nodes differ (see `DeviceClaim.reserve`), WorkerError where a process cannot
+        start, RuntimeTimeout where it does not answer.
         """
         claimed: dict[str, RayWorkers] = {}
         reserved: dict[str, Any] = {}

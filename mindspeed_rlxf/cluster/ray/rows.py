@@ -48,9 +48,11 @@ class KeptHandle:
 
 
 class CallRows:
-    """The rows of one call, for the driver. Ranks drop them when this object is collected.
+    """The rows of one call, for the driver.
 
-    replies: references to the replies of the ranks from `first_rank` on; empty once all have come
+    When this object is collected, each rank is told with its next message to drop the rows.
+    replies: references to the replies of the ranks from `first_rank` on; empty once
+             `RayCall.wait` has returned them
     """
 
     def __init__(self, pool: RayPool, key: int, first_rank: int, replies: list[Any]) -> None:
@@ -119,9 +121,10 @@ class WorkerRows:
         self._actors.clear()
 
     def give(self, keys: Sequence[int]) -> dict[int, Any]:
-        """Wait up to ASK_S for outcomes of these keys; return them by key, without absent ones.
+        """Wait up to ASK_S until all these keys have an outcome; return by key those that exist.
 
-        Does not wait if WAITING other calls do. Large rows are returned as Ray's ObjectRef.
+        Does not wait for outcomes if WAITING other calls do. Rows of SHARED_BYTES or more are moved
+        to the host's shared memory, one call after the other, and returned as Ray's ObjectRef.
         """
         waits = self._may_wait.acquire(blocking=False)
         try:
@@ -149,7 +152,7 @@ class WorkerRows:
         """Wait until the rows of all these handles are here; return them in the order of `handles`.
 
         Raises TimeoutError if some are missing after `timeout_s`. When all have come, raises the
-        WorkerError of a rank that failed or died.
+        WorkerError of a rank that failed or died, or whose rows Ray could not deliver.
         """
         deadline = time.monotonic() + self.timeout_s
         waiting = _by_process(handles)
@@ -172,9 +175,10 @@ class WorkerRows:
         return [values[handle] for handle in handles]
 
     def _read_own(self, handle: KeptHandle) -> Outcome:
-        """Return an outcome of this process: rows as a copy, a WorkerError as it is; does not wait.
+        """Return an outcome of this process: rows as a copy, a WorkerError as it is.
 
-        Calls run in order, so the outcome exists; asserts that it was not dropped.
+        Calls run in order, so the outcome exists; asserts that it was not dropped. Rows that `give`
+        has moved are read from shared memory, without a deadline.
         """
         outcomes = self.kept.wait_for([handle.key], 0.0)
         assert handle.key in outcomes, f"{handle} were dropped before they were read"
@@ -189,7 +193,8 @@ class WorkerRows:
         """Ask each process once for its rows; return the outcomes that arrive by the deadline.
 
         The key is the handle. Rows that a process does not have yet are left out. If a process has
-        died, the outcome of its rows is a WorkerError. waiting: actor name -> handles
+        died, or Ray raises another error, the outcome of its rows is a WorkerError.
+        waiting: actor name -> handles
         """
         values: dict[KeptHandle, Any] = {}
         asked: dict[Any, list[KeptHandle]] = {}
@@ -219,10 +224,12 @@ def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
 
 
 def _read_answer(ref: Any, handles: Sequence[KeptHandle], deadline: float) -> dict[KeptHandle, Any]:
-    """Return the outcomes that a process sent, by handle; if it died, a WorkerError for each.
+    """Return the outcomes that a process sent, by handle.
 
+    After any error of Ray, as when the process died, the outcome of every handle is a WorkerError.
     Handles without an outcome are left out. Empty where rows in shared memory do not arrive before
     the deadline.
+    ref: of an answer that is here: the deadline does not cover reading it
     """
     try:
         answer = ray.get(ref)

@@ -86,7 +86,8 @@ class RayRuntime:
         Exempts the driver's present objects from garbage collection (`freeze_imports`).
         parts: pool -> sizes of its parts, where it is split
         Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
-        WorkerError where a process cannot start, RuntimeTimeout where it does not answer.
+        UserError where nodes differ (see `DeviceClaim.reserve`), WorkerError where a process cannot
+        start, RuntimeTimeout where it does not answer.
         """
         from mindspeed_rlxf.cluster.worker import freeze_imports
 

@@ -28,9 +28,9 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
     """Wait for all tasks; return their values in order.
 
     tasks: (ObjectRef, the rank that computes it)
-    As soon as a task fails or returns a WorkerError, raises the WorkerError that
-    `_find_first_cause` chooses among those known by then; at the deadline RuntimeTimeout with the
-    late ranks.
+    A task that fails or returns a WorkerError is noticed within LONGEST_LOOK_S. Then raises the
+    WorkerError that `_find_first_cause` chooses, which may wait FIRST_CAUSE_S for others. At the
+    deadline raises RuntimeTimeout with the late ranks.
     """
     origins = dict(tasks)
     values: dict[Any, Any] = {}

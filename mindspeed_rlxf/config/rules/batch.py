@@ -41,8 +41,9 @@ def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each of actor and critic with `max_tokens_per_micro_batch`, whose
-    micro-batches have unequal numbers of samples. Only for `loss_normalizer: micro_batch_mean`.
+    """Yield a problem for each of actor and critic that has `max_tokens_per_micro_batch`.
+
+    Its micro-batches have unequal numbers of samples. Only for `loss_normalizer: micro_batch_mean`.
     """
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return

@@ -65,10 +65,10 @@ def _contradictions(config: RunConfig) -> Iterator[Idle]:
 def _find_idle_of_estimator(config: RunConfig) -> Iterator[Idle]:
     """Yield the keys that nothing reads, with the reason, whatever their values.
 
-    The lambdas without a critic, `lam` if `critic_lam` and `lam_alpha` replace it, score slots if
-    the estimator does not discount, the target and horizon of a fixed KL coefficient,
-    OF_TOKEN_REWARDS if it does not discount or reads greedy scores, `clip_ratio` if a lower and
-    upper one replace it.
+    The lambdas without a critic, `lam` if `critic_lam` and `lam_alpha` replace it, OF_SCORE_SLOTS
+    if the estimator does not discount, OF_TOKEN_REWARDS if it does not discount or reads greedy
+    scores, the target and horizon of a fixed KL coefficient, `clip_ratio` if `clip_ratio_low` and
+    `clip_ratio_high` replace it.
     """
     algorithm, actor = config.algorithm, config.actor_rollout
     traits = algorithm.estimator

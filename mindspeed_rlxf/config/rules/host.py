@@ -40,7 +40,10 @@ def check_host(config: RunConfig) -> list[Problem]:
 
 
 def joined_address(config: RunConfig) -> str | None:
-    """Return the address of the Ray cluster to join; None = start one for this run."""
+    """Return the address of the Ray cluster to join (`choose_cluster`); None = the run starts one.
+
+    `auto` where the configuration says so and this user has no cluster on this host.
+    """
     return choose_cluster(config.runtime.address).address
 
 
@@ -51,9 +54,8 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
 def _check_local_world(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1).
 
-    One for WORLD_SIZE alone if it is no number.
-
-    Call it only with `runtime.kind=local`, where every process runs every role.
+    If WORLD_SIZE is no number above 0, that is the only problem. Call it only with
+    `runtime.kind=local`, where every process runs every role.
     """
     found = os.environ.get("WORLD_SIZE", "1")
     if not (found.isascii() and found.isdigit() and int(found)):

@@ -25,7 +25,7 @@ class MapKeys:
 
     prompt:   text, or a list of chat messages {role, content}
     query:    text put on a new line under the prompt
-    response: text; handlers that write prompts only keep it like any other column
+    response: text; not read by handlers that write prompts only
     history:  list of [user, assistant] pairs before the prompt
     system:   text
     chosen, rejected: the better and the worse response of a pair
@@ -86,9 +86,9 @@ def default_keys(handler: Handler) -> Keys:
 
 
 def known_keys(handler: Handler) -> list[str]:
-    """List the keys of --map-keys that a handler reads, in the order of the keys' class.
+    """List the keys of --map-keys that a handler accepts, in the order of the keys' class.
 
-    Handlers of pairs read chosen and rejected but no response, others the reverse.
+    Handlers of pairs accept chosen and rejected but no response, others the reverse.
     """
     unused = ("response",) if handler.output is Output.PAIR else ("chosen", "rejected")
     return [key.name for key in fields(default_keys(handler)) if key.name not in unused]
@@ -184,7 +184,7 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
     """Yield the problems of one key of --map-keys and its value; none if they are valid.
 
-    A key that `handler` reads needs text or null, "tags" valid tags. Other keys of MapKeys and
+    A key that `handler` accepts needs text or null, "tags" valid tags. Other keys of MapKeys and
     those of NOT_RENDERED are valid with an empty value only, and unknown keys never.
     """
     known = known_keys(handler)

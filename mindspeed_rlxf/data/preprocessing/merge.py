@@ -50,11 +50,11 @@ def merge(
     """Write `{output_prefix}_{key}.bin/.idx` from all .bin/.idx pairs whose name contains the key.
 
     The pairs are those in `folder`, concatenated in the order of their names. If some belong to
-    sets with a sidecar, all must; then whole sets are merged and the output has a sidecar; without
-    `overwrite` an output that an interrupted run completed is moved into place first. Returns
-    output path without ending -> number of sequences. Raises UserError where `folder` is no folder,
-    a key has no pairs, sets are incomplete or differ, an output exists (without `overwrite`), or
-    writing fails.
+    sets with a sidecar, all must; then whole sets are merged and the output has a sidecar. In that
+    case an output that an interrupted run completed is first moved into place, and exists then.
+    Returns output path without ending -> number of sequences. Raises UserError where `folder` is no
+    folder, a key has no pairs, sets are incomplete or differ, an output exists (without
+    `overwrite`), or writing fails.
     """
     source, prefix = Path(folder).absolute(), Path(output_prefix).absolute()
     if not source.is_dir():

@@ -97,7 +97,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     Unusable rows are dropped and written to a file of rejected rows. Raises UserError for files
     that cannot be read or written, an existing data set without `overwrite`, named columns that
     are absent, when no row is left, and when a row is dropped with `strict` (or is too long with
-    `overlong` ERROR).
+    `overlong` ERROR); BrokenProcessPool when a worker process is killed.
     """
     prefix = _check_prefix(options)
     counts, refusals = Counts(), Refusals()

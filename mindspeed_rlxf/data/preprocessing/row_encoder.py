@@ -158,8 +158,8 @@ class RowEncoder:
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
         """Tokenize examples; return the sequences of each, in the order of `Handler.sequences`.
 
-        Prompts alone have token ids only. A conversation without `end_id` at its end gets it, as a
-        label too, unless that is None. Pairs get no `end_id`, and labels in the last response only.
+        Prompts alone have token ids only. With `end_id`, a conversation that does not end with it
+        gets it, as a label too. Pairs get no `end_id`, and labels in the last response only.
         """
         if not self.handler.has_responses:
             return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]
@@ -227,8 +227,8 @@ class RowEncoder:
         """Return name -> JSON bytes of each row for the columns to write beside the tokens.
 
         None where a row lacks the column. Columns that became the prompt are left out. Where the
-        handler writes answers, the first is column `labels`, in place of one of the row. Only
-        columns of `kept_columns`, `labels` too; None = all.
+        handler writes answers (ANSWERED), column `labels` has the row's response, in place of a
+        column `labels` of the row. Only columns of `kept_columns`, `labels` too; None = all.
         """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns

@@ -49,8 +49,8 @@ MAX_COLUMNS = 256  # each keeps a file open
 def existing_files(prefix: Path) -> list[Path]:
     """List the existing files of this prefix's data set: sidecar, columns, rejected rows.
 
-    They are in the order of removal: of each column the .idx file first, and columns of token ids
-    before others, so that after an interruption no remaining files look like a data set.
+    They are in the order of removal: the sidecar, then of each column the .idx file first, columns
+    of token ids before others. Without the .idx of the token ids the other files are no data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     paths = [data_path(prefix, name) for name in columns]
@@ -62,7 +62,7 @@ def finish_interrupted(prefix: Path) -> None:
     """Move a complete data set whose writer was killed to its final names, and log a warning.
 
     Removes the partial folder then. Does nothing where that has no list of moves. Raises UserError
-    when another process writes to the prefix.
+    when another process writes to the prefix, and OSError.
     """
     folder = partial_folder(prefix)
     if (folder / MOVES).exists():
@@ -75,7 +75,8 @@ def finish_interrupted(prefix: Path) -> None:
 class PromptSetWriter:
     """Writes one data set to a partial folder, which is removed at exit; `commit` publishes it.
 
-    A context manager. Raises UserError when another process writes to the prefix, and OSError.
+    A context manager. Only a `commit` that fails between two moves leaves the folder, for
+    `finish_interrupted`. Raises UserError when another process writes to the prefix, and OSError.
     """
 
     def __init__(self, prefix: Path, handler: Handler) -> None:

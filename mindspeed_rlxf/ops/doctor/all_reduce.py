@@ -42,7 +42,7 @@ def warm_up() -> int:
 
 
 def open_store(ip: str) -> int:
-    """Open a TCPStore on a free port of this process and keep it open; return the port.
+    """Open a TCPStore in this process, on a free port, and keep it open; return the port.
 
     ip: address to listen on. Closes the stores that earlier calls opened.
     """
@@ -55,7 +55,8 @@ def open_store(ip: str) -> int:
 def all_reduce(task: Task) -> Outcome:
     """Join the process group, all-reduce, check the sum and leave the group.
 
-    Never raises: the outcome has the cause of a failure and the ranks that did not come.
+    Raises only what leaving the group raises. The outcome of another failure has its cause and the
+    ranks, as numbers in the group, that did not come.
     """
     store: dist.Store | None = None
     try:
@@ -103,7 +104,7 @@ def _key(rank: int) -> str:
 
 
 def _absent_ranks(task: Task, store: dist.Store | None) -> tuple[int, ...]:
-    """Return the ranks that never came to the group's store; () if the store cannot be asked."""
+    """Return the ranks, as numbers in the group, that never came; () if the store is gone."""
     try:
         if store is None:
             return ()

@@ -50,8 +50,8 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     """Write `NAME-doctor.tar.gz` with the redacted files of the run in `folder`; return its path.
 
     target_dir: existing folder for the archive; if the name exists there, a number is added to it
-    Raises UserError if `folder` has no run, or if the archive cannot be written; an incomplete
-    archive is deleted then.
+    The archive's permissions are the run's `training.file_mode`. Raises UserError if `folder` has
+    no run, or for any OSError while the archive is made; an incomplete archive is deleted then.
     """
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):
@@ -158,7 +158,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _choose_configs(run: RunDirectory) -> list[Path]:
     """List at most MOST_CONFIGS configuration files, by ascending number, config.yaml last.
 
-    Those of the lowest numbers are left out.
+    If there are more, those of the lowest numbers are left out.
     """
     files = islice(run.path.glob("config*.yaml"), MOST_FILES)
     found = [(m[1], file) for file in files if (m := CONFIG_FILE.fullmatch(file.name))]
@@ -183,7 +183,10 @@ def _choose_logs(run: RunDirectory) -> list[Path]:
 
 
 def _is_regular(file: Path) -> bool:
-    """Whether `file` is a regular file; False for links, which could lead out of the run."""
+    """Return whether `file` is a regular file; False for links, which could lead out of the run.
+
+    Raises OSError if there is no such file.
+    """
     return stat.S_ISREG(file.lstat().st_mode)
 
 
@@ -237,10 +240,10 @@ def _list_files(folder: Path) -> str:
 
 
 def private_texts(run: RunDirectory) -> set[str]:
-    """Return the strings that a bundle must not contain: those of logged samples and of data.
+    """Return strings to remove from a bundle: of the data (`_data_texts`) and of logged samples.
 
-    Reads the first data rows, then the samples from the newest on until it has 2 x MOST_TEXTS
-    strings.
+    The samples are read from the newest on, SAMPLE_BYTES of each file at most, until there are
+    2 x MOST_TEXTS strings. Strings beyond these limits are missing.
     """
     texts = _data_texts(_read_config(run))
     for file in (run.samples, run.val_samples):
@@ -254,8 +257,9 @@ def private_texts(run: RunDirectory) -> set[str]:
 def _data_texts(config: dict[str, Any]) -> set[str]:
     """Return the strings in the first rows of the training and validation files.
 
-    Reads MOST_TEXTS rows of a file at most, and stops after SAMPLE_BYTES characters or MOST_TEXTS
-    strings in all. Files that cannot be read are left out.
+    Reads MOST_TEXTS rows of a file at most, stops after SAMPLE_BYTES characters in all, and begins
+    no other file once there are MOST_TEXTS strings. Of a file that cannot be read to its end, the
+    rows before the fault count.
     """
     texts: set[str] = set()
     size = 0
@@ -277,7 +281,7 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
 
 
 def _read_config(run: RunDirectory) -> dict[str, Any]:
-    """Read the run's configuration; {} if it cannot be read or is no mapping."""
+    """Read config.yaml, of the run's first start; {} if it cannot be read or is no mapping."""
     try:
         found = parse_yaml(_read_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):

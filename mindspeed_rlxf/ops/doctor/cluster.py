@@ -63,9 +63,11 @@ def check_cluster(
 ) -> list[Finding]:
     """Join a Ray cluster, return findings on its hosts and collectives, and leave it.
 
-    address: None = RAY_ADDRESS
-    A failure to join becomes the only finding, an error. Raises UserError when no cluster is named,
-    or `local`.
+    address:    None = RAY_ADDRESS
+    deadline_s: after it no check is begun; joining the cluster is not limited by it
+    allow_unauthenticated: also join a cluster that asks for no token
+    Sets environment variables of Ray. Raises UserError when no cluster is named, or `local`, or it
+    cannot be joined; a RuntimeError of joining becomes the only finding.
     """
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
@@ -79,7 +81,7 @@ def check_cluster(
         )
     try:
         cluster = open_cluster(address, {}, allow_unauthenticated)
-    except RuntimeError as problem:  # versions of Ray or Python that differ, among others
+    except RuntimeError as problem:  # `open_cluster` raises most failures as UserError
         return [_failed("cluster.join", problem)]
     try:
         return _check_joined(subject, end)
@@ -221,7 +223,7 @@ def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
 def _collectives(
     subject: Subject, nodes: Sequence[Node], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
-    """Return findings of all-reduces among new processes, one per free device of all hosts.
+    """Return findings of all-reduces among new processes on all hosts (`_num_ranks_to_start`).
 
     The processes are ended. environment: their variables; end: deadline, of `time.monotonic`
     Busy devices are a warning and left out. A process that does not start is an error, and its host

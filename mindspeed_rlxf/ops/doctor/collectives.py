@@ -21,7 +21,8 @@ class Transport(Protocol):
         """Run one all-reduce in each group, all groups at once; wait for the results.
 
         groups: rank numbers; no rank is in two groups
-        Returns one outcome per group, in order, after `timeout_s` or a little more.
+        Returns one outcome per group, in order. Waits `timeout_s` at most, and beyond that only for
+        new processes in place of those that did not reply.
         """
 
 
@@ -35,8 +36,9 @@ class Conductor:
         self._end = clock() + deadline_s
 
     def run_round(self, groups: Sequence[Group], longest_s: float) -> list[Outcome] | None:
-        """Run one all-reduce per group, for `longest_s` at most; return one outcome per group.
+        """Run one all-reduce per group; return one outcome per group, in order.
 
+        Gives the transport `longest_s`, or the time until the deadline if that is less.
         Returns None, and runs nothing, if less than LEAST_ROUND_S is left before the deadline.
         """
         left = self._end - self._clock()
@@ -80,7 +82,7 @@ def check_collectives(
 
     hosts: one party per host, with the host's ranks; those that fail inside are not paired, but
            searched for the devices at fault
-    Returns when done or after `deadline_s`, plus what the last round takes to answer. If that
+    No round is begun after `deadline_s`; the last one may end later (`Transport.run`). If that
     deadline leaves no time to begin, there is one warning.
     """
     conductor = Conductor(transport, deadline_s, clock)

@@ -17,8 +17,8 @@ BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 def check_devices(kind: DeviceKind) -> list[Finding]:
     """Return findings on this host's accelerators: kind, the driver's list, torch's number.
 
-    torch must see as many devices as the driver lists. On CPU there is one finding, a warning if
-    /dev has device files. An exception of torch is the only finding, an error.
+    The driver is asked for NPU and CUDA only. On CPU there is one finding, a warning if /dev has
+    device files. An exception of torch is the only finding, an error.
     """
     try:
         kind = device.resolve_kind(kind)

@@ -102,7 +102,7 @@ def _run_probe(probe: Probe, queue: Queue[list[Finding]]) -> None:
 
 
 def describe(problem: Exception) -> str:
-    """Return type and message of an exception on one line."""
+    """Return type and message of an exception on one line; the message is cut to MAX_MESSAGE."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:MAX_MESSAGE]}"
 
 

@@ -103,7 +103,7 @@ def shared_memory(wanted: int, free: int | None = None) -> Finding:
 def memory(total: int | None = None, available: int | None = None) -> Finding:
     """Check the available memory: an error under LEAST_BYTES, a warning under a tenth of `total`.
 
-    Both in bytes, None = measure; a container's limit counts where it is lower than the host's.
+    total, available: bytes, None = measure; a container's limit counts if it is the lower one
     """
     total = device.host_memory() if total is None else total
     if available is None:

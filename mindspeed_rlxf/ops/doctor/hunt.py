@@ -51,7 +51,7 @@ Rounds: TypeAlias = Generator[list[Group], Sequence[Outcome], None]
 class Verdict:
     """Parties and groups that fail.
 
-    broken:          parties that fail with every partner
+    broken:          parties that fail with every partner, though enough of these pass with others
     links:           pairs that fail although both parties pass with others
     undecided:       groups that fail, without a known failing pair or party inside
     num_pairs:       pairs tried

@@ -26,11 +26,12 @@ def check_leftovers() -> list[Finding]:
 
 
 def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
-    """Warn of Ray clusters of this user that run here: any, or with `is_joined` more than one.
+    """Warn if any raylet process (one per Ray node) runs here, or more than one if `is_joined`.
 
-    commands:  command lines of this user's processes
+    Else `ok`.
+    commands:  command lines of this user's processes, the program first; those that contain
+               OWN_PREFIX, of clusters that our own runs started, do not count
     is_joined: RAY_ADDRESS is set, or this process is a worker of a cluster
-    Counts raylet processes, without those of clusters that our own runs started. Else `ok`.
     """
     programs = [line.partition(" ")[0] for line in commands if OWN_PREFIX not in line]
     count = sum(Path(program).name == RAYLET for program in programs)
@@ -61,7 +62,10 @@ def check_folders(root: Path, commands: Sequence[str]) -> Finding:
 
 
 def _own_commands() -> Iterator[str]:
-    """Yield the command line of each process of this user."""
+    """Yield the command line, words joined by spaces, of each process with this real user id.
+
+    Processes without one, or whose command line cannot be read, are left out.
+    """
     for process in psutil.process_iter(["uids", "cmdline"]):
         uids, words = process.info["uids"], process.info["cmdline"]
         if uids and uids.real == os.getuid() and words:

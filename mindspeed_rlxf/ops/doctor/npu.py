@@ -17,7 +17,10 @@ def check_install(kind: DeviceKind) -> list[Finding]:
 
 
 def check_cards(kind: DeviceKind, several_hosts: bool) -> list[Finding]:
-    """Check cards and their network ports on an NPU host; [] on another device kind."""
+    """Check cards and their network ports on an NPU host.
+
+    [] on another device kind, and if the driver's tool fails or lists no card.
+    """
     return list(map(_finding, _cards(Host(), several_hosts))) if _is_npu(kind) else []
 
 

@@ -29,8 +29,8 @@ class RayRanks:
     def run(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
         """Run an all-reduce in each group, all at once; return one outcome per group, in order.
 
-        Processes that fail to reply are replaced. A group with a process whose replacement did not
-        start either fails without a try.
+        Processes that fail to reply are replaced, which may take START_S beyond `timeout_s`. A
+        group with a process whose replacement did not start either fails without a try.
         """
         alive = [group for group in groups if self._dead.isdisjoint(group)]
         found = dict(zip(alive, self._run_alive(alive, timeout_s), strict=True))
@@ -47,8 +47,8 @@ class RayRanks:
 
         groups: of processes that run; the first of each group opens the group's store. If it
                 cannot, the group fails with that process as absent
-        Waits for about `timeout_s`, then replaces the processes that did not reply and waits for
-        the new ones.
+        Waits for about `timeout_s`, then replaces the processes that did not reply and waits up to
+        START_S for the new ones.
         """
         started = time.monotonic()
         opening = [

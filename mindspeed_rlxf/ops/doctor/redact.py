@@ -66,7 +66,10 @@ SHORTEST = 4  # characters of a prompt or a secret that is looked for
 
 
 def is_open_variable(name: str) -> bool:
-    """Whether a variable's value may be shown: its prefix is in OPEN_VARIABLES, it is no secret."""
+    """Return whether a variable's value may be shown, by its name.
+
+    It must begin with one of OPEN_VARIABLES, and must not be that of a secret.
+    """
     return name.startswith(OPEN_VARIABLES) and not is_secret_name(name)
 
 

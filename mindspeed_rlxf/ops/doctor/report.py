@@ -45,7 +45,7 @@ class Report:
     def counts(self) -> Mapping[str, int]:
         """Return status -> number of findings; 0 for statuses that none has.
 
-        The keys are the values of `Status`, as "ok".
+        The keys are the values of `Status`, such as "ok".
         """
         found = Counter(finding.status for finding in self.findings)
         return {status.value: found[status] for status in Status}
@@ -103,7 +103,7 @@ def _format_finding(finding: Finding, check_width: int, width: int, colour: bool
     """Format one finding: status, check name, value and hosts; on lines below, the remedy.
 
     check_width: columns of the check name
-    width:       columns of a line; value and remedy have at least 30, however narrow it is
+    width:       columns of a line; value and remedy get 30 columns even if that exceeds it
     """
     word = f"{finding.status.value:<7}"
     if colour:

@@ -21,7 +21,7 @@ REQUIRED = ("torch", "ray", "transformers", "safetensors", "numpy")
 def check_software(kind: DeviceKind) -> list[Finding]:
     """Check versions of Python and packages; for NPU also CANN and which versions fit together.
 
-    On NPU the adaptor's torch must be installed, on other kinds Megatron.
+    Beside REQUIRED, torch_npu must be installed on NPU, megatron-core on other kinds.
     """
     kind = device.resolve_kind(kind)
     is_npu = kind is DeviceKind.NPU
@@ -32,7 +32,7 @@ def check_software(kind: DeviceKind) -> list[Finding]:
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
-    """Return an error if Python is older than OLDEST_PYTHON."""
+    """Return an error if Python is older than OLDEST_PYTHON, else `ok`."""
     return judge(
         version >= OLDEST_PYTHON,
         "versions.python",
@@ -94,9 +94,9 @@ def _cann_finding(cann: str | None) -> Finding:
 
 
 def _source_findings() -> list[Finding]:
-    """Return one `ok` finding with the folders that Megatron and MindSpeed are imported from.
+    """Return one `ok` finding with the folders that Megatron and MindSpeed would be imported from.
 
-    Names only those that are a checkout; [] if none is.
+    Packages that are not found are left out; [] if none is found.
     """
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}

@@ -19,7 +19,7 @@ class Subject:
     """The device kind, folder and files to check. Picklable: every host of a cluster gets it.
 
     output_dir:    absolute path of the run directory
-    paths:         (key of the configuration, file, folder or glob pattern that the run reads)
+    paths:         pairs (key of the configuration, path or glob pattern that the run reads)
     several_hosts: the run uses more than one host, so network checks need non-loopback addresses
     resource:      name of the Ray resource for one device; None = the default name of the kind
     """
@@ -35,7 +35,7 @@ def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bo
     """Return what to check: the device, run directory and input files of the configuration.
 
     config: None = no input files, and `./outputs` as the output folder
-    kind:   replaces the configuration's kind unless it is `auto`
+    kind:   replaces the configuration's; `auto` = take the configuration's
     Paths are made absolute; nothing is created.
     """
     if config is None:
@@ -50,9 +50,10 @@ def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bo
 
 
 def _input_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path or glob pattern) of each input of a run; the path of an unset key is "".
+    """Yield (key, path or glob pattern) of the inputs of a run.
 
-    In this order: tokenizer, weights of each role, data files, packed data, fixed responses.
+    In this order: tokenizer, weights of each role, data files, packed data, fixed responses. A key
+    with a list yields one pair per entry, none if it is empty; any other unset key has the path "".
     """
     training, data = config.training, config.data
     yield "training.tokenizer_name_or_path", _tokenizer_path(training.tokenizer_name_or_path)

@@ -13,7 +13,10 @@ from mindspeed_rlxf.ops.sizes import existing_folder
 
 
 def is_joined(config: RunConfig) -> bool:
-    """Whether the run joins a Ray cluster, whose hosts cannot be looked at here."""
+    """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here.
+
+    Each call may open a connection, to find a cluster of this user (`choose_cluster`).
+    """
     return config.runtime.kind is RuntimeKind.RAY and joined_address(config) is not None
 
 
@@ -25,7 +28,8 @@ def on_cpu(config: RunConfig) -> bool:
 def device_memory(config: RunConfig) -> int | None:
     """Return `device.memory_gib` in bytes if set, else the memory of this host's smallest device.
 
-    None = unknown, as without `device.memory_gib` on a joined cluster or on CPU.
+    None = unknown, as without `device.memory_gib` on a joined cluster or on CPU. Each call without
+    the key runs the driver's tool, which may take seconds.
     """
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)

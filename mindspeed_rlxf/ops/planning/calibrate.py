@@ -177,7 +177,7 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
     """Train a random model of this shape in a process; return the medians of its phases' seconds.
 
     The first WARM_UP iterations are left out; files lie in a temporary folder. Raises UserError if
-    the training fails.
+    the training fails or takes over LIMIT_S.
     """
     with tempfile.TemporaryDirectory(prefix="rlxf-calibration-") as name:
         folder = Path(name)

@@ -120,10 +120,10 @@ def write_calibration(file: Path, calibration: Calibration) -> None:
 
 
 def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> Calibration:
-    """Read a calibration file and check that it was measured on this host with these settings.
+    """Read a calibration file and check that it is valid on this host with these settings.
 
-    Raises UserError if it cannot be read, has another form, or is of another device, version or
-    setting.
+    Raises UserError if it cannot be read, has another form, or is of another model of device,
+    version or setting.
     """
     name = f"plan.calibration={file}"
     try:
@@ -140,8 +140,9 @@ def read_calibration(file: Path, kind: DeviceKind, threads: int, bf16: bool) -> 
 def _find_mismatch(found: Calibration, kind: DeviceKind, threads: int, bf16: bool) -> str:
     """Return the rule that the calibration breaks on this host with these settings; "" if none.
 
-    Compares form, kind and name of the device, versions of torch and megatron-core, CPU threads and
-    bf16, in this order; then it must have the costs of each `Kind`, and of nothing else.
+    Compares form, kind and name of the device (unless the name is unknown here), versions of torch
+    and megatron-core, CPU threads and bf16, in this order; then it must have the costs of each
+    `Kind`, and of nothing else.
     """
     there = device_name(kind)
     here = {

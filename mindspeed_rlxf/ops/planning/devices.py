@@ -65,7 +65,7 @@ TABLE = {
 the 910_93 the RDMA plane of the same paper."""
 
 USUAL = {NPU: "ascend-910b3", CUDA: "h100"}
-"""Row of the table where `plan.device` names none: that of the smaller rate, on NPU."""
+"""Row of the table for each kind of device if `plan.device` is not set."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Need:
     def verdict(self) -> str:
         """Return the plan's line: sizes, and "fits", or "does not fit" with the remedy.
 
-        If the available bytes are unknown: sizes, and why they are.
+        If the available bytes are unknown: the wanted bytes, and why the others are unknown.
         """
         if self.available is None:
             return f"{self._sizes}; {self.unknown}"
@@ -71,7 +71,7 @@ class Fit:
 def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
     """Compare the needs of a run with the memory of devices and hosts, and with the free disk.
 
-    rates: to name the remedy with the shortest predicted time; None = the first that suffices
+    rates: to name the remedy with the shortest predicted time; None = a single change if it can be
     Returns a text per section (each pool and part, host memory, disk) and problems where a need is
     larger than what is there.
     """

@@ -162,7 +162,7 @@ def _num_responses(config: RunConfig) -> int:
     """Return the most responses of an iteration, also those that are not trained on.
 
     With `filter_groups` it is `max_num_gen_batches` times the samples. An estimator that needs
-    greedy responses adds `global_batch_size` once: they are made of the prompts that are kept.
+    greedy responses adds `global_batch_size` once: they are made for the prompts that are kept.
     """
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
@@ -171,8 +171,9 @@ def _num_responses(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
-    """Return the bytes of final weights per trained role, the bytes of a checkpoint of all trained
-    roles together, and the number of checkpoints: those kept and one being written.
+    """Return the disk space for final weights and checkpoints of the trained roles.
+
+    A checkpoint has all trained roles; one more than `training.keep_last` is counted.
     """
     itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
     checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]

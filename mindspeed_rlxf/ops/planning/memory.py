@@ -119,7 +119,7 @@ class PoolMemory:
 
     @property
     def total(self) -> int:
-        """Return the most bytes that a device of the pool needs at any time."""
+        """Return the most bytes that the rank's device needs at any time."""
         needed = sum(self.on_device(*self.peak)) + self.peak[1].total if self.peak else 0
         return self.process + sum(role.other for role in self.roles) + needed
 
@@ -274,8 +274,9 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 def cache_rows(config: RunConfig) -> int:
     """Return the number of sequences that a rollout replica generates at once.
 
-    At most `num_samples_per_step`; if unset, as many as fit into the KV cache with half a response
-    each, at least one. Never more than the replica's samples of an iteration.
+    At most `num_samples_per_step`; if unset, as many as fit into the KV cache with the longest
+    prompt and half a response each, at least one (all if the memory is unknown). Never more than
+    the replica's samples of an iteration.
     """
     actor = config.actor_rollout
     waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)

@@ -80,7 +80,8 @@ class PipelineStage:
     def communication_bytes(self, trains: bool) -> int:
         """Return the bytes of buffers of all process groups, and of sequence parallelism if used.
 
-        Groups of generation count for an actor whose pool is not split in training and generation.
+        Groups of generation count for an actor whose pool is not split in training and generation;
+        in a split pool it has one more group, of the whole pool.
         trains: the role has an optimizer, which needs groups of its own
         """
         layout = self.layout

@@ -82,7 +82,8 @@ def _suggestions(
     """Search layouts; return the text of the plan's section on them, and problems.
 
     Nothing is searched, and there is one problem, which the text repeats, if the memory or the
-    rates are unknown; else there are none. On CPU the memory is that of a generating process.
+    rates are unknown; else there are none. On CPU without `device.memory_gib` the memory is that of
+    a generating process.
     """
     room = available.device_memory(config)
     if available.on_cpu(config) and room is None:
@@ -123,7 +124,7 @@ def _run_section(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _describe_checkpoints(config: RunConfig) -> str:
-    """Return as text when checkpoints are saved (at the end is one always) and how many are kept.
+    """Return as text when checkpoints are saved (always at the end) and how many are kept.
 
     The interval in iterations is left out if it is 0 or longer than the run, that in seconds if 0.
     """
@@ -255,8 +256,8 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 def _updates_table(config: RunConfig) -> list[list[object]]:
     """Return the table of updates: a heading row, the actor's row, and the critic's if any.
 
-    Columns: role, size and number of mini-batches, epochs, steps per iteration, micro-batches per
-    step, steps in the run, learning rate.
+    Columns: role, samples of a mini-batch over all ranks, mini-batches per epoch, epochs, steps per
+    iteration, micro-batches per rank and step, steps in the run, learning rate.
     """
     actor = config.actor_rollout
     rows: list[list[object]] = [

@@ -37,7 +37,8 @@ def find_rates(config: RunConfig) -> KnownRates:
     """Return the rates of `plan.calibration`, else of this user's calibration, else published ones.
 
     The user's file is skipped, with a note, if it is not valid here, and unread if `plan.device` is
-    set. Raises UserError if `plan.calibration` is not valid here or `plan.device` is unknown.
+    set. Raises UserError if `plan.calibration` is not valid here, or `plan.device` is unknown or of
+    another kind than the run's devices.
     """
     kind, given = device.resolve_kind(config.device.kind), config.plan
     others = _find_published_rates(config, kind)

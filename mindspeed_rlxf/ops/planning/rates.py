@@ -49,7 +49,7 @@ class Rates:
 
 
 def published_rates(figures: DeviceFigures, itemsize: int) -> Rates:
-    """Return costs, in seconds per FLOP or byte, from a row of the device table.
+    """Return the rates of a row of the device table, the same costs for each kind of work.
 
     The figures are reduced to the assumed SHARES. A row without a rate to the host gets the rate
     of SHARES. An iteration costs nothing beside its phases.

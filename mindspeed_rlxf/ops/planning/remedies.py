@@ -43,9 +43,9 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
     """Return as text the cheapest change after which a rank needs at most `limit` bytes.
 
     Considers single changes, and a combination found step by step; the shortest predicted time
-    wins. Without rates, it is the first single change in the order of `_single_changes`; the
-    combination only if no single one suffices. If nothing does, the text says to use more devices,
-    and the lowest need that was reached.
+    wins. Without rates, it is the single change of the fewest keys, the first of equal ones in the
+    order of `_single_changes`; the combination only if no single one suffices. If nothing does, the
+    text says to use more devices, and what the combination reached.
     """
     search = _Search(config, pool, limit, rates)
     singles = search.try_single_changes(search.before)

@@ -68,10 +68,12 @@ def usable_bytes(device_bytes: int) -> int:
 
 
 def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Suggestion]:
-    """Try all layouts; return the fastest that need at most `limit` bytes of a device.
+    """Return the fastest layouts that need at most `limit` bytes of a device and fit the host.
 
-    At most SHOWN, fastest first: the best of each pair of TP and PP, then others if pairs are few.
-    note: called with a line of progress every REPORT_EVERY_S
+    Tries all `_layouts`, each with its best offload (`_best_offload`). Returns SHOWN at most,
+    fastest first: the best of each pair of TP and PP, then others if pairs are few; [] if none
+    fits.
+    note: called with a line of progress, at least REPORT_EVERY_S apart
     """
     layouts = list(_layouts(config))
     found: list[tuple[_Layout, Suggestion]] = []
@@ -200,8 +202,8 @@ def _evaluate(
 ) -> tuple[Suggestion, bool] | None:
     """Estimate the most rows generated at once with which a layout fits; predict its time.
 
-    Starts with all samples of a replica, and takes off rows for the bytes over `limit`, once; from
-    8 rows on to a multiple of 8.
+    Starts with all samples of a replica, and takes off rows for the bytes over `limit`, once; 8
+    rows or more are then rounded down to a multiple of 8.
     Returns the suggestion, and whether all samples of a replica are generated at once. None if a
     rule forbids the layout, or it then does not fit device or host.
     """

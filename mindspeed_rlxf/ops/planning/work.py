@@ -151,7 +151,7 @@ def attention_flop(a: ArchitectureConfig, queries: float, context: float, tp: in
 
 
 def _spans_hosts(config: RunConfig, role: Role, size: int) -> bool:
-    """Whether `size` consecutive ranks of a role can lie on more than one host."""
+    """Return whether `size` consecutive ranks of a role are more than its smallest host has."""
     return size > min(config.processes_of(role))
 
 
@@ -163,7 +163,7 @@ def _ring_factor(size: int) -> float:
 class _ModelWork:
     """Counts the work of one rank of a role's model on the busiest pipeline stage.
 
-    That is the last one, with the head.
+    That is the last one, with the head. Parameters are counted as if each rank had all experts.
     """
 
     def __init__(self, config: RunConfig, role: Role, lengths: Lengths) -> None:
@@ -314,8 +314,9 @@ class _ModelWork:
 def generation_work(config: RunConfig) -> Work:
     """Return the work of a generating rank in an iteration.
 
-    Receiving weights, prefill, decoding, sampling, exchanges between tensor- and expert-parallel
-    ranks and, if the actor offloads its weights, copying them to the device.
+    Counts receiving weights, prefill, decoding, sampling, exchanges between tensor-parallel ranks
+    (as if on one host) and expert-parallel ranks and, if the actor offloads its weights, copying
+    them to the device.
     """
     actor, layout, lengths = config.actor_rollout, config.rollout_layout, mean_lengths(config)
     a, tp, item = actor.architecture, layout.tp, memory.itemsize(actor)
@@ -344,10 +345,10 @@ def generation_work(config: RunConfig) -> Work:
 
 
 def _exchange_work(config: RunConfig, item: int, tokens: int, passes: int) -> Work:
-    """Return the work of exchanging tokens between the expert-parallel ranks of a rollout replica.
+    """Return the work of exchanging tokens between rollout replicas that share experts.
 
     Tokens are gathered, and results are summed in fp32. No work if EP = 1.
-    tokens: of a rank; passes: of the model
+    tokens: of a rank; passes: through the model
     """
     a, ep = config.actor_rollout.architecture, config.rollout_ep
     if ep == 1:

@@ -98,10 +98,11 @@ def _slowness_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _range_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding of level "watch" per metric whose mean at the end is out of its range.
+    """Yield a finding of level "watch" per metric that is out of its healthy range at the end.
 
-    The mean is that of `check_ranges`, and `iteration` the first of the mean. Skews of phases that
-    take less than LAG_SHARE of an iteration do not count.
+    What counts is the metric's mean over the last 10 iterations (`check_ranges`); the finding's
+    `iteration` is the first of them. By name of the metric. Skews of phases that take less than
+    LAG_SHARE of an iteration are left out.
     """
     for each in check_ranges(iterations):
         if each.is_found:

@@ -33,9 +33,10 @@ LEVEL = 6  # of gzip
 
 
 def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> str:
-    """Return the HTML text of a report of runs, in the given order; at most about 10 MB.
+    """Return the HTML text of a report of runs, in the given order.
 
-    Samples are left out for that, see `pack_samples`. max_samples: of all runs together
+    Samples are left out to keep it below MAX_BYTES (`pack_samples`); the rest is not limited.
+    max_samples: of all runs together
     """
     main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
@@ -104,7 +105,7 @@ def content_policy(style: str, script: str, live: bool) -> str:
 def pack(value: Any) -> bytes:
     r"""Return a value as JSON, compressed with gzip, the same bytes each time.
 
-    NaN and infinity become null, a lone surrogate `\\udXXX`, a value that JSON lacks its text.
+    NaN and infinity become null, lone surrogates `\udXXX`, values of types that JSON lacks texts.
     """
     text = json.dumps(
         _replace_non_finite(value),

@@ -58,9 +58,9 @@ class Chosen:
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     """Choose at most `limit` samples: training samples evenly, and validation prompts evenly.
 
-    All responses to a chosen validation prompt are kept: at most VALIDATION_SHARE of `limit`, or
-    `limit` without training samples. Prompts are halved until that holds; a last prompt that has
-    more responses is left out. Training samples get the rest of `limit`.
+    All responses to a chosen validation prompt are kept. At most VALIDATION_SHARE of `limit` are of
+    validation, or `limit` without training samples: prompts are halved until that holds, and a last
+    prompt that has more responses is left out. Training samples get the rest of `limit`.
     Memory: at most about 4 * limit samples.
     """
     validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
@@ -161,8 +161,8 @@ def _make_entry(
 
     kind: "training" or "validation"; the latter adds the prompt's id
     numbers: by (iteration, sample id). Tokens and their numbers are added if `split` is given, the
-             sample has numbers, and its response is not shortened; a name that has not one number
-             for each token is left out
+             sample has numbers, and its escaped response has under MAX_TEXT characters; a name that
+             has not one number for each token is left out
     """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []

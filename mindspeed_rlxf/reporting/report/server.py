@@ -42,7 +42,7 @@ class LiveRun:
     def version(self) -> str:
         """Return a hash of the run's state and of the sizes of FILES, absent ones included.
 
-        It changes with any of them.
+        Other files of the run do not change it. Raises OSError.
         """
         run = self._open()
         seen = [run.state]
@@ -58,8 +58,8 @@ class LiveRun:
     def part(self, name: str) -> bytes:
         """Return the data `main` or `samples` as compressed JSON, of the present `version`.
 
-        Makes it only if the version has changed since; of several threads one makes it, and the
-        others wait and get the same bytes.
+        Made again only if the version has changed. One thread at a time makes data; others wait for
+        it, and get the same bytes if the version is the same. Raises OSError.
         """
         with self._lock:  # one request makes it, the others wait for it
             version = self.version()
@@ -88,7 +88,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection, such as one that the browser closed."""
+        """Ignore every exception of a request, such as a connection that the browser closed."""
 
 
 class _Handler(BaseHTTPRequestHandler):

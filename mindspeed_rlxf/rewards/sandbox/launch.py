@@ -90,15 +90,17 @@ class Launcher:
     warden: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        """Make files that all programs share; raise OSError or ValueError where the level cannot
-        be used on this host. Here: nothing.
+        """Make the files that all programs share; none here.
+
+        Raises OSError or ValueError where the level cannot be used on this host.
         """
 
     def start(self, program: bytes, streams: Streams) -> Started:
-        """Start a Python program in a new process and return at once.
+        """Start a Python program in a new process; return when it has been executed.
 
         program: source code
         Raises OSError where the isolation of the level cannot be set up.
+        Bubblewrap sets it up afterwards: its errors are on the program's standard error.
         """
         raise AssertionError(f"{type(self).__name__} starts nothing")
 
@@ -271,11 +273,13 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 def _fork_program(enter: Callable[[], None], streams: Streams) -> int:
     """Fork a child that calls `enter` to execute the program.
 
-    It has its own session, default signal handlers, umask 022 and a raised OOM score.
+    It has its own session, umask 022, a raised OOM score, and default handlers of SIGCHLD, SIGPIPE,
+    SIGTERM and SIGINT.
 
     streams: become the child's standard streams
-    Returns the pid of the child once it executes the program. Raises ChildProcessError (an OSError)
-    with the child's error if it fails before.
+    Waits until the program is executed; returns the pid of the child, which may be a helper process
+    around the program. Raises ChildProcessError (an OSError) with the child's error if it fails
+    before; the child is not reaped then.
     """
     report, failed = os.pipe()
     pid = os.fork()
@@ -316,8 +320,10 @@ def exit_code(status: int) -> int:
 
 
 def _close_all_streams() -> None:
-    """Close all descriptors below 1024: the standard streams, and the pipe on which the parent of
-    `_fork_program` waits.
+    """Close all descriptors below 1024.
+
+    Among them are the standard streams, and the end of the pipe on which `_fork_program` waits in
+    the parent process.
     """
     os.closerange(0, 1024)
 

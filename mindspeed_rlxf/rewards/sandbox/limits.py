@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from dataclasses import dataclass
@@ -36,11 +37,12 @@ class Limits:
 def limit_this_process(limits: Limits) -> None:
     """Lower this process's limits of CPU time, address space, file size and open files.
 
-    The address space is INTERPRETER_MIB larger than `memory_mb`, and a hard limit that is lower
-    stays. Children inherit the limits. Core dumps, locked memory and message queues get 0. The
-    number of processes is not limited here.
+    Each process may use `cpu_s` rounded up to whole seconds, then gets SIGXCPU, and SIGKILL a
+    second later. The address space is INTERPRETER_MIB larger than `memory_mb`. A present
+    hard limit that is lower stays. Children inherit the limits. Core dumps, locked memory and
+    message queues get 0. The number of processes is not limited here.
     """
-    seconds = max(1, round(limits.cpu_s + 0.5))
+    seconds = max(1, math.ceil(limits.cpu_s))
     space = (limits.memory_mb + INTERPRETER_MIB) * MIB
     _set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
     _set_limit(resource.RLIMIT_AS, space, space)

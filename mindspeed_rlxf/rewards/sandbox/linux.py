@@ -78,7 +78,7 @@ def die_with_parent(signal: int, parent: int) -> None:
 
 
 def allow_tracing(allowed: bool) -> None:
-    """Set whether processes of this user may trace this one and own its files in /proc."""
+    """Set whether this user's processes may trace this one and open all its files in /proc."""
     _prctl(_PR_SET_DUMPABLE, int(allowed))
 
 

@@ -127,8 +127,9 @@ class Sandbox:
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
         """Run a Python program until it ends or exceeds a limit; remove its processes and files.
 
-        If the sandbox fails, a harmless program is run. If that works, `program` caused the failure
-        and its outcome is "killed"; otherwise SandboxError is raised.
+        If the sandbox fails, or bubblewrap reports an error, a harmless program is run (`probe`),
+        and SandboxError raised if that fails too. If it works, `program` caused the failure: its
+        outcome is "killed" in the first case, and unchanged in the second.
 
         program: source code
         wall_s:  time limit in seconds, at most reward.sandbox.wall_s; None = that
@@ -145,14 +146,14 @@ class Sandbox:
         return outcome
 
     def describe(self) -> str:
-        """Return a line for the log: the level, and the threats that it does not prevent."""
+        """Return a line for the log: the level, and any threats that it does not prevent."""
         return describe(self.level)
 
     def close(self) -> None:
         """End the warden and the program that it runs; wait for the warden, kill it after 30 s.
 
-        Does nothing if no warden was started, after the first call, and in a fork of the process
-        that started it.
+        Does nothing if no warden runs, or in a fork of the process that started it. A later `run`
+        starts another warden.
         """
         warden, self._warden = self._warden, None
         if warden is None or self._owner != os.getpid():
@@ -181,7 +182,8 @@ class Sandbox:
     def _ask_warden(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
         """Let the warden run a program; start the warden if needed. Does not retry.
 
-        Raises SandboxError when the warden was lost, which is then closed, or reports a failure.
+        Raises SandboxError when the warden was lost or does not answer in time (it is ended then),
+        or reports a failure.
         """
         seconds = min(self.limits.wall_s, wall_s or self.limits.wall_s)
         with self._lock:

@@ -83,8 +83,8 @@ class View:
 def inspect_python(python: str, packages: bool) -> View:
     """Run an interpreter to find its files, and return what programs can see with it.
 
-    Raises OSError where it does not start, ValueError where it is installed in a folder that
-    contains this user's home, which programs would see.
+    Raises OSError where it does not start, subprocess.TimeoutExpired after 60 s, and ValueError
+    where it is installed in a folder that contains this user's home, which programs would see.
     """
     found = _run_for_json(python, _PLACES)
     outside = [p for p in dict.fromkeys(found["prefixes"]) if not p.startswith("/usr")]
@@ -122,7 +122,9 @@ def _run_for_json(python: str, program: str) -> Any:
 def copy_python(view: View, root: Path) -> None:
     """Copy an interpreter, its standard library and shared libraries to the same paths in `root`.
 
-    About 50 MB, as hard links where `root` is on the same disk. Packages are not copied.
+    About 50 MB, as hard links where `root` is on the same disk. Packages and rarely used parts of
+    the library (_NOT_COPIED) are left out. Runs the interpreter; raises OSError, or
+    subprocess.TimeoutExpired after 60 s.
     """
     libraries = set(_run_for_json(view.python, _LIBRARIES))
     shutil.copytree(

@@ -116,8 +116,8 @@ class Run:
         """Wait until the program ends or exceeds a limit; kill its processes, remove its files.
 
         wakeup: descriptor that is readable when a child has ended
-        Returns the fields of `runner.Outcome`. Raises ParentGone when standard input ends, also
-        after killing and removing.
+        Returns the fields of `runner.Outcome`. Raises ParentGone when standard input ends, and
+        TimeoutError when killed processes are left after KILL_S; both after removing the files.
         """
         try:
             try:
@@ -173,7 +173,8 @@ class Run:
     def _find_exceeded_limit(self) -> str:
         """Return the first limit that all processes together exceed now, "" for none.
 
-        Of "memory", "processes" (threads), "cpu_time", and "files" where helper processes run.
+        In this order: "memory", "processes" (threads), "cpu_time"; "files" (number or space) only
+        at levels with a file system of their own, which are those with `helpers`.
         """
         pids = self.descendants.find()
         use, limits = measure(pids), self.limits
