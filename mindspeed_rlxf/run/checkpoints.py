@@ -240,7 +240,8 @@ class RunCheckpoints:
         path = found.checkpoint.path
         if damage := self._find_damage(found.checkpoint, found.manifest):
             return Loaded(f"{path} is damaged: {damage}")
-        if lacking := driver_state.find_shortened_file(self.directory, found.state["positions"]):
+        iteration, positions = found.checkpoint.iteration, found.state["positions"]
+        if lacking := driver_state.find_shortened_file(self.directory, iteration, positions):
             return Loaded(f"{path} cannot be resumed from: {lacking}")
         if found.state["prompts_digest"] != self.prompts_digest:
             raise UserError(
@@ -368,7 +369,8 @@ class RunCheckpoints:
         line files.
         """
         checkpoint, positions = found.checkpoint, found.state["positions"]
-        for path in driver_state.find_removed_samples(self.directory, positions):
+        removed = driver_state.find_removed_samples(self.directory, checkpoint.iteration, positions)
+        for path in removed:
             note(f"warning: {path} was removed; it starts again with the next iteration")
         if self.writes:
             for other in self.store.newest_first():
@@ -378,7 +380,8 @@ class RunCheckpoints:
             self.store.point_to(checkpoint.iteration)
             metric = self.config.validation.best_metric
             self.store.point_to_best(driver_state.find_best_iterations(self.store, metric))
-            driver_state.cut_files(self.directory, positions)
+            kept = {**positions, **dict.fromkeys((path.name for path in removed), 0)}
+            driver_state.cut_files(self.directory, kept)
         self._cut_token_files(checkpoint.iteration)
         self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights replace those of `load`")

@@ -84,7 +84,7 @@ class RunDirectory:
             _make_folder(directory.path, mode)
             make_private_folder(directory.logs, mode)
             lock.take(directory.path, mode)
-            directory.changes = directory._compare_with(config)
+            directory.changes = directory.compare_with(config)
             later = directory._find_later_configs()
             if not directory.config.exists():
                 replace_file(directory.config, to_yaml(config), mode)
@@ -147,7 +147,7 @@ class RunDirectory:
             )
         if holder := lock.find_holder(self.path):
             return holder
-        fixed = [change for change in self._compare_with(config) if change.rule == "fixed"]
+        fixed = [change for change in self.compare_with(config) if change.rule == "fixed"]
         if not fixed:
             return None
         if all(map(is_function_text, fixed)):
@@ -160,7 +160,7 @@ class RunDirectory:
             f"put them back, or set {remedy}",
         )
 
-    def _compare_with(self, config: RunConfig) -> list[Change]:
+    def compare_with(self, config: RunConfig) -> list[Change]:
         """Return the keys that differ from the last configuration in this folder.
 
         [] without config.yaml. Raises UserError where the last configuration cannot be read.

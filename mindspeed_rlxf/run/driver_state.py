@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,13 +185,14 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
             file.cut(positions.get(file.path.name, 0))
 
 
-def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
+def find_shortened_file(directory: RunDirectory, iteration: int, positions: dict[str, int]) -> str:
     """Return a text on the first line file that is unreadable or shorter than at the checkpoint.
 
     "" if there is none. Sample files that were removed whole do not count.
+    iteration: of the checkpoint
     positions: file name -> bytes at the checkpoint; 0 for files that are not in it
     """
-    cleared = find_removed_samples(directory, positions)
+    cleared = find_removed_samples(directory, iteration, positions)
     for file in _line_files(directory):
         wanted = positions.get(file.path.name, 0)
         try:
@@ -202,13 +204,29 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
     return ""
 
 
-def find_removed_samples(directory: RunDirectory, positions: dict[str, int]) -> list[Path]:
-    """Return the sample files that had lines at the checkpoint and do not exist any more.
+def find_removed_samples(
+    directory: RunDirectory, iteration: int, positions: dict[str, int]
+) -> list[Path]:
+    """Return the sample files that had lines at the checkpoint and were removed since.
 
-    positions: file name -> bytes at the checkpoint
+    They do not exist, or an earlier resume began them anew: then they are empty, or their first
+    line is of an iteration after the checkpoint.
+    iteration: of the checkpoint; positions: file name -> bytes at the checkpoint
     """
     samples = directory.samples, directory.val_samples
-    return [path for path in samples if positions.get(path.name) and not LineFile(path).exists()]
+    return [path for path in samples if positions.get(path.name) and _begins_after(path, iteration)]
+
+
+def _begins_after(path: Path, iteration: int) -> bool:
+    """Return whether a file of samples has no line of this iteration or an earlier one.
+
+    False if its first line cannot be read.
+    """
+    try:
+        first = next(LineFile(path).lines(), b"")
+        return not first or int(json.loads(first)["iteration"]) > iteration
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError):
+        return False
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,14 +52,14 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
     return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
 
 
-def check_save_folders(config: RunConfig) -> list[Problem]:
-    """Return problems of the trained roles' `ROLE.save` folders; a role without one has none.
+def check_save_folders(config: RunConfig, roles: Sequence[Role]) -> list[Problem]:
+    """Return problems of the `ROLE.save` folders of those of `roles` that are trained and have one.
 
     A problem for each of its Hugging Face and Megatron subfolders that is not empty, and one if
     the folder, which may not exist yet, cannot be written.
     """
     problems = []
-    for role in (role for role in config.roles if role in SAVED_AS):
+    for role in (role for role in roles if role in SAVED_AS):
         folder, key = config.save_folder(role), f"{role.value}.save"
         if folder is None:
             continue

@@ -68,6 +68,18 @@ class Prepared:
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
+def _find_new_saves(config: RunConfig, directory: RunDirectory) -> list[Role]:
+    """Return the roles whose `save` folder this run has not exported to before: all in a new run.
+
+    Weights in the `save` folders of a used run directory are exports of that run, unless the key
+    has changed.
+    """
+    if not directory.config.exists():
+        return config.roles
+    changed = {change.key for change in directory.compare_with(config)}
+    return [role for role in config.roles if f"{role.value}.save" in changed]
+
+
 def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
 
@@ -82,9 +94,8 @@ def prepare(config: RunConfig) -> Prepared:
         *check_train_iters(config, find_newest_checkpoint(config, directory)),
         *check_checkpoints(config, directory),
     ]
-    # Weights in the `save` folders of a used run directory are exports of that run.
-    if not directory.is_used and not config.validation.only:
-        problems += check_save_folders(config)
+    if not config.validation.only:
+        problems += check_save_folders(config, _find_new_saves(config, directory))
     for role in config.roles:
         problems += check_weights(config, role)
     problems += [*_check_engine(config), *trackers.find_problems(config.logging.trackers)]

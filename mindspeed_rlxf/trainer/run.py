@@ -232,9 +232,9 @@ class Run:
 
         An error only prints a warning, because the run is over.
         """
-        if find_problem(directory.path):  # no iteration has ended
-            return
         try:
+            if find_problem(directory.path):  # no iteration has ended
+                return
             write_report(
                 [directory.path],
                 directory.report,

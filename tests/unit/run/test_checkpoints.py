@@ -319,11 +319,17 @@ def test_a_run_is_finished_when_its_weights_are_exported(new_case: NewCase) -> N
 
 
 def test_removed_samples_are_reported_and_start_again(case: Case) -> None:
-    case.directory.samples.write_text("{}\n")
+    case.directory.samples.write_text('{"iteration": 1, "sample_id": 0}\n')
     case.iterate(1)
     case.directory.samples.unlink()
     assert case.resume() == 1
     assert f"warning: {case.directory.samples} was removed" in case.notes[0]
+    # Runs that begin the file anew, and end before their first checkpoint.
+    for text in ("", '{"iteration": 2, "sample_id": 0}\n' * 9):
+        case.directory.samples.write_text(text)
+        assert case.resume() == 1
+        assert f"warning: {case.directory.samples} was removed" in case.notes[0]
+        assert case.directory.samples.read_text() == ""
 
 
 def test_a_checkpoint_that_lacks_a_file_of_a_rank_gets_no_name(case: Case) -> None:

@@ -31,6 +31,7 @@ from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.rollout.engines import ENGINES
+from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 
 VOCAB = 12
@@ -439,3 +440,17 @@ def test_rows_without_test_cases_are_refused(good: Path, monkeypatch: pytest.Mon
     cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
     with pytest.raises(UserError, match=r"its rule code accepts .* the first is prompt 1"):
         prepare(load_config(good, *CODE, cases))
+
+
+def test_a_resumed_run_replaces_no_weights_of_others(good: Path) -> None:
+    """Its own exports it may replace."""
+    folder = good / "weights"
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "model.safetensors").write_text("of another run")
+    run = RunDirectory.create(load_config(good))
+    run.metrics.write_text("{}\n")
+    run.unlock()
+    with pytest.raises(UserError, match=r"actor_rollout\.save=.* must not hold weights"):
+        prepare(load_config(good, f"actor_rollout.save={folder}"))
+    RunDirectory.create(load_config(good, f"actor_rollout.save={folder}")).unlock()
+    assert prepare(load_config(good, f"actor_rollout.save={folder}")).eos_token_ids
