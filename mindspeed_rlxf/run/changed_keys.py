@@ -27,7 +27,7 @@ VARIABLES = ("resource_pool", "env")
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs. rule: whether a resumed run accepts this, see `Resume`"""
+    """A key whose value differs; ABSENT = none. rule: whether a resumed run accepts it, `Resume`"""
 
     key: str
     before: Any
@@ -44,9 +44,10 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
     COMMAND_KEYS are left out.
     before, now: nested dicts of `dump.to_tree` in plain YAML types. A key that one of them lacks,
-    because another version of the package wrote it, counts as its default. Values of environment
-    variables are masked. With `reward.allow_changed_function` in `now`, a changed text of a reward
-    function has the rule "free".
+    because another version of the package wrote it, counts as its default; as ABSENT if it has
+    none or this version does not know it. Secret values of environment variables are masked. With
+    `reward.allow_changed_function` in `now`, a changed text of a reward function has the rule
+    "free".
     """
     old, new = dict(_iterate_leaves(before)), dict(_iterate_leaves(now))
     found = []

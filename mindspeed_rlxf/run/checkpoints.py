@@ -80,7 +80,8 @@ class RunCheckpoints:
         """Return whether to save after this iteration.
 
         True after the last iteration, every `save_interval` iterations, and if
-        `seconds_between_saves` have passed since the last save; 0 turns either of the two off.
+        `seconds_between_saves` have passed since the last save of this process, or since its start
+        without one; 0 turns either of the two off.
         stops: the run ends early, after this iteration: True
         """
         training = self.config.training
@@ -234,8 +235,9 @@ class RunCheckpoints:
     def _check_and_load(self, found: driver_state.WholeCheckpoint) -> Loaded:
         """Check all files of a checkpoint and load it into the roles.
 
-        `problem` of the result says why it cannot be resumed from: a damaged file, or a line file
-        that is shorter than at the checkpoint. Raises UserError where the run has other prompts.
+        `problem` of the result says why it cannot be resumed from: a damaged file, a line file that
+        is shorter than at the checkpoint, or a state that does not fit a role. Raises UserError
+        where the run has other prompts.
         """
         path = found.checkpoint.path
         if damage := self._find_damage(found.checkpoint, found.manifest):

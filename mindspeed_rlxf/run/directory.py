@@ -119,7 +119,8 @@ class RunDirectory:
         """Return [the problem that keeps this command from using the folder `choose`]; [] for none.
 
         It is a run that cannot be resumed, a live run, no right to write, or a FIFO, socket or
-        device in the folder. Writes nothing.
+        device in the folder. Writes nothing. Raises UserError where the run's last configuration
+        cannot be read.
         """
         directory = cls.choose(config)
         if directory.path.is_dir() and (found := folder_problem(directory.path)):
@@ -134,7 +135,7 @@ class RunDirectory:
         """Return why this configuration cannot resume the run in the folder; None = it can.
 
         Reasons: resuming is off, there is no config.yaml, another process holds the lock, or keys
-        differ that must stay.
+        differ that must stay. Raises UserError where the last configuration cannot be read.
         """
         remedy = f"training.new_run=true to take {_find_free(self.path)}"
         if config.training.resume == "never" or not self.config.exists():

@@ -21,14 +21,14 @@ from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 
 TRAINER = "trainer"
-DEFAULT_METRIC = "score"  # of checkpoints without a name of it
+DEFAULT_METRIC = "score"  # of checkpoints that do not name their metric
 STATE, CONFIG = "state.json", "config.yaml"
 MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
 
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint whose files have the right sizes. state: see `state_schema.DriverState`"""
+    """A checkpoint that `find_whole_checkpoints` accepts. state: see `state_schema.DriverState`"""
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -40,8 +40,9 @@ def find_whole_checkpoints(
 ) -> tuple[list[WholeCheckpoint], list[str]]:
     """Return (whole checkpoints, newest first; a line per damaged one).
 
-    Whole: all files have their sizes, no trained role lacks files, and the driver's files have
-    their hashes and can be read. The hosts of the roles hash the roles' files later.
+    Whole: all files but those that other hosts keep have their sizes, no trained role lacks files,
+    and the driver's files have their hashes and can be read. The hosts of the roles hash the roles'
+    files later.
     """
     whole, problems = [], []
     parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
@@ -68,8 +69,9 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
 def find_best_iterations(store: RunStore, metric: str) -> list[int]:
     """Return [iteration of the checkpoint with the highest validation score], or [] without scores.
 
-    Of equal scores the earliest counts. Damaged checkpoints and scores that are NaN or infinite are
-    ignored. metric: `validation.best_metric`; scores of another metric are ignored too
+    Of equal scores the earliest counts. Ignored are checkpoints whose driver's state cannot be read
+    and scores that are NaN or infinite; the files of roles are not checked.
+    metric: `validation.best_metric`; scores of another metric are ignored too
     """
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():
@@ -86,9 +88,10 @@ def find_best_iterations(store: RunStore, metric: str) -> list[int]:
 
 
 def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeCheckpoint | None:
-    """Return the checkpoint that the command would resume from; None if it would start anew.
+    """Return the newest whole checkpoint (`find_whole_checkpoints`); None if there is none.
 
-    None with `training.new_run`, and where no checkpoint is complete; damaged ones are skipped.
+    None too with `training.new_run`, and in a folder without a run. The command resumes from the
+    checkpoint, or from an older one if it finds damage when it hashes the files of the roles.
     """
     if not directory.is_used or config.training.new_run:
         return None
@@ -158,7 +161,7 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 def hash_prompts(
     prompts: Sequence[Prompt], eos_token_ids: Sequence[int], reads_extra_info: bool = False
 ) -> str:
-    """Return the SHA-256 (hex) of a run's prompts, in order, and of its EOS, in any order.
+    """Return the SHA-256 (hex) of a run's prompts, in order, and of its EOS ids, in any order.
 
     Of a prompt: token ids, ground truth and data source.
     reads_extra_info: also hash the other columns of the rows, which reward functions get
@@ -178,7 +181,7 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
     """Truncate each line file (metrics, health, samples, consumed) to its length at the checkpoint.
 
     positions: file name -> bytes; files that are not in it get 0. Missing files stay missing.
-    Raises ValueError where a file is shorter.
+    Raises ValueError where a file is shorter, UserError where a compressed part is damaged.
     """
     for file in _line_files(directory):
         if file.exists():  # removed samples stay away

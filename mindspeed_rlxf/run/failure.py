@@ -19,9 +19,10 @@ NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback"
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
-    """Print the error, and, with `directory`, the folder of the logs and the lost iterations.
+    """Print the error to stderr; with `directory` also write failure.json.
 
-    Then also writes failure.json; if that fails, prints a warning. All goes to stderr.
+    With `directory` prints the folder of the logs and the lost iterations too, and a warning if
+    failure.json cannot be written.
     directory: None on the later ranks of torchrun, and before the run has one
     stop:      knows the iterations in progress and saved
     """

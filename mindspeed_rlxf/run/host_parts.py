@@ -92,7 +92,10 @@ class HostParts:
         return {key: server for key, server in self._servers.items() if key != DRIVER}
 
     def begin(self, iteration: int) -> None:
-        """Make an empty hidden folder on each host that does not share the driver's folder."""
+        """Make an empty hidden folder on each host that does not share the driver's folder.
+
+        Removes unfinished checkpoints there.
+        """
         self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
 
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
@@ -105,10 +108,7 @@ class HostParts:
         self._on_each(self._apart, host_files.commit_part, *arguments)
 
     def prune(self) -> None:
-        """Remove checkpoints that the driver's folder does not have from the other hosts.
-
-        These are the hosts with their own disks.
-        """
+        """Remove from hosts with their own disks the checkpoints that the driver's folder lacks."""
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 
@@ -140,7 +140,7 @@ class HostParts:
     def _find_present(self, folder: Path, entries: list[Entry]) -> Present:
         """Return key of a host -> indices of the entries whose files it has.
 
-        Only the driver's host (key DRIVER) and those that do not see its folder.
+        Only the driver's host (key DRIVER), and one host for each folder other than the driver's.
         """
         found = self._on_each(self._apart, host_files.find_present, folder, entries)
         found[DRIVER] = host_files.find_present(folder, entries)

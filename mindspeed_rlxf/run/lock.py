@@ -55,7 +55,8 @@ def release(folder: Path) -> None:
 def find_holder(folder: Path) -> Problem | None:
     """Return why this process cannot take the lock; None if it can, or has it already.
 
-    The lock is free again on return. A lock file that cannot be opened is also a reason.
+    A free lock is held during the call, so that a `take` of another process fails meanwhile. A lock
+    file that cannot be opened is also a reason.
     """
     try:
         return _find_other_holder(folder)
@@ -71,7 +72,7 @@ def find_holder(folder: Path) -> Problem | None:
 def is_locked(folder: Path) -> bool:
     """Return whether another process has the lock.
 
-    False if there is no lock file, or it cannot be opened.
+    False if there is no lock file, or it cannot be opened. Takes a free lock as `find_holder` does.
     """
     try:
         return _find_other_holder(folder) is not None
@@ -82,7 +83,8 @@ def is_locked(folder: Path) -> bool:
 def _find_other_holder(folder: Path) -> Problem | None:
     """Return a problem if another process has the lock; None if this one has it or nobody has.
 
-    None also without a lock file. Raises OSError if the file cannot be opened.
+    None also without a lock file. Holds a free lock during the call. Raises OSError if the file
+    cannot be opened.
     """
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):

@@ -71,7 +71,7 @@ class Recorder:
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
         """Write an iteration's metrics to file and trackers, and show them on the console.
 
-        Warns, once per run, if all responses of a prompt group score the same. seconds: of the
+        Warns, the first time, if all responses of a prompt group score the same. seconds: of the
         iteration
         """
         self._metrics.write(iteration, metrics, seconds)
@@ -88,7 +88,7 @@ class Recorder:
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
         """Apply the health rules; write illnesses that begin or end with this iteration to a file.
 
-        Prints one that begins, once per rule. Returns the first one that ends the run by
+        Prints those that begin, but each rule only once. Returns the first one that ends the run by
         `logging.stop_on`, None without one.
         """
         found = self.health.check(iteration, metrics)
@@ -104,8 +104,8 @@ class Recorder:
     def _replay_health(self, directory: RunDirectory) -> int:
         """Apply the health rules to all iterations in metrics.jsonl, without writing findings.
 
-        Prints a note for each rule of `stop_on` whose illness began in the last of them and goes
-        on. Returns the last iteration, 0 for none.
+        Prints a note for each rule of `stop_on` whose illness began in the last of them. Returns
+        the last iteration, 0 for none.
         """
         last = 0
         for last, metrics in read_metrics(directory.metrics):
@@ -174,7 +174,7 @@ class Recorder:
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
         """Return which samples of this iteration the ranks log token by token.
 
-        None without `logging.sample_tokens`, or if there are none.
+        None without `logging.sample_tokens`, or if no sample is logged.
         sample_ids: of all samples of the iteration, in order; the first `logging.samples` count
         """
         chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])

@@ -62,7 +62,7 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
 def find_problem(run: Path) -> Problem | None:
     """Return why no report can be made of a folder; None if it has an iteration.
 
-    It is no folder, or its metrics.jsonl is absent or has no iteration.
+    Reasons: it is no folder, or its metrics.jsonl is absent or has no iteration.
     """
     if not run.is_dir():
         found = "is a file" if run.exists() else "does not exist"
@@ -97,8 +97,8 @@ def find_state(run: Path) -> str:
 def load_split(run: Path) -> TokenSplitter | None:
     """Load the run's tokenizer; return a function that splits responses into its tokens.
 
-    It is the one in the last configuration. None where the run has no samples_tokens, names no
-    tokenizer, or it cannot be loaded.
+    The tokenizer is that of the last configuration. None where the run has no folder
+    samples_tokens, names no tokenizer, or the tokenizer cannot be loaded.
     """
     configs = read_configs(run)
     path = configs[-1][1].get(TOKENIZER) if configs else None

@@ -19,13 +19,13 @@ AtLeastOne = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 
 
 class KlState(Section):
-    """As `KlController` gives it."""
+    """Result of `KlController.state_dict`."""
 
     value: float
 
 
 class SamplerState(Section):
-    """As `PromptSampler` gives it."""
+    """Result of `PromptSampler.state_dict`."""
 
     epoch: Count
     offset: Count
@@ -39,7 +39,7 @@ class SamplerState(Section):
 
 
 class MixtureState(Section):
-    """As `MixtureSampler` gives it."""
+    """Result of `MixtureSampler.state_dict`."""
 
     weights: list[Annotated[float, Field(gt=0)]]
     sources: Annotated[list[SamplerState], Field(min_length=1)]
@@ -55,7 +55,7 @@ def _kind_of_sampler(state: Any) -> str:
 
 
 class PromptsState(Section):
-    """As `PromptSource` gives it."""
+    """Result of `PromptSource.state_dict`."""
 
     sampler: Annotated[
         Annotated[SamplerState, Tag("single")] | Annotated[MixtureState, Tag("mixture")],
@@ -65,7 +65,7 @@ class PromptsState(Section):
 
 
 class TrainerState(Section):
-    """As `PpoTrainer` gives it."""
+    """Result of `PpoTrainer.state_dict`."""
 
     iteration: AtLeastOne
     kl: KlState
@@ -75,7 +75,8 @@ class TrainerState(Section):
 class DriverState(Section):
     """The driver's state in a checkpoint.
 
-    positions: file name -> bytes of each metric and sample file
+    positions: file name -> bytes of each line file (`driver_state.line_positions`)
+    prompts_digest: result of `driver_state.hash_prompts`
     score: validation score of this iteration, None = not validated; may be NaN
     score_metric: metric that the score is of
     """

@@ -96,7 +96,8 @@ class StopRequest:
         """Return whether to save and end now: by a signal, a rule or `max_wall_time`.
 
         Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer,
-        and its rule, which `ended` names (none if a signal came).
+        and its rule, which `ended` names (none if a signal came). Sets `reason` for
+        `max_wall_time`, by this rank's own clock.
         """
         asked = self._asked is not None or self._rule is not None
         rule = self._rule if self._asked is None else None
@@ -134,7 +135,7 @@ class StopRequest:
         """Predicted seconds until this iteration and its save are done.
 
         The median of past iterations less the time since this one began, 0 at least, plus `save_s`.
-        None in the first iteration, which nothing can be predicted from.
+        None until this process has ended an iteration.
         """
         if not self._iterations:
             return None
@@ -176,9 +177,10 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Otherwise, and in the first iteration, raises KeyboardInterrupt. So do SIGALRM and a second
-        signal; one within ONE_SIGNAL_S of the first is ignored. Starts a timer that sends SIGALRM
-        one second before the grace time ends. Sets `reason`.
+        Otherwise, and until the first iteration has ended, raises KeyboardInterrupt. A second
+        signal raises it too, but is ignored within ONE_SIGNAL_S of the first; SIGALRM never is.
+        Where the run goes on, starts a timer that sends SIGALRM one second before the grace time
+        ends. Sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

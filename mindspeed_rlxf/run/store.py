@@ -219,10 +219,10 @@ class RunStore:
         self.keep({*found[:keep_last], *multiples, *best})
 
     def keep(self, iterations: Collection[int]) -> None:
-        """Remove all checkpoints of other iterations.
+        """Remove all checkpoints except those of `iterations`.
 
-        Also removes checkpoints that were set aside (`NAME.unused`), where they are older than the
-        newest two that are left.
+        Also removes checkpoints that were set aside (`NAME.unused`), if they are older than the two
+        newest that are left.
         """
         for checkpoint in self.newest_first():
             if checkpoint.iteration not in iterations:
@@ -259,7 +259,7 @@ def _remove_path(path: Path) -> None:
 
 
 def _are_entries(files: Any) -> bool:
-    """Whether a value is a list of dicts that have an integer `size`, a `path` and a `sha256`.
+    """Return whether `files` is a list of dicts with an integer `size`, a `path` and a `sha256`.
 
     The types of the latter two are not checked.
     """

@@ -15,7 +15,7 @@ from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import PRIVATE, replace_file
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 0, 1, 2, 75
-CHILD_OF = "RLXF_SUPERVISOR"  # pid of the supervisor, file for facts, when the command was given
+CHILD_OF = "RLXF_SUPERVISOR"  # "PID:TIME:FILE": the supervisor, when the command was given, facts
 
 
 def report_facts(**facts: Any) -> None:

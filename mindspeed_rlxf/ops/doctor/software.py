@@ -21,7 +21,7 @@ REQUIRED = ("torch", "ray", "transformers", "safetensors", "numpy")
 def check_software(kind: DeviceKind) -> list[Finding]:
     """Check versions of Python and packages; for NPU also CANN and which versions fit together.
 
-    Beside REQUIRED, torch_npu must be installed on NPU, megatron-core on other kinds.
+    Beside REQUIRED, an NPU needs torch's package for it, other kinds need megatron-core.
     """
     kind = device.resolve_kind(kind)
     is_npu = kind is DeviceKind.NPU
