@@ -18,7 +18,7 @@ RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 
 
 def split_name(function: str) -> tuple[str, str] | None:
-    """Split `path/to/file.py:name` at the last colon into path and name, which may be empty.
+    """Split `path/to/file.py:name` at the last colon; return (path, name). Name may be empty.
 
     None for text without a colon, or where the path does not end with `.py`.
     """

@@ -156,9 +156,9 @@ def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | No
     """Return (columns for reward functions, None), or ({}, problem).
 
     These are `data.extra_columns`, or, if that is None, all but the columns of prompt, ground truth
-    and data source. Null values are left out. An object `extra_info` is replaced by its fields,
-    which take precedence. Values of types that JSON lacks are left out, but are the problem if
-    extra_columns is set.
+    and data source. Columns that the row lacks, or that are null, are left out. An object
+    `extra_info` is replaced by its fields, which take precedence and may be null. A value of a type
+    that JSON lacks is left out; if extra_columns is set, it is the problem.
     """
     extra: dict[str, Any] = {}
     for key in _extra_names(row, data):

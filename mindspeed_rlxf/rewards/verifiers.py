@@ -54,8 +54,8 @@ def think_format(response: str, ground_truth: str = "") -> Score:
 def strict_format(response: str, ground_truth: str = "") -> Score:
     """Score 1 when <think>...</think>...<answer>...\\boxed{...</answer> is the response, else -1.
 
-    Each of these tags must occur once, in this order, with nothing but white space before the first
-    or after the last. The older toolkit counts the tags too, but its result depends on the order
+    Each of these five marks must occur once, in this order, with nothing but white space before the
+    first or after the last. The older toolkit counts them too, but its result depends on the order
     alone.
     """
     text = response.strip()

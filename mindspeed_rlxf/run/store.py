@@ -221,8 +221,8 @@ class RunStore:
     def keep(self, iterations: Collection[int]) -> None:
         """Remove all checkpoints except those of `iterations`.
 
-        Also removes checkpoints that were set aside (`NAME.unused`), if they are older than the two
-        newest that are left.
+        Also removes checkpoints that were set aside (`NAME.unused`), if they are of earlier
+        iterations than the two newest that remain.
         """
         for checkpoint in self.newest_first():
             if checkpoint.iteration not in iterations:

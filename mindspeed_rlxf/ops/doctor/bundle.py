@@ -191,10 +191,9 @@ def _is_regular(file: Path) -> bool:
 
 
 def _read_tail(file: Path, size: int) -> str:
-    """Return the end of a file, `size` bytes at most, without a first line that is cut off.
+    """Return the last `size` bytes of a file as text; of a longer file from the next line on.
 
-    Returns "" if it is unreadable or no regular file, as a link. Bytes that are not UTF-8 are
-    replaced.
+    "" if it cannot be read, or is a link or no regular file. Bytes that are not UTF-8 are replaced.
     """
     try:
         if not _is_regular(file):

@@ -210,9 +210,9 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
 
 
 def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
-    """Return a warning for each host on which Ray offers fewer devices than on another, else `ok`.
+    """Return a finding per host: a warning if Ray offers fewer devices on it than on another.
 
-    Equal findings of several hosts are merged; [] on CPU.
+    The others are `ok`. Equal findings are merged into one with all hosts; [] on CPU.
     """
     if device.resolve_kind(subject.kind) is DeviceKind.CPU:
         return []

@@ -168,7 +168,8 @@ def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
 
     The order: distributed optimizer, smaller batches, offloading of frozen weights; per role that
     learns offloading of the optimizer, recomputation, offloading of weights; larger layouts. What
-    is on already is left out. Ranks that only generate: smaller batches, then twice EP, twice TP.
+    is on already is left out. Ranks that only generate: smaller batches, then twice EP if the model
+    has experts, then twice TP.
     """
     roles = {each.role: config.role(each.role) for each in pool.roles}
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}

@@ -87,7 +87,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
 
 
 def name_subject(config: Mapping[str, Any]) -> str:
-    """Return method and model of a run, `PPO, model qwen (Qwen2.5-7B)`; "" if either is unknown.
+    """Return method and model of a run, as `PPO, model qwen (Qwen2.5-7B)`; "" if one is not set.
 
     The name in brackets is the last folder of `load`; without `load` there is none.
     """

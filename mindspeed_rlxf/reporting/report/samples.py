@@ -157,12 +157,14 @@ def _make_entry(
     split: TokenSplitter | None,
     numbers: dict[Any, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the entry of a sample for the page: short names, shortened and escaped texts.
+    """Return the entry of a sample for the page: short names, and texts that are shortened.
+
+    Control characters are escaped, HTML is not.
 
     kind: "training" or "validation"; the latter adds the prompt's id
     numbers: by (iteration, sample id). Tokens and their numbers are added if `split` is given, the
-             sample has numbers, and its escaped response has under MAX_TEXT characters; a name that
-             has not one number for each token is left out
+             sample has numbers, and its escaped response has under MAX_TEXT characters; a name
+             whose numbers are not one for each token is left out
     """
     ids = sample.get("response_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else []
