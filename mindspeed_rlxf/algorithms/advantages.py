@@ -60,7 +60,7 @@ def _move(values: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
 def _sum_td_errors(
     rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float | Tensor
 ) -> Tensor:
-    """Return [batch, steps]: from each step on, the TD errors discounted by gamma * lam, summed.
+    """Return [batch, steps]: per step the sum of its and later TD errors, discounted by gamma * lam.
 
     rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
     counts:          [batch] int64

@@ -156,6 +156,7 @@ def _as_written(name: str, value: Any, written: Any) -> Any:
 
     Only text and numbers are withheld, numbers as text. Shown as `***` where `written` is ELSEWHERE
     or itself has a secret, for example as a default value.
+    name:    of the key, which tells with `written` whether that has a secret
     written: the value in the YAML, before interpolation
     """
     if not isinstance(written, str) or "${" not in written:

@@ -182,9 +182,10 @@ def _read_seconds(environment: Mapping[str, str], name: str) -> float | None:
 
 
 def _event_timeout(execute: float | None) -> int:
-    """Return the HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, in seconds; 0 = no limit.
+    """Return the HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, both in seconds.
 
-    It is EVENT_MARGIN_S longer, but not less than the default EVENT_S. None gives the default.
+    It is EVENT_MARGIN_S longer, but not less than EVENT_S. 0 (no limit) gives 0, None (the variable
+    is not set) EVENT_S.
     """
     if execute == 0:
         return 0

@@ -174,7 +174,10 @@ class MegatronEngine:
         return self.chunks[0].config
 
     def _load_weights(self, seed: int) -> None:
-        """Load the weights from `role.load`; a score head that it lacks is drawn from the seed."""
+        """Load the weights from `role.load`; draw a score head that the folder lacks from `seed`.
+
+        Its numbers have the standard deviation `init_method_std`.
+        """
         assert self.role.load is not None, "checked beforehand"
         absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
         if absent:

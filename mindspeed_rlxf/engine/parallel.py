@@ -69,8 +69,8 @@ class ParallelGroups:
     def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
         """Make or reuse the groups of a layout; a collective of all processes of the world.
 
-        Does not activate them: Megatron's globals and random streams are as before at the end. But
-        seeds the generator of the device, on a CPU torch's own, with `seed`.
+        Does not activate them: leaves Megatron's globals and random streams as they are. Side
+        effect: seeds the generator of the device, on a CPU torch's own, with `seed`.
         Raises AssertionError if the world is no multiple of tp * pp * ep.
 
         seed:   seed from which those of the role's Megatron random streams derive

@@ -63,7 +63,7 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
 
 
 def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
-    """Give parameters without moments moments of zero, and set the number of steps taken."""
+    """Add zero moments to main parameters that have none; set the number of steps to `step`."""
     for each in single_optimizers(optimizer):
         for _, main, _ in _held_mains(each):
             state = each.optimizer.state[main]

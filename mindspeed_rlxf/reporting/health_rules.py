@@ -165,9 +165,10 @@ def measure_falling_validation(history: History) -> Reading | None:
 
 
 def measure_cut_responses(history: History) -> Reading | None:
-    """Ill if the share of responses that reach the limit without EOS is CUT_SHARE or more.
+    """Return a reading of the share of responses that reach the limit without EOS.
 
-    The share is the mean of the last 5 iterations; None if there are fewer than 5 values.
+    It is ill from CUT_SHARE on. The share is the mean of the last 5 iterations; None if there are
+    fewer than 5 values.
     """
     recent = history.last(CUT, 5)
     if not recent:

@@ -181,7 +181,7 @@ class _Sender:
         """Pass an iteration to the tracker, and append its number to the file of sent iterations.
 
         Does nothing for numbers up to the last one sent. A tracker that rewinds keeps no file. Any
-        exception of the tracker or the file counts the iteration as lost and goes no further.
+        exception of the tracker or the file is caught, and the iteration counts as lost.
         tracker: None = it could not be made, so that the iteration is counted as lost
         """
         if iteration <= self._last:

@@ -257,10 +257,11 @@ class RunCheckpoints:
         return self._load_roles(path)
 
     def load_newest(self, note: Note) -> int:
-        """Load the newest undamaged checkpoint into the roles; return its iteration, 0 for none.
+        """Load the newest checkpoint that fits into the roles; return its iteration, 0 for none.
 
         For commands that do not continue the run: changes nothing in the run directory, which every
-        host must see. Raises UserError where there are checkpoints and all are damaged.
+        host must see. Raises UserError where there are checkpoints and none can be loaded.
+        note: prints a line: the loaded folder, after a warning for each that cannot be loaded
         """
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
         for found in whole:

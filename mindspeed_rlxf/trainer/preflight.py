@@ -220,10 +220,10 @@ def _load_prompts(
     prefixes: tuple[str, ...],
     problems: list[Problem],
 ) -> IndexedPrompts:
-    """Return the prompts of indexed data sets if `prefixes` are given, else of `files`.
+    """Load the prompts of the indexed data sets `prefixes` if there are any, else of `files`.
 
-    Appends load errors to `problems`, and then returns no prompts. Only indexed data sets can name
-    stop tokens.
+    Only for indexed data sets has the result stop tokens. Appends load errors to `problems`; the
+    result is empty then.
     """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:

@@ -54,6 +54,7 @@ class Validator:
         weights first. Samples are written to the run directory. Names are `val/<data
         source>/<metric>` (`validation_metrics`) and `timing/val`, seconds of generation and
         scoring.
+        Raises RewardsFailed where functions score and too many samples failed.
         iteration: number of finished iterations
         version:   number of updates in the actor's weights
         own_line:  also write the metrics to metrics.jsonl, as a separate line, and to the trackers;

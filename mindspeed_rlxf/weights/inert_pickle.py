@@ -185,7 +185,7 @@ class InertUnpickler:
         """Check that `values` may be added to the container `target`; increase its depth if needed.
 
         Marks the values with `_hold`; the caller adds them. Raises Refused when `target` is not
-        exactly of type `kind`, or is already an element of another container.
+        exactly of type `kind`, is among the values, or is already an element of a container.
         """
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")

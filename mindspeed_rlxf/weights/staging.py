@@ -253,8 +253,8 @@ class StagedFolder:
         """Write one part: call `write` with a scratch folder in which it must make the file `part`.
 
         The complete file is moved to the partial folder and listed in the journal and in `kept`
-        with its size, CRC-32 and the value that `write` returned (JSON). The scratch folder is
-        removed.
+        with its size, CRC-32 and the value that `write` returned (JSON). Then the scratch folder is
+        removed; if `write` raises, it stays until the next run with this target.
         """
         scratch, place = self._make_scratch(), self.folder / part
         (scratch / part).parent.mkdir(parents=True, exist_ok=True)

@@ -121,8 +121,8 @@ class DeviceClaim:
     def _request_group(self, shape: tuple[int, ...], model: str | None) -> Any:
         """Ask Ray for a placement group with a bundle for each entry of `shape`, without waiting.
 
-        Each bundle goes to a node of its own, except on our own CPU cluster; nodes that are left
-        out are avoided.
+        Each bundle goes to a node of its own, except on our own CPU cluster; nodes that the check
+        has left out are avoided.
         model: the device model that it must have; None = any
         """
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}

@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
-    ActorUnavailableError,
     OutOfMemoryError,
     OwnerDiedError,
     RayActorError,
@@ -118,8 +117,6 @@ def describe_end(error: RayError) -> str:
     if isinstance(error, RayTaskError):
         cause = error.cause
         return f"{type(cause).__name__}: {cause}" if cause else text
-    if isinstance(error, ActorUnavailableError):  # Ray does not know whether it is alive
-        return f"its process did not answer ({text.strip().splitlines()[0][:200]})"
     if not isinstance(error, (RayActorError, OutOfMemoryError, OwnerDiedError)):
         return f"its result was lost ({type(error).__name__})"
     if "creation task" in text:  # the process is alive, our actor class could not be made in it

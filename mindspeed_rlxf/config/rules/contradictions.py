@@ -41,11 +41,11 @@ def refuse_contradictions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _contradictions(config: RunConfig) -> Iterator[Idle]:
-    """Yield the keys that nothing reads, with the reason, whatever their values.
+    """Yield the keys that nothing reads, with the reason, also those with their default value.
 
-    In online DPO those of advantages and policy loss; else those of DPO and
-    `_find_idle_of_estimator`. `max_num_gen_batches` without group filtering,
-    `overlong_penalty_factor` with an overlong buffer of 0.
+    In online DPO they are the keys of advantages and policy loss; in other stages those of DPO and
+    `_find_idle_of_estimator`; without group filtering also `max_num_gen_batches`, and with an
+    overlong buffer of 0 `overlong_penalty_factor`.
     """
     stage = f"with {ref('training.stage')}={config.training.stage.value}"
     if config.training.stage is Stage.RAY_ONLINE_DPO:

@@ -280,7 +280,11 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
 
 
 def _read_config(run: RunDirectory) -> dict[str, Any]:
-    """Read config.yaml, of the run's first start; {} if it cannot be read or is no mapping."""
+    """Return the mapping in config.yaml, the configuration of the run's first start.
+
+    {} if the file cannot be read or is no YAML mapping. Of a file over STACK_BYTES only the end is
+    read.
+    """
     try:
         found = parse_yaml(_read_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):

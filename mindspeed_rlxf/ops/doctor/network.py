@@ -89,10 +89,12 @@ def interface_findings(
 
 
 def _select_interfaces(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
-    """Return the names in `existing` that a variable's value selects.
+    """Return the names in `existing` that a variable's value selects; [] for an empty value.
 
-    The value of a variable in EXACT lists names. Others list prefixes, or names after a `=`; with a
-    `^` at the start they select all but those. A port after a colon is ignored.
+    The value of a variable in EXACT lists whole names, without a port. Others list prefixes, or
+    whole names after a `=`; a port after a colon is ignored there, and with a `^` at the start they
+    select all but those.
+    existing: its keys are the names
     """
     if variable in EXACT:
         return [name for name in value.split(",") if name in existing]

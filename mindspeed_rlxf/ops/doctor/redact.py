@@ -77,10 +77,10 @@ class Redactor:
     """Removes the secrets of an environment and the private texts of a run."""
 
     def __init__(self, environment: Mapping[str, str], texts: Collection[str] = ()) -> None:
-        """Keep the values of secret variables, and the texts to remove.
+        """Keep the values of secret variables and the texts to remove, in their spellings.
 
         environment: variable -> value; texts: prompts, responses and answers
-        Values and lines of texts under SHORTEST characters are ignored.
+        Values, and lines of texts, that are shorter than SHORTEST characters are ignored.
         """
         secrets = {v for k, v in environment.items() if is_secret_name(k) and len(v) >= SHORTEST}
         self._secrets = sorted(secrets | _spellings(secrets), key=len, reverse=True)

@@ -225,7 +225,10 @@ def _failed(rule: str) -> UserError:
 
 
 def _write_models(folder: Path, shape: Shape) -> None:
-    """Write two random Hugging Face models: folder/policy, and folder/scorer with one label."""
+    """Write two Llama models without tokenizers: folder/policy, and folder/scorer with one label.
+
+    Their weights are random, but the same in every call: sets torch's seed to 0.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 

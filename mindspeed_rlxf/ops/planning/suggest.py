@@ -246,7 +246,10 @@ def _samples_per_replica(config: RunConfig) -> int:
 
 
 def _row_bytes(config: RunConfig) -> int:
-    """Return the bytes per device of one row's KV cache, with longest prompt and response."""
+    """Return the bytes of one row's KV cache on a device, for the longest prompt and response.
+
+    Of all layers: a rollout has no pipeline stages.
+    """
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
     return generation_memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))

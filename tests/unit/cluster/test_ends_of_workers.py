@@ -26,12 +26,3 @@ def test_a_lost_worker_is_reported_with_its_reason(said: str, reason: str) -> No
     assert error.cause.startswith("the process died") and reason in error.cause
     assert error.cause.endswith("its last output is in /logs/rank_00003.log")
     assert said in error.remote_traceback
-
-
-def test_a_worker_that_may_be_alive_is_not_called_dead() -> None:
-    from ray.exceptions import ActorUnavailableError
-
-    from mindspeed_rlxf.cluster.ray.wait import describe_end
-
-    error = ActorUnavailableError("The actor is temporarily unavailable: RPC", None)
-    assert describe_end(error).startswith("its process did not answer (The actor")
