@@ -60,8 +60,9 @@ def _move(values: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
 def _sum_td_errors(
     rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float | Tensor
 ) -> Tensor:
-    """Return [batch, steps]: per step the sum of its and later TD errors, discounted by gamma * lam.
+    """Return [batch, steps]: for each step the discounted sum of its and all later TD errors.
 
+    The discount per step is gamma * lam.
     rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
     counts:          [batch] int64
     lam:             one for all rows, or [batch]
