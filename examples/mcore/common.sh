@@ -71,8 +71,10 @@ make_private_folder() {
   export RAY_TMPDIR=$own_folder
 }
 
-# Check DEVICE, raise the limit of open files, load CANN, and require a token.
+# Handle signals from now on, check DEVICE, raise the limit of open files, load CANN, and require a
+# token.
 prepare_host() {
+  trap forward INT TERM
   case $DEVICE in npu | cuda | cpu) ;; *) fail "DEVICE=$DEVICE must be npu, cuda or cpu" ;; esac
   ulimit -n 32768 2>/dev/null ||
     echo "note: 'ulimit -n 32768' is not allowed here, the limit stays at $(ulimit -n)" >&2
@@ -147,7 +149,6 @@ start_head() {
   fi
   master_listens && fail "$MASTER_ADDR:$MASTER_PORT is taken; end that Ray or set MASTER_PORT"
   trap stop_ray EXIT
-  trap forward INT TERM
   make_private_folder
   "${OWN_RAY[@]}" "$@" &
   ray_pid=$!

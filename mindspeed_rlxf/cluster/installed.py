@@ -68,15 +68,28 @@ def find_differences(
     expected: version by package name; a package not in it is expected as on most hosts
     """
     by_host, found = list(by_host), []
-    for name in dict.fromkeys(name for _, installed in by_host for name in installed):
+    usual = usual_versions([installed for _, installed in by_host])
+    for name in usual:
         values = [(host, installed.get(name, NONE)) for host, installed in by_host]
         counts = Counter(_public(version) for _, version in values)
-        usual = next(v for _, v in values if _public(v) == counts.most_common(1)[0][0])
-        wanted = (expected or {}).get(name, usual)
+        wanted = (expected or {}).get(name, usual[name])
         odd = dict.fromkeys(v for _, v in values if _public(v) != _public(wanted))
         for value in odd:
             hosts = tuple(dict.fromkeys(host for host, version in values if version == value))
             found.append(Difference(name, value, hosts, wanted, counts[_public(wanted)]))
+    return found
+
+
+def usual_versions(all_installed: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return by name the version that most hosts have, the first of equally frequent ones.
+
+    all_installed: versions by package name of each host; a package that a host lacks has NONE there
+    """
+    found = {}
+    for name in dict.fromkeys(name for installed in all_installed for name in installed):
+        values = [installed.get(name, NONE) for installed in all_installed]
+        (most, _), *_ = Counter(map(_public, values)).most_common(1)
+        found[name] = next(version for version in values if _public(version) == most)
     return found
 
 

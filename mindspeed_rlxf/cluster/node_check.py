@@ -16,7 +16,13 @@ from pathlib import Path
 from mindspeed_rlxf import packages
 from mindspeed_rlxf.cluster.errors import HostError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, collect_outcomes
-from mindspeed_rlxf.cluster.installed import OURS, build_id, find_differences, versions
+from mindspeed_rlxf.cluster.installed import (
+    OURS,
+    build_id,
+    find_differences,
+    usual_versions,
+    versions,
+)
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -137,24 +143,26 @@ def find_node_problems(
     driver: NodeReport,
     nodes: Sequence[NodeReport],
     keys: Mapping[str, str],
-    run: Sequence[NodeReport] = (),
+    usual: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Return texts on differences in versions and files that would change or fail a run, once each.
 
     Versions of our package and of PACKAGES are compared with the driver's, those of other packages
-    among all nodes of the run. Files are compared in folders that exist on the driver.
-    keys: folder -> the configuration keys that name it
-    run:  reports of all nodes of the run, `nodes` among them; empty = `nodes` are all
+    with `usual`. Files are compared in folders that exist on the driver.
+    keys:  folder -> the configuration keys that name it
+    usual: version by package name; None = those that most of `nodes` have
     """
-    asked = {node.host for node in nodes}
     expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
+    if usual is None:
+        usual = usual_versions([node.versions for node in nodes])
     found = [  # packages for devices are compared among the nodes: a driver may lack them
         f"{d.name} on {host} must be that of "
         f"{'the driver' if d.name in expected else 'the other nodes'} ({d.expected}), not "
         f"{d.value}; install the same there, and start Ray on that host again"
-        for d in find_differences(((each.host, each.versions) for each in run or nodes), expected)
+        for d in find_differences(
+            ((node.host, node.versions) for node in nodes), {**usual, **expected}
+        )
         for host in d.hosts
-        if host in asked
     ]
     for node in nodes:
         for folder, files in driver.files.items():
@@ -226,52 +234,51 @@ class NodeCheck:
             self._driver = self._driver or report_node(list(self._keys), self._run_file)
             reports, silent = self._collect_reports(new)
             self._seen.update(reports)
-            self._refuse_or_leave_out(new, reports, silent)
+            left = [node for node in nodes if node.id not in self.left_out]
+            self._refuse_or_leave_out(left, silent)
         return [node for node in nodes if node.id not in self.left_out]
 
-    def _refuse_or_leave_out(
-        self, nodes: list[Node], reports: Mapping[str, NodeReport], silent: Mapping[str, str]
-    ) -> None:
+    def _refuse_or_leave_out(self, nodes: list[Node], silent: Mapping[str, str]) -> None:
         """Add faulty nodes to `left_out` with warnings; without `probe` raise UserError instead.
 
         The error names the faults of all nodes. Nodes are faulty that gave no report, or whose
-        report differs from the driver's or, with `probe`, names sick or too few devices.
+        report differs from the driver's or the other nodes' or, with `probe`, names sick or too few
+        devices. Sick nodes do not count among the others.
+        nodes:  all that are there and not left out, also those of earlier calls: which packages for
+                devices are usual may have changed
         silent: node id -> message, for nodes that gave no report
         """
         assert self._driver is not None, "asked first"
         if self._probe is None:
-            wrong = list(silent.values())
-            of_new = list(reports.values())
-            wrong += find_node_problems(self._driver, of_new, self._keys, self._kept())
+            reports = [self._seen[node.id] for node in nodes if node.id not in silent]
+            wrong = [*silent.values(), *find_node_problems(self._driver, reports, self._keys)]
             if wrong:
                 raise UserError([Problem("", text) for text in wrong])
             return
+        seen = {node.id: self._seen[node.id] for node in nodes if node.id not in silent}
+        usual = usual_versions([each.versions for each in seen.values() if not each.sick])
         for node in nodes:
             found = (
                 [silent[node.id]]
                 if node.id in silent
-                else self._find_faults(node, reports[node.id])
+                else self._find_faults(node, seen[node.id], usual)
             )
             if found:
                 self.left_out.add(node.id)
                 logger.warning("%s (%s) is left out: %s", node.host, node.ip, "; ".join(found))
 
-    def _find_faults(self, node: Node, seen: NodeReport) -> list[str]:
+    def _find_faults(self, node: Node, seen: NodeReport, usual: Mapping[str, str]) -> list[str]:
         """Return texts on a node's faults; [] without any.
 
-        These are, in order, sick devices, what differs from the driver's node, and fewer devices
-        than Ray counts.
+        These are, in order, sick devices, what differs from the driver's node or from `usual`, and
+        fewer devices than Ray counts.
         """
         assert self._driver is not None, "asked first"
-        differing = find_node_problems(self._driver, [seen], self._keys, self._kept())
+        differing = find_node_problems(self._driver, [seen], self._keys, usual)
         found = [*seen.sick, *differing]
         if seen.devices is not None and seen.devices < node.count:
             found.append(f"its driver lists {seen.devices} of {node.count} devices")
         return found
-
-    def _kept(self) -> list[NodeReport]:
-        """Return the reports of the nodes that are not left out, in the order they came."""
-        return [report for node, report in self._seen.items() if node not in self.left_out]
 
     def warn_of_unshared_hosts(self, hosts: set[str]) -> None:
         """Log a warning that names the hosts which do not see the driver's run directory.

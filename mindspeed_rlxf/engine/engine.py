@@ -361,8 +361,11 @@ class MegatronEngine:
             if hf_folder is not None:
                 writes = first_experts and self.groups.tp.rank() == 0
                 assert self.role.load is not None, "it was loaded from there"
+                original = Path(self.role.load)
+                error = self.weights.export(hf_folder, original, writes, self.source)
                 with fail_together(hf_folder):
-                    self.weights.export(hf_folder, Path(self.role.load), writes, self.source)
+                    if error is not None:
+                        raise error
             if megatron_folder is None:
                 return
             with fail_together(megatron_folder):

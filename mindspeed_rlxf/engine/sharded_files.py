@@ -39,17 +39,19 @@ def gather_all(items: list[T]) -> list[T]:
 def fail_together(folder: Path) -> Iterator[None]:
     """Raise OSError on all ranks of the world if the block raises an Exception on one.
 
-    A collective after the block. Without it the other ranks would wait in their next collective for
-    the rank that failed. The text names each rank that failed.
+    A collective after the block, in which there must be none. Without it the other ranks would wait
+    in their next collective for the rank that failed. The text names each rank that failed; on the
+    rank itself the error is the cause.
     folder: where the block writes, for the text
     """
-    failed = []
+    failed: Exception | None = None
     try:
         yield
     except Exception as error:
-        failed.append(f"rank {dist.get_rank()}: {name_with_free_space(error, folder)}")
-    if named := gather_all(failed):
-        raise OSError(f"{folder}: {'; '.join(named)}")
+        failed = error
+    mine = [] if failed is None else [name_with_free_space(failed, folder)]
+    if named := gather_all([f"rank {dist.get_rank()}: {text}" for text in mine]):
+        raise OSError(f"{folder}: {'; '.join(named)}") from failed
 
 
 @contextlib.contextmanager
@@ -80,8 +82,8 @@ def save_sharded(state: dict[str, Any], folder: Path) -> None:
     """Write a sharded checkpoint into `folder`, which must exist; a collective.
 
     state: Megatron's sharded state dict
-    Raises OSError where a rank could not write: with megatron-core 0.16 on all ranks, with 0.12 on
-    that rank, while the others wait in a collective.
+    Raises OSError on a rank that could not write. With megatron-core 0.16 all ranks raise it if a
+    rank's share could not be written; otherwise, as with 0.12, the others wait in a collective.
     """
     with raise_os_errors(folder):
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)

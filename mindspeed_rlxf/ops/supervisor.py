@@ -279,10 +279,14 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Hold a lock on a folder, so that systemd-tmpfiles, which empties /tmp, leaves it alone."""
+    """Hold a lock on a folder, so that systemd-tmpfiles, which empties /tmp, leaves it alone.
+
+    Without a lock where the file system has none.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
         os.close(descriptor)

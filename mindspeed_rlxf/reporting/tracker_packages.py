@@ -127,13 +127,15 @@ class TrackioTracker(_RunTracker):
 
 
 def _choose_mode(run: TrackedRun, prefix: str) -> str:
-    """Return the mode of a tracker's package: `offline` if `logging.tracker_mode` is that.
+    """Return the mode of a tracker's package, by `logging.tracker_mode` and <prefix>_MODE.
 
-    Otherwise what <prefix>_MODE says, else `online` if the key says so, or if it is `auto` and
-    <prefix>_API_KEY is set, else `offline`.
+    `offline` if the key is that, but `disabled` if the variable says so. Otherwise what the
+    variable says; without it `online` if the key is that, or if it is `auto` and <prefix>_API_KEY
+    is set, else `offline`.
     """
+    asked = os.environ.get(f"{prefix}_MODE")
     if run.offline:
-        return "offline"
+        return "disabled" if asked == "disabled" else "offline"
     has_key = bool(os.environ.get(f"{prefix}_API_KEY"))
     online = has_key if run.offline is None else True
-    return os.environ.get(f"{prefix}_MODE") or ("online" if online else "offline")
+    return asked or ("online" if online else "offline")

@@ -9,9 +9,9 @@ from mindspeed_rlxf.rewards.numbers import ANSWER_MARK, find_boxed
 
 THINK = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 CHOICES = "ABCDEFGHIJ"
-# For texts whose white space is single spaces: several `\s*` in a row take cubic time.
+# For texts whose white space is single characters: several `\s*` in a row take cubic time.
 _SAID = re.compile(
-    r"(?i:answer|choice|option) ?(?:(?i:is)|:)? ?:? ?\**\(?(?:([A-Z])\b|([a-z])\b(?! ?\w))"
+    r"(?i:answer|choice|option)\s?(?:(?i:is)|:)?\s?:?\s?\**\(?(?:([A-Z])\b|([a-z])\b(?! ?\w))"
 )
 _ALONE = re.compile(r"[\s(\[*]*([A-Z])[\s)\].:*]*")
 _WRAPPED = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
@@ -39,7 +39,8 @@ def find_choice(text: str, choices: str) -> str | None:
         return _letter_alone(_WRAPPED.sub(r"\1", boxed), choices)
     if ANSWER_MARK in text:
         return _letter_alone(text.rpartition(ANSWER_MARK)[2], choices)
-    said = [(upper or lower.upper()) for upper, lower in _SAID.findall(" ".join(text.split()))]
+    joined = re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)
+    said = [(upper or lower.upper()) for upper, lower in _SAID.findall(joined)]
     if said := [letter for letter in said if letter in choices]:
         return said[-1]
     last = (text.strip().splitlines() or [""])[-1]

@@ -103,7 +103,7 @@ class StageWeights:
 
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
-    ) -> None:
+    ) -> Exception | None:
         """Write the weights as the Hugging Face folder `target`, one file per pipeline rank.
 
         The first rank also writes index, config.json and tokenizer. With expert parallelism each
@@ -115,35 +115,43 @@ class StageWeights:
         writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas); the others
                    only take part in the collective
         described: folder of config.json and the tokenizer; None = `source`
-        Raises OSError on a rank that cannot write, after its part in the collective.
+        Returns what kept this rank from reading `source` or writing, None if nothing did: raised
+        at once, it would leave the other ranks waiting in the collective.
         """
         pp, ep = self.pp_group, self.ep_group
         name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())
         first = ep.rank() == 0
-        original = open_weights(source, self.architecture)
+        failed: Exception | None = None
+        original: BoxedWeights | None = None
+        try:
+            original = open_weights(source, self.architecture)
+        except Exception as error:
+            failed = error
         tensors: dict[str, Tensor] = {}
         for parameter in self.table:
             if parameter.is_tied_output_layer:
                 continue  # the first stage writes the embedding
             keep = writes and (first or parameter.expert is not None)
             for hf_name, tensor in self.hf_tensors(parameter, keep).items():
-                dtype = original.dtype(hf_name) if hf_name in original else tensor.dtype
-                tensors[hf_name] = tensor.to(dtype)
+                if original is not None and hf_name in original:
+                    tensor = tensor.to(original.dtype(hf_name))
+                tensors[hf_name] = tensor
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
-        failed: OSError | None = None
         try:
-            if writes:
+            if writes and failed is None:
                 target.mkdir(parents=True, exist_ok=True)
                 write_safetensors(target / name, sort_by_width(planned), lambda _: None)
-        except OSError as error:
+        except Exception as error:
             failed = error
         sizes = {hf_name: tensor.num_bytes for hf_name, tensor in planned.items()}
         gathered = _gather(_gather([(name, sizes)], ep), pp)
-        if failed is not None:
-            raise failed
-        if writes and first and pp.rank() == 0:
-            write_index(target, dict(gathered))
-            copy_side_files(described or source, target, self.head)
+        try:
+            if writes and first and pp.rank() == 0 and failed is None:
+                write_index(target, dict(gathered))
+                copy_side_files(described or source, target, self.head)
+        except Exception as error:
+            failed = error
+        return failed
 
 
 def _gather(files: Files, group: dist.ProcessGroup) -> Files:

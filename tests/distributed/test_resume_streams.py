@@ -90,6 +90,17 @@ class Drawer:
             self.engine.export(folder, None)
         return RoleOutput(report=str(found.value))
 
+    def export_without_the_source(self, folder: Path, full: int) -> RoleOutput:
+        """Rank `full` cannot read the weights that the export is like; report as above."""
+        gone = ValueError("a file of the source is gone") if dist.get_rank() == full else None
+        read = stage.open_weights
+        with (
+            mock.patch.object(stage, "open_weights", side_effect=gone, wraps=read),
+            pytest.raises(OSError) as found,
+        ):
+            self.engine.export(folder, None)
+        return RoleOutput(report=str(found.value))
+
     def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:
         """Report: the error of this rank."""
         error = OSError(errno.EIO, "Input/output error") if dist.get_rank() == blind else None
@@ -186,3 +197,12 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(
         rf"{folder}: rank {full}: OSError: \[Errno 28\] No space left \(\d+ MiB are free there\)"
     )
     assert all(re.fullmatch(named, text) for text in said) and len(said) == 2, said
+
+
+def test_a_rank_that_cannot_export_takes_part_in_the_collectives_of_the_others(
+    warm_runtime: Any, tmp_path: Path, model: Path
+) -> None:
+    """Two tensor-parallel ranks gather each weight; the report is that of the first one."""
+    group = build_group(warm_runtime, ParallelLayout(2, 2), Drawer, model)
+    (said,) = group.call(Drawer.export_without_the_source, tmp_path / "out", 1).result()
+    assert f"{tmp_path / 'out'}: rank 1: ValueError: a file of the source is gone" in said

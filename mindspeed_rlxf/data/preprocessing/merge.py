@@ -56,7 +56,11 @@ def merge(
     folder, a key has no pairs, sets are incomplete or differ, an output exists (without
     `overwrite`), or writing fails.
     """
-    source, prefix = Path(folder).absolute(), Path(output_prefix).absolute()
+    if Path(output_prefix).name in ("", ".."):
+        rule = "must end with the beginning of a file's name"
+        raise UserError(Problem("--output-prefix", rule, output_prefix, "give FOLDER/NAME"))
+    source, prefix = Path(folder).resolve(), Path(output_prefix).absolute()
+    prefix = prefix.parent.resolve() / prefix.name  # so that own output is known in any spelling
     if not source.is_dir():
         rule = "with --merge-group-keys it must be one folder"
         raise UserError(_problem(f"--input {folder}", rule, "name it"))

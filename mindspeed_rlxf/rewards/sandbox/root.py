@@ -69,6 +69,7 @@ def _bind_read_only(path: str, descriptor: int, device: bool) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     linux.mount(f"/proc/self/fd/{descriptor}", target, flags=linux.MS_BIND | linux.MS_REC)
     os.close(descriptor)
+    target = os.path.realpath(target)  # as the kernel names it, if /tmp is a link
     points = _mounted_below(target)
     if target not in points:
         raise OSError(errno.ENOENT, f"{target} must be a mount point, so that it is made read-only")
@@ -85,8 +86,11 @@ def _remount(point: str, flags: int) -> None:
 
 def _mounted_below(target: str) -> list[str]:
     """List this process's mount points at and below a path."""
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        points = [line.split()[4] for line in lines]
-    # The kernel writes white space and backslashes as octal numbers.
-    plain = [re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), p) for p in points]
+    with open("/proc/self/mountinfo", "rb") as file:
+        points = [line.split(b" ")[4] for line in file.read().split(b"\n") if line]
+    # The kernel writes space, tab, line feed and backslash as octal numbers.
+    plain = [
+        os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point))
+        for point in points
+    ]
     return [point for point in plain if point == target or point.startswith(f"{target}/")]

@@ -283,3 +283,24 @@ def test_nodes_of_one_name_do_not_hide_each_other() -> None:
     versions = [("h", {"torch": "1"}), ("h", {"torch": "2"})]
     (found,) = find_differences(versions, {"torch": "2"})
     assert (found.value, found.hosts) == ("1", ("h",))
+
+
+@pytest.mark.parametrize("probe", [DeviceKind.NPU, None])
+def test_nodes_that_are_gone_do_not_count_and_those_that_came_first_are_compared_again(
+    probe: DeviceKind | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = dataclasses.replace(report_node([], None), devices=8)
+    of = {name: node(ours, name, versions={**ours.versions, "torch-npu": v})
+          for name, v in {"a": "2.6.0", "b": "2.7.1", "c": "2.7.1"}.items()}  # fmt: skip
+    check = NodeCheck(lambda _, host: Reporter(host, of), {}, None, 1.0, probe)  # type: ignore[arg-type]
+    a, b, c = NODES[:3]
+    assert check.check([a]) == [a]
+    said = "torch-npu on a must be that of the other nodes (2.7.1), not 2.6.0"
+    if probe is None:
+        with pytest.raises(UserError, match=re.escape(said)):
+            check.check([a, b, c])
+    else:
+        assert check.check([a, b, c]) == [b, c] and said in caplog.text
+    of["a"] = node(ours, "a", versions=of["b"].versions)  # installed, and Ray started again
+    again = dataclasses.replace(a, id="another id")
+    assert check.check([again, b, c]) == [again, b, c]

@@ -229,6 +229,15 @@ def test_a_signal_that_the_starting_run_cannot_handle_is_a_stop_too(lab: Lab) ->
     assert (code, lab.left()) == (75, []), output
 
 
+@pytest.mark.parametrize("script", ["ssh/train.sh", "slurm/train.sbatch"])
+def test_a_signal_while_the_host_is_prepared_is_a_stop(lab: Lab, script: str) -> None:
+    cann = lab.folder / "set_env.sh"
+    cann.write_text('touch "$LAB/training"; sleep 1\n')
+    code, output = stop_training(lab, script, DEVICE="npu", CANN_ENV=str(cann))
+    assert (code, lab.left()) == (75, []), output
+    assert not (lab.folder / "calls").exists()  # no Ray
+
+
 def test_the_exit_code_of_a_run_that_ends_during_the_signal_is_kept(lab: Lab) -> None:
     script = lab.folder / "wait.sh"
     script.write_text(f"""source {FOLDER}/../mcore/common.sh

@@ -48,6 +48,7 @@ def test_a_tracker_whose_package_is_missing_is_a_problem(
     ("offline", "variables", "mode"),
     [
         (True, {"WANDB_MODE": "online", "WANDB_API_KEY": "k"}, "offline"),
+        (True, {"WANDB_MODE": "disabled"}, "disabled"),
         (False, {}, "online"),
         (False, {"WANDB_MODE": "disabled"}, "disabled"),
         (None, {}, "offline"),

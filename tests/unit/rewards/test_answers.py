@@ -120,6 +120,8 @@ CHOICES = [
     ("\\boxed{AB}", "A", False),
     ("The answer is Z", "Z", False),  # no choice
     ("The answer is b.", "B", True),
+    ("The answer is b\nBecause it rains.", "B", True),
+    ("Answer: c\n\nExplanation: none", "C", True),
     ("The answer is a triangle.", "A", False),
     ("The answer is\n\n  B because", "B", True),
     ("answer" + " " * 100_000, "A", False),  # in linear time

@@ -220,10 +220,10 @@ def test_mounts_are_found_by_their_names_in_every_spelling(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A mount that is not found would stay writable."""
-    names = ["/tmp/x/jos\u00e9", "/tmp/x/a b", "/tmp/x/a\\b"]
+    names = ["/tmp/x/jos\u00e9", "/tmp/x/a b", "/tmp/x/a\\b", "/tmp/x/a\u3000b", "/tmp/x/a\rb"]
     written = [name.replace("\\", "\\134").replace(" ", "\\040") for name in names]
     lines = [f"36 35 98:0 /mnt {name} rw - ext3 /dev/root rw\n" for name in [*written, "/other"]]
     file = tmp_path / "mountinfo"
-    file.write_text("".join(lines), encoding="utf-8")
-    monkeypatch.setattr(root, "open", lambda path, **keys: file.open(**keys), raising=False)
+    file.write_bytes("".join(lines).encode())
+    monkeypatch.setattr(root, "open", lambda _, mode: file.open(mode), raising=False)
     assert root._mounted_below("/tmp/x") == names

@@ -72,7 +72,11 @@ def test_an_existing_merged_set_is_replaced_only_with_overwrite(tmp_path: Path) 
 def test_an_own_output_is_no_input_of_the_next_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "real")
     write_pair(Path("a_ids"), [[1]])
-    for _ in range(2):
-        assert merge(".", ["ids"], "all/", overwrite=True) == {"all_ids": 1}
+    for folder, prefix in ((".", "all/"), (".", "all/"), ("../link", "all"), ("..//real", "all")):
+        assert merge(folder, ["ids"], prefix, overwrite=True) == {"all_ids": 1}
+    with pytest.raises(UserError, match="must end with the beginning of a file's name"):
+        merge(".", ["ids"], ".")
