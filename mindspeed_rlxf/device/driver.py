@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import TypeAlias
 from mindspeed_rlxf.config.enums import DeviceKind
 
 TOOL_S = 20.0  # npu-smi takes some seconds with 16 chips
+KILL_S = 1.0
 NVIDIA = (
     "nvidia-smi",
     "--query-gpu=index,name,memory.total,memory.used,driver_version",
@@ -80,9 +82,7 @@ def run_tool(command: Sequence[str]) -> str:
     if shutil.which(tool) is None:
         raise ValueError(f"{tool} is not on PATH")
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TOOL_S, errors="replace"
-        )
+        done = run_within(command, TOOL_S)
     except subprocess.TimeoutExpired:
         raise ValueError(f"{tool} gave no answer within {TOOL_S:g} s") from None
     except OSError as error:
@@ -91,6 +91,25 @@ def run_tool(command: Sequence[str]) -> str:
         output = " ".join((done.stderr or done.stdout).split())[:200]
         raise ValueError(f"{tool} ended with {done.returncode}: {output}")
     return done.stdout
+
+
+def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program for `limit_s` at most; return its status, stdout and stderr.
+
+    Raises TimeoutExpired, also where the program cannot be killed, as one that waits for a driver:
+    `subprocess.run` would wait for its end.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=KILL_S)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def parse_nvidia(text: str) -> Parsed:

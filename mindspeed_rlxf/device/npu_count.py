@@ -54,10 +54,7 @@ def count_by_torch(reason: str = "") -> int:
     """
     check_installed()
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", ASK],
-            capture_output=True, text=True, timeout=IMPORT_S, errors="replace",
-        )  # fmt: skip
+        done = driver.run_within([sys.executable, "-c", ASK], IMPORT_S)
     except subprocess.TimeoutExpired:
         raise ValueError(_describe_failure(reason, f"no answer within {IMPORT_S:g} s")) from None
     answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]

@@ -27,6 +27,7 @@ SET_ENV = ("/usr/local/Ascend/cann/set_env.sh", "/usr/local/Ascend/ascend-toolki
 SET_ENV_ATB = "/usr/local/Ascend/nnal/atb/set_env.sh"
 KERNELS = "built-in/op_impl/ai_core/tbe/kernel"
 HCCN_TOOL = f"{DRIVER}/tools/hccn_tool"
+UNKNOWN = "unknown"
 BOARD = ("npu-smi", "info", "-t", "board", "-i")
 MOUNTS = " ".join(f"--device {name}" for name in DEVICE_FILES) + f" -v {DRIVER}:{DRIVER}"
 IN_CONTAINER = f"in a container: --device /dev/davinci0 (one for each) {MOUNTS}"
@@ -186,9 +187,10 @@ def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iter
     """Yield `npu.links` (is every port's link up?) and `npu.tls` (is the TLS switch equal on all?).
 
     Without hccn_tool yield only `npu.links`, "not looked at": a warning on several hosts, else it
-    passes. A TLS switch that differs is an error.
+    passes. Ports of which hccn_tool does not tell the state are an `npu.links` of their own, on
+    several hosts a warning. A TLS switch that differs is an error.
     devices:       numbers of the devices, as npu-smi lists them
-    several_hosts: a link that is down or of unknown state is an error; on one host it is only shown
+    several_hosts: a link that is down is an error; on one host it is only shown
     """
     tool = shutil.which("hccn_tool") or HCCN_TOOL
     if host.root == Path("/") and not Path(tool).is_file():
@@ -199,18 +201,28 @@ def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iter
     for device in devices:
         states[device] = _first(r"link status:\s*(\w+)", _ask(host, tool, device, "-link"))
         switches.add(_first(r"tls switch\[(\d)\]", _ask(host, tool, device, "-tls")))
-    down = [f"{device}: {state}" for device, state in states.items() if state != "UP"]
-    yield Checked(
-        "npu.links",
-        not (down and several_hosts),
-        f"not up: {', '.join(down)}" if down else f"{len(states)} up",
-        f"look at cable, switch and address: `{HCCN_TOOL} -i N -link -g`, `-ip -g`",
-        fatal=True,
-    )
+    silent = [str(device) for device, state in states.items() if state == UNKNOWN]
+    down = [f"{n}: {state}" for n, state in states.items() if state not in ("UP", UNKNOWN)]
+    if silent:
+        yield Checked(
+            "npu.links",
+            not several_hosts,
+            f"hccn_tool did not tell the state of {', '.join(silent)}",
+            f"run it as root, and mount /etc/hccn.conf: `{HCCN_TOOL} -i N -link -g`",
+        )
+    if down or not silent:
+        yield Checked(
+            "npu.links",
+            not (down and several_hosts),
+            f"not up: {', '.join(down)}" if down else f"{len(states)} up",
+            f"look at cable, switch and address: `{HCCN_TOOL} -i N -link -g`, `-ip -g`",
+            fatal=True,
+        )
+    switches.discard(UNKNOWN)
     yield Checked(
         "npu.tls",
         len(switches) <= 1,
-        f"switch {', '.join(sorted(switches)) or 'unknown'}",
+        f"switch {', '.join(sorted(switches)) or UNKNOWN}",
         f"the same on every device of every host: `{HCCN_TOOL} -i N -tls -s enable 0`",
         fatal=True,
     )
@@ -225,7 +237,7 @@ def _ask(host: Host, tool: str, device: int, option: str) -> str:
 
 def _first(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
-    return found[1] if found else "unknown"
+    return found[1] if found else UNKNOWN
 
 
 def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:

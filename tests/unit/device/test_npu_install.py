@@ -164,6 +164,21 @@ def test_a_link_that_is_down_is_an_error_between_hosts_alone(tmp_path: Path) -> 
     assert everything(host, several_hosts=False) == {}
 
 
+def test_a_tool_that_does_not_tell_the_state_of_a_link_is_no_broken_cable(tmp_path: Path) -> None:
+    tell = answer()
+
+    def run(command: Sequence[str]) -> str:
+        if command[2] == "1":
+            raise ValueError("hccn_tool ended with 1: no right")
+        return tell(command)
+
+    host = make_host(tmp_path)._replace(run=run)
+    found = bad(npu_install.check_links(host, [0, 1], several_hosts=True))
+    assert list(found) == ["npu.links"] and not found["npu.links"].fatal
+    assert found["npu.links"].value == "hccn_tool did not tell the state of 1"
+    assert bad(npu_install.check_links(host, [0, 1], several_hosts=False)) == {}
+
+
 def test_links_of_different_encryption_are_an_error(tmp_path: Path) -> None:
     host = make_host(tmp_path)._replace(run=answer(tls="1"))
     assert everything(host)["npu.tls"].value == "switch 0, 1"

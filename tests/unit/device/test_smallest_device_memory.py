@@ -10,6 +10,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import driver
 from tests.unit.device.npu_recorder import smi_table
 
 CPU, CUDA, NPU = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU
@@ -36,5 +37,19 @@ def test_the_smallest_device_counts_where_the_tool_answers(
     """output: None = there is no tool"""
     done = SimpleNamespace(returncode=0, stdout=output, stderr="")
     monkeypatch.setattr(shutil, "which", lambda tool: tool if output else None)
-    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
+    monkeypatch.setattr(driver, "run_within", lambda command, limit_s: done)
     assert device.smallest_device_memory(kind) == size
+
+
+def test_a_tool_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """npu-smi waits for a driver that hangs, in a state in which no signal ends it."""
+    kept: list[subprocess.Popen[str]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: kept.append(process))
+    monkeypatch.setattr(driver, "KILL_S", 0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        driver.run_within(["sleep", "60"], 0.1)
+    monkeypatch.undo()
+    (process,) = kept
+    assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=30)
