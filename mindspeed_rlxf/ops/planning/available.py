@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
@@ -11,13 +14,42 @@ from mindspeed_rlxf.config.rules.host import GIB, joined_address
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.sizes import existing_folder
 
+T = TypeVar("T")
+
+_answers: dict[Hashable, object] | None = None
+
+
+@contextlib.contextmanager
+def asked_once() -> Iterator[None]:
+    """In the block, run the driver's tool and look for a cluster once each, not in every call.
+
+    The search for remedies asks hundreds of times, and the tool takes seconds.
+    """
+    global _answers
+    before, _answers = _answers, {}
+    try:
+        yield
+    finally:
+        _answers = before
+
+
+def _ask(question: Hashable, find: Callable[[], T]) -> T:
+    """Return the result of `find`; in a block of `asked_once` that of the question's first call."""
+    if _answers is None:
+        return find()
+    if question not in _answers:
+        _answers[question] = find()
+    return _answers[question]  # type: ignore[return-value]
+
 
 def is_joined(config: RunConfig) -> bool:
     """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here.
 
-    Each call may open a connection, to find a cluster of this user (`choose_cluster`).
+    May open a connection, to find a cluster of this user (`choose_cluster`); see `asked_once`.
     """
-    return config.runtime.kind is RuntimeKind.RAY and joined_address(config) is not None
+    if config.runtime.kind is not RuntimeKind.RAY:
+        return False
+    return _ask(("cluster", config.runtime.address), lambda: joined_address(config)) is not None
 
 
 def on_cpu(config: RunConfig) -> bool:
@@ -28,12 +60,15 @@ def on_cpu(config: RunConfig) -> bool:
 def device_memory(config: RunConfig) -> int | None:
     """Return `device.memory_gib` in bytes if set, else the memory of this host's smallest device.
 
-    None = unknown, as without `device.memory_gib` on a joined cluster or on CPU. Each call without
-    the key runs the driver's tool, which may take seconds.
+    None = unknown, as without `device.memory_gib` on a joined cluster or on CPU. Without the key it
+    runs the driver's tool, which may take seconds; see `asked_once`.
     """
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)
-    return None if is_joined(config) else device.smallest_device_memory(config.device.kind)
+    if is_joined(config):
+        return None
+    kind = config.device.kind
+    return _ask(("memory", kind), lambda: device.smallest_device_memory(kind))
 
 
 def rollout_memory(config: RunConfig) -> int | None:

@@ -44,6 +44,7 @@ class Plan:
     problems: list[Problem]
 
 
+@available.asked_once()
 def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     """Make the plan of a run as text, and list its problems; claims no device, writes no file.
 

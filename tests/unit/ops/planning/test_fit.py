@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
-from mindspeed_rlxf.ops.sizes import format_bytes
+from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 JOINED = {"device.kind": "cuda", "runtime.address": "head:6379"}
 Usage = namedtuple("Usage", "total used free")
@@ -140,3 +143,21 @@ def test_disk_that_is_full_is_a_problem(
 
 def test_sizes_for_people() -> None:
     assert [format_bytes(n) for n in (0, 3 * 2**19, 5 * 2**29)] == ["0", "1.5 MiB", "2.5 GiB"]
+
+
+def test_the_tool_of_the_driver_runs_once_for_a_plan(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds, and the search for a remedy asks for the memory again and again."""
+    asked: list[DeviceKind] = []
+
+    def measure(kind: DeviceKind) -> int:
+        asked.append(kind)
+        return GIB // 4
+
+    monkeypatch.setattr(device, "smallest_device_memory", measure)
+    monkeypatch.setattr(available, "joined_address", lambda _: None)
+    run = config({**JOINED, "device.kind": "npu"})
+    for times in (1, 2):
+        assert any("a device needs" in each.rule for each in plan(run).problems)
+        assert len(asked) == times
