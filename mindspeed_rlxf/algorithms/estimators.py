@@ -94,7 +94,7 @@ def gae(given: Rewarded) -> Estimate:
 
 
 def reinforce_plus_plus(given: Rewarded) -> Estimate:
-    """Return as advantages the discounted rewards to go of each token; no returns.
+    """Return the discounted rewards to go of each token as advantages; `returns` is None.
 
     REINFORCE++, arXiv:2501.03262. The paper's whitening is done by the caller.
     """

@@ -71,9 +71,9 @@ def _parse_prefixes(draft: Draft, path: str, value: Any) -> Any:
 
 
 def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
-    """Set absent keys: default_data_source to prompts; overlong_prompts to drop, with a note.
+    """Set default_data_source to "prompts", and overlong_prompts to "drop" with a note.
 
-    Null counts as absent.
+    Each only if it is absent or null.
     """
     set_default(data, "default_data_source", "prompts")
     if data.get("overlong_prompts") is None:

@@ -117,8 +117,9 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json by their names in ArchitectureConfig.
 
-    None = config.json has no value, and `_dense_fields` no default. The model type is not checked;
-    any but qwen3_moe and mixtral counts as dense.
+    None = config.json has no value, and `_dense_fields` no default. Keys of scaling are absent
+    without scaling, and those of experts but `num_experts` in a dense model. The model type is not
+    checked; any but qwen3_moe and mixtral counts as dense.
     Errors: ValueError when a field has a type that it cannot be computed from; a field that is only
     renamed is returned with any type.
     """

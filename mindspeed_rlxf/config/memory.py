@@ -291,9 +291,10 @@ def communicators(
 ) -> int:
     """Return how many process groups of more than one rank a rank of the role belongs to.
 
-    Each has buffers on the device. TP, PP and DP; if it trains TP x PP; if it generates another TP.
-    With experts also TP, EP and TP x EP of theirs; if it trains with EP > 1 one for sums, and one
-    of the dp / ep ranks with the same experts; if it generates another TP and EP.
+    Each has buffers on the device. They are:
+    always TP, PP, DP; if the role trains, TP x PP; if it generates, another TP;
+    with experts TP, EP and TP x EP of the experts, and if it generates, another TP and EP;
+    with experts, training and EP > 1, one for sums and one of the dp / ep ranks with equal experts.
     trains, generates: whether the role does so
     """
     model = trains and tp * pp > 1  # sums the gradient norm

@@ -70,7 +70,8 @@ def read_values(
 ) -> Tensor:
     """Compute the values of the marked slots, row after row, fp32.
 
-    A slot's value is the score head's output one token before it (`prediction_places`).
+    A slot's value is the score head's output one token before it (`prediction_places`). With
+    sequence parallelism a collective of the tensor-parallel ranks.
     slots: [rows, slots] bool of this micro-batch, True = wanted
     """
     full = model.full_hidden(hidden, partial_gradient=False)
@@ -78,7 +79,10 @@ def read_values(
 
 
 def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Compute the score at the last token of each row, [rows] fp32."""
+    """Compute the score at the last token of each row, [rows] fp32.
+
+    With sequence parallelism a collective of the tensor-parallel ranks.
+    """
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.last_places()))
 

@@ -75,7 +75,8 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
     """Open a file like `open`, but refuse links, pipes and devices, and set its mode.
 
     how:  mode of `open`: r, r+, a, a+, w or x, each also with b
-    mode: permissions, set also on an existing file of this user, but not with r; None = as `open`
+    mode: permissions, set also on an existing file of this user that is opened to write; None = as
+          `open`
     text: further arguments of `open`, such as encoding
     Errors: OSError.
     """

@@ -58,7 +58,8 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     """Build this rank's rollout engine, without weights; a collective of the ranks that generate.
 
     trained: the actor's engine in the same process, whose weights the rollout engine will get or
-             share; None = other ranks train and send their weights
+             share; None = other ranks train and send their weights. Then it also patches Megatron
+             and sets torch's determinism in this process, which no engine of training has done
     Raises AssertionError for None with another engine than the package's own.
     """
     if config.rollout.engine != NATIVE:

@@ -106,8 +106,8 @@ class RunCheckpoints:
     def _begin_write(self, iteration: int) -> None:
         """Make the hidden folder, let all ranks begin to write, and wait for copies of their state.
 
-        The copies are in memory; the files are written later. Where hosts keep parts of checkpoints
-        on their own disks, makes the folder on those hosts too.
+        First removes unfinished checkpoints. The copies are in memory; the files are written later.
+        Where hosts keep parts of checkpoints on their own disks, does both there too.
         """
         hidden = self.store.hidden(iteration)
         if self.writes:

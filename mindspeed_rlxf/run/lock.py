@@ -83,8 +83,9 @@ def is_locked(folder: Path) -> bool:
 def _find_other_holder(folder: Path) -> Problem | None:
     """Return a problem if another process has the lock; None if this one has it or nobody has.
 
-    None also without a lock file. Holds a free lock during the call. Raises OSError if the file
-    cannot be opened.
+    None also without a lock file. On a file system without locks the process that the file names
+    counts, if it is alive. Holds a free lock during the call. Raises OSError if the file cannot be
+    opened.
     """
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):

@@ -149,9 +149,10 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _list_notices(config: RunConfig) -> list[str]:
-    """Return notes for the user, one per case, [] for none.
+    """Return notes for the user on valid settings, one per case, [] for none.
 
-    Cases: greedy sampling, top-k or top-p, stop strings, a critic without a score head.
+    Cases: greedy sampling, top-k or top-p, stop strings, a critic without a score head. Opens the
+    critic's folder, which must have been checked.
     """
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:

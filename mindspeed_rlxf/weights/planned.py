@@ -15,7 +15,7 @@ from mindspeed_rlxf.models.parameters import StageParameter
 COPY_BYTES = 1 << 24
 
 Wrote = Callable[[int], None]
-"""Called with the bytes of each tensor that is written."""
+"""Called with the number of bytes of each tensor that is written."""
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class StageWeights:
     def load(self, folder: BoxedWeights) -> list[str]:
         """Overwrite every parameter with the folder's weights; read this rank's slices only.
 
-        A score head that the folder lacks, because it has a language model, is left as it is.
-        Returns the names of such parameters. Raises KeyError for any other tensor that the folder
+        Rows that pad the vocabulary become 0. A score head that the folder lacks, as that of a
+        language model does, is left as it is. Returns the names of such parameters. Raises KeyError for any other tensor that the folder
         lacks, and as `folder.read`.
         """
         absent = []

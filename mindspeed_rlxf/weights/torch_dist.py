@@ -224,10 +224,11 @@ def _plan_part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTenso
 
 
 def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict[str, Any]]:
-    """Write boxes to a new file with torch.save, one after the other, and fsync it.
+    """Write boxes to a file with torch.save, one after the other, and fsync it.
 
-    Calls `wrote` after each box with the bytes of its tensor. Returns the entries for `.metadata`,
-    in order, each with start and length (bytes) in the file.
+    An existing file is replaced. Calls `wrote` after each box. Frees the storage of the tensors
+    that `make` returned, which must be its own. Returns the entries for `.metadata`, in order, each
+    with start and length (bytes) in the file.
     """
     entries = []
     with path.open("wb") as file:

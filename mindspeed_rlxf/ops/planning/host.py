@@ -222,7 +222,8 @@ def _export_bytes(config: RunConfig, role: Role) -> int:
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
     """Return the bytes of one weight in a Hugging Face folder, read from the final norm.
 
-    otherwise: returned if the folder cannot be read; other checks report that
+    otherwise: returned if there is no folder, it cannot be read or lacks the norm; other checks
+               report that
     """
     try:
         return HfFolder(str(folder)).dtype("model.norm.weight").itemsize

@@ -97,8 +97,8 @@ def drop_bounding_set() -> None:
 def drop_capabilities() -> None:
     """Give up all capabilities, and set no_new_privs: no program that is started gets any either.
 
-    Clears the effective, permitted, inheritable and ambient sets. Raises OSError if the kernel
-    refuses.
+    Clears the effective, permitted, inheritable and ambient sets of the calling thread. Raises
+    OSError if the kernel refuses; it may have no ambient set.
     """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     with contextlib.suppress(OSError):  # of a kernel without ambient capabilities
