@@ -243,7 +243,7 @@ class NodeCheck:
 
         The error names the faults of all nodes. Nodes are faulty that gave no report, or whose
         report differs from the driver's or the other nodes' or, with `probe`, names sick or too few
-        devices. Sick nodes do not count among the others.
+        devices. Nodes with other faults do not count among the others.
         nodes:  all that are there and not left out, also those of earlier calls: which packages for
                 devices are usual may have changed
         silent: node id -> message, for nodes that gave no report
@@ -255,26 +255,27 @@ class NodeCheck:
             if wrong:
                 raise UserError([Problem("", text) for text in wrong])
             return
-        seen = {node.id: self._seen[node.id] for node in nodes if node.id not in silent}
-        usual = usual_versions([each.versions for each in seen.values() if not each.sick])
+        faults = {node.id: self._find_faults(node, silent) for node in nodes}
+        good = {node.id: self._seen[node.id] for node in nodes if not faults[node.id]}
+        usual = usual_versions([report.versions for report in good.values()])
+        for key, report in good.items():  # the others have no vote
+            faults[key] = find_node_problems(self._driver, [report], self._keys, usual)
         for node in nodes:
-            found = (
-                [silent[node.id]]
-                if node.id in silent
-                else self._find_faults(node, seen[node.id], usual)
-            )
-            if found:
+            if found := faults[node.id]:
                 self.left_out.add(node.id)
                 logger.warning("%s (%s) is left out: %s", node.host, node.ip, "; ".join(found))
 
-    def _find_faults(self, node: Node, seen: NodeReport, usual: Mapping[str, str]) -> list[str]:
-        """Return texts on a node's faults; [] without any.
+    def _find_faults(self, node: Node, silent: Mapping[str, str]) -> list[str]:
+        """Return texts on the faults that a node has whatever the other nodes have; [] for none.
 
-        These are, in order, sick devices, what differs from the driver's node or from `usual`, and
-        fewer devices than Ray counts.
+        These are, in order, no report, sick devices, what differs from the driver's node, and fewer
+        devices than Ray counts.
         """
         assert self._driver is not None, "asked first"
-        differing = find_node_problems(self._driver, [seen], self._keys, usual)
+        if node.id in silent:
+            return [silent[node.id]]
+        seen = self._seen[node.id]
+        differing = find_node_problems(self._driver, [seen], self._keys)
         found = [*seen.sick, *differing]
         if seen.devices is not None and seen.devices < node.count:
             found.append(f"its driver lists {seen.devices} of {node.count} devices")

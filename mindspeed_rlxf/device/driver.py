@@ -104,7 +104,7 @@ def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedPr
     )
     try:
         stdout, stderr = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    except BaseException:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=KILL_S)

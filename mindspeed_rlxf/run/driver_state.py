@@ -212,8 +212,8 @@ def find_removed_samples(
 ) -> list[Path]:
     """Return the sample files that had lines at the checkpoint and were removed since.
 
-    They do not exist, or an earlier resume began them anew: then they are empty, or their first
-    line is of an iteration after the checkpoint.
+    They do not exist, or an earlier resume began them anew: then they have no whole line, or their
+    first line is of an iteration after the checkpoint.
     iteration: of the checkpoint; positions: file name -> bytes at the checkpoint
     """
     samples = directory.samples, directory.val_samples
@@ -227,7 +227,9 @@ def _begins_after(path: Path, iteration: int) -> bool:
     """
     try:
         first = next(LineFile(path).lines(), b"")
-        return not first or int(json.loads(first)["iteration"]) > iteration
+        if not first.endswith(b"\n"):  # no line, or the only one was cut by a kill
+            return True
+        return int(json.loads(first)["iteration"]) > iteration
     except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError):
         return False
 

@@ -59,8 +59,8 @@ class StageWeights:
         """Overwrite every parameter with the folder's weights; read this rank's slices only.
 
         Rows that pad the vocabulary become 0. A score head that the folder lacks, as that of a
-        language model does, is left as it is. Returns the names of such parameters. Raises KeyError for any other tensor that the folder
-        lacks, and as `folder.read`.
+        language model does, is left as it is. Returns the names of such parameters. Raises KeyError
+        for any other tensor that the folder lacks, and as `folder.read`.
         """
         absent = []
         for parameter in self.table:
@@ -122,9 +122,12 @@ class StageWeights:
         name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())
         first = ep.rank() == 0
         failed: Exception | None = None
-        original: BoxedWeights | None = None
+        dtypes: dict[str, torch.dtype] = {}
         try:
-            original = open_weights(source, self.architecture)
+            if writes:
+                original = open_weights(source, self.architecture)
+                names = [name for parameter in self.table for name in parameter.sources]
+                dtypes = {name: original.dtype(name) for name in names if name in original}
         except Exception as error:
             failed = error
         tensors: dict[str, Tensor] = {}
@@ -133,9 +136,7 @@ class StageWeights:
                 continue  # the first stage writes the embedding
             keep = writes and (first or parameter.expert is not None)
             for hf_name, tensor in self.hf_tensors(parameter, keep).items():
-                if original is not None and hf_name in original:
-                    tensor = tensor.to(original.dtype(hf_name))
-                tensors[hf_name] = tensor
+                tensors[hf_name] = tensor.to(dtypes.get(hf_name, tensor.dtype))
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
         try:
             if writes and failed is None:

@@ -29,6 +29,7 @@ from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights import stage
+from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama
@@ -92,13 +93,14 @@ class Drawer:
 
     def export_without_the_source(self, folder: Path, full: int) -> RoleOutput:
         """Rank `full` cannot read the weights that the export is like; report as above."""
-        gone = ValueError("a file of the source is gone") if dist.get_rank() == full else None
-        read = stage.open_weights
-        with (
-            mock.patch.object(stage, "open_weights", side_effect=gone, wraps=read),
-            pytest.raises(OSError) as found,
-        ):
-            self.engine.export(folder, None)
+        gone = ValueError("a file of the source is gone")
+        fails = [gone if dist.get_rank() == full else None]
+        for method in ("__contains__", "dtype"):
+            with (
+                mock.patch.object(HfFolder, method, side_effect=fails[0], return_value=torch.float),
+                pytest.raises(OSError) as found,
+            ):
+                self.engine.export(folder, None)
         return RoleOutput(report=str(found.value))
 
     def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:
@@ -204,5 +206,5 @@ def test_a_rank_that_cannot_export_takes_part_in_the_collectives_of_the_others(
 ) -> None:
     """Two tensor-parallel ranks gather each weight; the report is that of the first one."""
     group = build_group(warm_runtime, ParallelLayout(2, 2), Drawer, model)
-    (said,) = group.call(Drawer.export_without_the_source, tmp_path / "out", 1).result()
-    assert f"{tmp_path / 'out'}: rank 1: ValueError: a file of the source is gone" in said
+    (said,) = group.call(Drawer.export_without_the_source, tmp_path / "out", 0).result()
+    assert f"{tmp_path / 'out'}: rank 0: ValueError: a file of the source is gone" in said

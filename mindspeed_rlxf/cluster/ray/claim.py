@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -87,8 +87,9 @@ class DeviceClaim:
     def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool; wait for all as `_find_late_pools` does.
 
-        Returns (groups, names of pools that were not placed or have devices of several models). If
-        there is such a pool, all groups have been removed again and must not be used.
+        Returns (groups, names of pools that were not placed, have devices of several models, or are
+        on a node that was left out meanwhile). If there is such a pool, all groups have been
+        removed again and must not be used.
         """
         nodes = self._list_nodes()
         groups: dict[str, Any] = {}
@@ -101,6 +102,7 @@ class DeviceClaim:
             late = _find_late_pools(groups, wait_s)
             if not late:  # a node may have joined meanwhile
                 late = _find_mixed_pools(groups, self._list_nodes())
+                late += _find_pools_on(groups, self._check.left_out)
         except BaseException:
             _remove(groups)
             raise
@@ -195,6 +197,19 @@ def _is_placed(group: Any) -> bool:
     return bool(ray.util.placement_group_table(group).get("state") == "CREATED")
 
 
+def _find_pools_on(groups: Mapping[str, Any], nodes: Collection[str]) -> list[str]:
+    """Return the names of pools that Ray placed on any of these nodes. nodes: their ids"""
+    return [
+        name
+        for name, group in (groups.items() if nodes else ())
+        if not _nodes_of(group).isdisjoint(nodes)
+    ]
+
+
+def _nodes_of(group: Any) -> set[str]:
+    return set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+
+
 def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
     """Return the names of pools that Ray placed on nodes of several known device models.
 
@@ -203,8 +218,7 @@ def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[
     models = {node.id: node.model for node in nodes if node.model}
     found = []
     for name, group in groups.items() if len(set(models.values())) > 1 else ():
-        used = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
-        if len({models[node] for node in used if node in models}) > 1:
+        if len({models[node] for node in _nodes_of(group) if node in models}) > 1:
             found.append(name)
     return found
 

@@ -6,6 +6,7 @@ a sidecar too, with the sum of their counts. Sets of the older toolkit are merge
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,8 +60,9 @@ def merge(
     if Path(output_prefix).name in ("", ".."):
         rule = "must end with the beginning of a file's name"
         raise UserError(Problem("--output-prefix", rule, output_prefix, "give FOLDER/NAME"))
-    source, prefix = Path(folder).resolve(), Path(output_prefix).absolute()
-    prefix = prefix.parent.resolve() / prefix.name  # so that own output is known in any spelling
+    # So that own output is known in any spelling. (Path.resolve raises for links in a circle.)
+    source, prefix = Path(os.path.realpath(folder)), Path(output_prefix).absolute()
+    prefix = Path(os.path.realpath(prefix.parent)) / prefix.name
     if not source.is_dir():
         rule = "with --merge-group-keys it must be one folder"
         raise UserError(_problem(f"--input {folder}", rule, "name it"))

@@ -304,3 +304,13 @@ def test_nodes_that_are_gone_do_not_count_and_those_that_came_first_are_compared
     of["a"] = node(ours, "a", versions=of["b"].versions)  # installed, and Ray started again
     again = dataclasses.replace(a, id="another id")
     assert check.check([again, b, c]) == [again, b, c]
+
+
+def test_nodes_with_other_faults_have_no_vote() -> None:
+    """A node with a wrong torch mostly has a wrong torch-npu too."""
+    ours = dataclasses.replace(report_node([], None), devices=8)
+    right = {**ours.versions, "torch-npu": "2.7.1"}
+    wrong = {**right, "torch": "2.1", "torch-npu": "2.1"}
+    of = {name: node(ours, name, versions=wrong if name in "ab" else right) for name in "abc"}
+    check = NodeCheck(lambda _, host: Reporter(host, of), {}, None, 1.0, DeviceKind.NPU)  # type: ignore[arg-type]
+    assert check.check(NODES[:3]) == [NODES[2]]

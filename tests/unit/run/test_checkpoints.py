@@ -325,7 +325,7 @@ def test_removed_samples_are_reported_and_start_again(case: Case) -> None:
     assert case.resume() == 1
     assert f"warning: {case.directory.samples} was removed" in case.notes[0]
     # Runs that begin the file anew, and end before their first checkpoint.
-    for text in ("", '{"iteration": 2, "sample_id": 0}\n' * 9):
+    for text in ("", '{"iteration": 2, "sam', '{"iteration": 2, "sample_id": 0}\n' * 9):
         case.directory.samples.write_text(text)
         assert case.resume() == 1
         assert f"warning: {case.directory.samples} was removed" in case.notes[0]

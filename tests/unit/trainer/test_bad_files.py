@@ -454,3 +454,9 @@ def test_a_resumed_run_replaces_no_weights_of_others(good: Path) -> None:
         prepare(load_config(good, f"actor_rollout.save={folder}"))
     RunDirectory.create(load_config(good, f"actor_rollout.save={folder}")).unlock()
     assert prepare(load_config(good, f"actor_rollout.save={folder}")).eos_token_ids
+    # As folder of both roles it is divided.
+    both = f"actor_rollout.save={folder}", f"critic.save={folder}"
+    (folder / "actor" / "hf").mkdir(parents=True)
+    (folder / "actor" / "hf" / "model.safetensors").write_text("of another run")
+    with pytest.raises(UserError, match=r"actor_rollout\.save=.* must not hold weights"):
+        prepare(load_config(good, *both))

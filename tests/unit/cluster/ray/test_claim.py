@@ -41,3 +41,14 @@ def test_devices_of_removed_groups_are_awaited_before_a_report(
         claim.DeviceClaim("here", "lab", False, 0.0, check).reserve({"small": (2,), "big": (3,)})
     assert f"{frees[-1]} of 2 free" in str(missing.value)
     assert ("resource_pool.small" in str(missing.value)) == (frees[-1] == 0)
+
+
+def test_a_pool_on_a_node_that_was_left_out_meanwhile_is_placed_again(
+    claim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"here": {0: "a"}, "there": {0: "a", 1: "b"}}
+    table = Mock(side_effect=lambda group: {"bundles_to_node_id": places[group]})
+    monkeypatch.setattr(claim.ray.util, "placement_group_table", table)
+    groups = {name: name for name in places}
+    assert claim._find_pools_on(groups, {"b"}) == ["there"]
+    assert claim._find_pools_on(groups, set()) == [] and table.call_count == 2
