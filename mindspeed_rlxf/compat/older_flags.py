@@ -112,9 +112,9 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -> None:
-    """Add the flags to a parser, without showing them in its help. An absent flag is None.
+    """Add the flags to a parser, without showing them in its help. Each is None if not given.
 
-    A flag that takes no value has the value True.
+    A flag that takes no value is True if given.
     """
     for name, flag in flags.items():
         kind: dict[str, Any] = {"nargs": flag.nargs}

@@ -95,7 +95,7 @@ class Trackers:
             sender.put(iteration, metrics)
 
     def close(self) -> None:
-        """End the trackers. Wait until they have written what is queued; warn if some is lost.
+        """End the trackers after what is queued; warn of iterations that they lost.
 
         Waits CLOSE_S at most, for all of them together.
         """

@@ -29,11 +29,12 @@ def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) ->
 def find_choice(text: str, choices: str) -> str | None:
     """Return the letter of `choices` that a text chooses, None without one.
 
-    The first of these that the text has: the last \\boxed{}, the last `####`, the last "answer",
-    "choice" or "option" that a letter of `choices` follows (also after "is" or a colon), the last
-    line. The box, and the text after `####`, must be the letter alone, else the result is None. The
-    last line must be the letter, or end with it in parentheses. Only a letter after a word may be
-    lower case, and not before another word ("is a triangle").
+    The first of these that the text has decides:
+    - the last \\boxed{}: its content must be the letter
+    - the last `####`: the text after it must be the letter
+    - the last "answer", "choice" or "option" before a letter of `choices`, with "is" or a colon in
+      between or not. The letter may be lower case, but not before a word ("is a triangle")
+    - the last line: it must be the letter, or end with it in parentheses
     """
     if (boxed := find_boxed(text)) is not None:
         return _letter_alone(_WRAPPED.sub(r"\1", boxed), choices)

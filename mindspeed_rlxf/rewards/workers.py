@@ -206,7 +206,7 @@ class _Loop:
             if not printed and (message := worker.process.receive()) is not None:
                 self._handle_message(worker, message)
         except TooMuchOutput as error:
-            if not worker.process.is_ready:  # what is imported prints, in every process
+            if not worker.process.is_ready:  # at import: every new process would print it too
                 self._fail_pool(worker, str(error))
                 return
             self._remove_process(worker)

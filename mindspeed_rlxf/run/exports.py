@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.run.directory import RunDirectory, find_write_obstacle
 
@@ -52,14 +51,14 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
     return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
 
 
-def check_save_folders(config: RunConfig, roles: Sequence[Role]) -> list[Problem]:
-    """Return problems of the `ROLE.save` folders of those of `roles` that are trained and have one.
+def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Problem]:
+    """Return problems of the `ROLE.save` folders that the run in `directory` did not have before.
 
     A problem for each of its Hugging Face and Megatron subfolders that is not empty, and one if
     the folder, which may not exist yet, cannot be written.
     """
     problems = []
-    for role in (role for role in roles if role in SAVED_AS):
+    for role in _find_new_saves(config, directory):
         folder, key = config.save_folder(role), f"{role.value}.save"
         if folder is None:
             continue
@@ -83,3 +82,25 @@ def check_save_folders(config: RunConfig, roles: Sequence[Role]) -> list[Problem
                 )
             )
     return problems
+
+
+def _find_new_saves(config: RunConfig, directory: RunDirectory) -> list[Role]:
+    """Return the trained roles whose folder for weights is new to the run: all of a new run.
+
+    Weights in the other folders are earlier exports of this run. A change of one role's key can
+    change both folders, because a folder that both roles name is divided.
+    """
+    trained = [role for role in config.roles if role in SAVED_AS]
+    if not directory.config.exists():
+        return trained
+    try:
+        before = {change.key: change.before for change in directory.compare_with(config)}
+    except UserError:  # reported by `RunDirectory.check`
+        return []
+    sections = {
+        role.value: config.role(role).model_copy(update={"save": before[f"{role.value}.save"]})
+        for role in trained
+        if f"{role.value}.save" in before
+    }
+    earlier = config.model_copy(update=sections)
+    return [role for role in trained if earlier.save_folder(role) != config.save_folder(role)]

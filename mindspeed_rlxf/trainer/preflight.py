@@ -12,7 +12,7 @@ from mindspeed_rlxf.cluster import environment
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
-from mindspeed_rlxf.config.schema import SAVED_AS, RewardConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
@@ -68,28 +68,6 @@ class Prepared:
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
-def _find_new_saves(config: RunConfig, directory: RunDirectory) -> list[Role]:
-    """Return the roles whose `save` folder this run has not exported to before: all in a new run.
-
-    Weights in the `save` folders of a used run directory are exports of that run, unless the keys
-    have changed: also that of the other role, because a folder that both name is divided.
-    """
-    if not directory.config.exists():
-        return config.roles
-    try:
-        before = {change.key: change.before for change in directory.compare_with(config)}
-    except UserError:  # `RunDirectory.check` has another problem then, or this one
-        return []
-    trained = [role for role in config.roles if role in SAVED_AS]
-    sections = {
-        role.value: config.role(role).model_copy(update={"save": before[f"{role.value}.save"]})
-        for role in trained
-        if f"{role.value}.save" in before
-    }
-    earlier = config.model_copy(update=sections)
-    return [role for role in trained if earlier.save_folder(role) != config.save_folder(role)]
-
-
 def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
 
@@ -105,7 +83,7 @@ def prepare(config: RunConfig) -> Prepared:
         *check_checkpoints(config, directory),
     ]
     if not config.validation.only:
-        problems += check_save_folders(config, _find_new_saves(config, directory))
+        problems += check_save_folders(config, directory)
     for role in config.roles:
         problems += check_weights(config, role)
     problems += [*_check_engine(config), *trackers.find_problems(config.logging.trackers)]

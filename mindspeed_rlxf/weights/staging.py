@@ -218,13 +218,17 @@ class StagedFolder:
             rule = f"cannot be written ({error.strerror})"
             raise UserError(Problem(f"{path}", rule, remedy="remove or rename it")) from None
         try:
-            _lock(journal)
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            journal.close()
+            raise busy from None
+        except OSError as error:  # some network file systems
+            journal.close()
+            rule = f"must be on a file system with locks ({error.strerror})"
+            raise UserError(Problem(f"{path}", rule, remedy="give a folder on another")) from None
+        try:
             if not os.path.samestat(os.fstat(journal.fileno()), path.stat()):
                 raise FileNotFoundError("as above")
-        except NoLocks as error:
-            journal.close()
-            rule = f"must be on a file system with locks ({error})"
-            raise UserError(Problem(f"{path}", rule, remedy="give a folder on another")) from None
         except OSError:
             journal.close()
             raise busy from None
@@ -336,20 +340,6 @@ class StagedFolder:
     def close(self) -> None:
         """Close the journal, which unlocks the folder; finished parts stay for the next run."""
         self._journal.close()
-
-
-class NoLocks(Exception):
-    """The file system has no locks, as some network file systems."""
-
-
-def _lock(file: IO[str]) -> None:
-    """Lock a file without waiting. Raises BlockingIOError where another process has it, NoLocks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        raise NoLocks(error.strerror) from None
 
 
 def checksum(path: Path) -> int:

@@ -123,7 +123,7 @@ def test_a_note_that_is_no_plain_file_is_not_read(
     assert find_local_cluster() == f"127.0.0.1:{port}"
     put(file, file.rename(tmp_path / "moved"))
     began = time.monotonic()
-    assert find_local_cluster() is None and time.monotonic() - began < 20  # else for ever
+    assert find_local_cluster() is None and time.monotonic() - began < 20  # it has a limit
 
 
 @pytest.mark.parametrize(

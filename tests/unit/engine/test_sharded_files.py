@@ -21,7 +21,7 @@ def test_a_failed_write_names_rank_cause_and_space(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_knows_no_cause_points_to_the_first_rank(tmp_path: Path) -> None:
-    """megatron-core tells the failures to the first rank alone."""
+    """Only on the first rank does megatron-core list the failures."""
     with pytest.raises(OSError, match="see the first rank"), raise_os_errors(tmp_path):
         raise CheckpointException("write", {})
 

@@ -70,12 +70,12 @@ def test_the_save_keys_name_the_folders_of_the_final_weights(
 
 def test_a_save_folder_that_holds_weights_is_refused(make_tree: MakeTree, tmp_path: Path) -> None:
     config = resolve(make_tree({"critic.save": str(tmp_path / "c")}), "test")
-    assert check_save_folders(config, config.roles) == []
+    assert check_save_folders(config, RunDirectory(tmp_path / "run")) == []
     (tmp_path / "c" / "megatron").mkdir(parents=True)
     (tmp_path / "c" / "iter_0000001").mkdir()  # what was loaded may stand beside it
-    assert check_save_folders(config, config.roles) == []
+    assert check_save_folders(config, RunDirectory(tmp_path / "run")) == []
     (tmp_path / "c" / "megatron" / "x").write_text("")
-    (problem,) = check_save_folders(config, config.roles)
+    (problem,) = check_save_folders(config, RunDirectory(tmp_path / "run"))
     assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
 
 
