@@ -6,6 +6,7 @@ from pydantic import BaseModel
 
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.removed_keys import REMOVED
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -108,12 +109,14 @@ TOP_LEVEL = {
 def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
     """Return the problem of a key `name` that `section` (`""` = top level) does not have.
 
-    The remedy names the most similar key of the section, else the first section of `known_keys`
-    with a key `name`, else `remove it`.
+    The remedy is that of REMOVED; else it names the most similar key of the section, else the
+    first section of `known_keys` with a key `name`, else `remove it`.
     known: keys of the section
     path:  how the YAML spells the key where that differs from `section.name`
     """
     prefix = f"{section}." if section else ""
+    if gone := REMOVED.get(f"{prefix}{name}"):
+        return Problem(path or f"{prefix}{name}", "was removed", remedy=gone, colon=True)
     homes = [f"{other}.{name}" for other, names in known_keys().items() if name in names]
     if guess := closest(name, known):
         homes = [f"{prefix}{guess}"]
