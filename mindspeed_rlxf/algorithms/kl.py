@@ -37,7 +37,8 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> T
 class KlController:
     """The KL coefficient `value`, fixed or adaptive (arXiv:1909.08593, section 2.2).
 
-    Adaptive: value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon per iteration.
+    Adaptive: value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon per iteration,
+    a factor that is clamped to [0.5, 2].
     """
 
     def __init__(self, kl_coef: float, adaptive: bool, target_kl: float, horizon: float) -> None:
@@ -48,13 +49,13 @@ class KlController:
         """Raise `value` if `kl` is over the target, lower it if below; a fixed coefficient stays.
 
         kl:          mean over samples of their mean KL per token; NaN changes nothing
-        num_samples: of the iteration. `value` is multiplied by 1 + e * num_samples / horizon,
-                     where e is kl / target - 1, clamped to +-0.2
+        num_samples: samples of the iteration
         """
         if not self._adaptive or math.isnan(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_samples / self._horizon
+        # More samples than 5 * horizon would make the plain factor 0 or negative.
+        self.value *= min(max(1.0 + error * num_samples / self._horizon, 0.5), 2.0)
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}

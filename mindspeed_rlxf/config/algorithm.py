@@ -33,7 +33,7 @@ class KlControlConfig(Section):
 
     type: Annotated[KlControl, Word] = key(KlControl.FIXED, "fixed or adaptive coefficient")
     kl_coef: float = key(0.05, "coefficient; adaptive: its initial value", ge=0)
-    target_kl: float = key(6.0, "adaptive: target KL per token", gt=0)
+    target_kl: float = key(0.1, "adaptive: target KL per token", gt=0)
     horizon: int = key(10000, "adaptive: samples over which the coefficient is corrected", ge=1)
 
 

@@ -73,19 +73,21 @@ def test_k1_and_k3_have_the_expected_value_of_the_true_kl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adaptive", "kl", "factor"),
+    ("adaptive", "kl", "num_samples", "factor"),
     [
-        (True, 2.2, 1.01),  # 2.2 / 2 - 1 = 0.1, times 100 samples of a horizon of 1000
-        (True, 2.0, 1.0),
-        (True, 50.0, 1.02),  # clipped at 0.2
-        (True, 0.0, 0.98),  # clipped at -0.2
-        (True, math.nan, 1.0),
-        (False, 50.0, 1.0),
+        (True, 2.2, 100, 1.01),  # 2.2 / 2 - 1 = 0.1, times 100 samples of a horizon of 1000
+        (True, 2.0, 100, 1.0),
+        (True, 50.0, 100, 1.02),  # clipped at 0.2
+        (True, 0.0, 100, 0.98),  # clipped at -0.2
+        (True, 0.0, 8192, 0.5),  # 1 - 0.2 * 8.192 = -0.64
+        (True, 50.0, 8192, 2.0),  # 1 + 0.2 * 8.192 = 2.64
+        (True, math.nan, 100, 1.0),
+        (False, 50.0, 100, 1.0),
     ],
 )
-def test_coefficient_by_hand(adaptive: bool, kl: float, factor: float) -> None:
+def test_coefficient_by_hand(adaptive: bool, kl: float, num_samples: int, factor: float) -> None:
     controller = KlController(0.1, adaptive=adaptive, target_kl=2.0, horizon=1000)
-    controller.update(kl, 100)
+    controller.update(kl, num_samples)
     assert controller.value == pytest.approx(0.1 * factor)
 
 
