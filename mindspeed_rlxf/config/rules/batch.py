@@ -81,12 +81,13 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
                 BATCH, f"{times}must be a multiple of {TITLES[role]}'s {share}", prompts, remedy
             )
             broken.append(share.unit)
-    dp, replicas = config.layout(Role.ACTOR_ROLLOUT).dp, config.layout(Role.REWARD).dp
+    role = _experience_role(config)
+    dp, replicas = config.layout(role).dp, config.layout(Role.REWARD).dp
     if config.samples_together > 1 and prompts % dp and not broken:
         yield Problem(
             BATCH,
-            f"must be a multiple of the actor's data-parallel size {dp}, so that the responses to "
-            "a prompt, which are compared, are on one rank",
+            f"must be a multiple of {TITLES[role]}'s data-parallel size {dp}, so that the "
+            "responses to a prompt, which are compared, are on one rank",
             prompts,
             remedy,
         )
@@ -109,10 +110,15 @@ def _prompt_step(config: RunConfig) -> int:
     per_prompt = config.actor_rollout.n_samples_per_prompt
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
-        steps.append(config.layout(Role.ACTOR_ROLLOUT).dp)
+        steps.append(config.layout(_experience_role(config)).dp)
     if config.algorithm.estimator.reads_greedy:
         steps.append(config.layout(Role.REWARD).dp)
     return lcm(*steps)
+
+
+def _experience_role(config: RunConfig) -> Role:
+    """Return the role on whose ranks advantages are computed, from whole groups."""
+    return Role.ACTOR_ROLLOUT if config.critic is None else Role.CRITIC
 
 
 @dataclass(frozen=True)

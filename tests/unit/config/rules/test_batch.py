@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
 from tests.unit.config.conftest import WITHOUT_CRITIC
 
 Problems = Callable[..., list[str]]
@@ -152,6 +153,30 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_sizes_of_batches_are_refused_with_both_numbers_and_a_remedy(
     check_case: CheckCase, changes: dict[str, Any], expected: list[str]
 ) -> None:
+    check_case(changes, expected)
+
+
+# Actor DP 2, critic DP 3; the critic's ranks compare the responses to a prompt.
+@pytest.mark.parametrize(
+    ("prompts", "per_prompt", "expected"),
+    [
+        (9, 2, []),
+        (8, 3, ["training.global_batch_size=8 must be a multiple of the critic's data-parallel "
+                "size 3, so that the responses to a prompt"]),
+    ],
+)  # fmt: skip
+def test_whole_groups_are_divided_by_the_ranks_that_compare_them(
+    check_case: CheckCase, monkeypatch: pytest.MonkeyPatch, prompts: int, per_prompt: int,
+    expected: list[str],
+) -> None:  # fmt: skip
+    both = EstimatorTraits(needs_critic=True, compares_group=True)
+    monkeypatch.setitem(TRAITS, "group_baseline", both)
+    changes = {
+        "resource_pool": {"main": 2, "critics": 3}, "placement.critic": "critics",
+        "algorithm.adv_estimator": "group_baseline", "actor_rollout.do_sample": True,
+        "actor_rollout.n_samples_per_prompt": per_prompt, "training.global_batch_size": prompts,
+        ACTOR_MINI: 2, CRITIC_MINI: 3,
+    }  # fmt: skip
     check_case(changes, expected)
 
 
