@@ -97,7 +97,7 @@ class AlgorithmConfig(Section):
     old_log_probs: Annotated[OldLogProbs, Word] = key(
         OldLogProbs.AUTO,
         "log-probs of the behaviour policy: auto = those of the update itself if an iteration is "
-        "one optimizer step and nothing else reads them, else recompute",
+        "one optimizer step and nothing else reads them, and in online DPO, else recompute",
         "free",
     )
     rollout_is_threshold: float | None = key(

@@ -106,19 +106,19 @@ class RunConfig(Section):
     def old_log_probs(self) -> OldLogProbs:
         """Source of the old log-probs, with the key's value `auto` decided for this run.
 
-        Another value than `auto` is returned as it is. AUTO as a result: the update's own log-probs
-        are the old ones, and the ratio is 1. That needs an iteration of one optimizer step, no
-        importance weight, no limit of log-prob gaps, and no KL penalty in the reward (which online
-        DPO never has). Else RECOMPUTE.
+        Another value than `auto` is returned as it is. AUTO as a result: there is no pass before
+        the update, whose own log-probs are the old ones, with ratio 1. That needs no limit of
+        log-prob gaps, and, except in online DPO, whose loss has no ratio, an iteration of one
+        optimizer step, no importance weight and no KL penalty in the reward. Else RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
         penalised = algorithm.kl_in is KlIn.REWARD and algorithm.kl_ctrl.kl_coef > 0
-        pairs = self.training.stage is Stage.RAY_ONLINE_DPO  # no reward of tokens
+        pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         compared = algorithm.rollout_is_threshold or algorithm.max_log_prob_gap
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
             return algorithm.old_log_probs
-        if steps > 1 or (penalised and not pairs) or compared is not None:
+        if compared is not None or (not pairs and (steps > 1 or penalised)):
             return OldLogProbs.RECOMPUTE
         return OldLogProbs.AUTO
 

@@ -103,14 +103,14 @@ class ActorRole:
 
         steps:   this replica's rows of each mini-batch
         kl_coef: weight of the KL where it is part of the loss
-        Report: UpdateReport, with the metrics of `measure_differences` where `old_log_probs` is
-        auto; no rows.
+        Report: UpdateReport, whose first step has the metrics of `measure_differences` if
+        `old_log_probs` is auto; no rows.
         Errors: FloatingPointError for a loss or gradient that is not finite, by `nan_policy`.
         """
         metrics = []
         for rows in steps:
             step = self.objective.step(rollouts, experience, rows, kl_coef)
-            if self.measures:
+            if self.measures and not metrics:  # later steps have other weights than generation
                 kind = self.algorithm.kl_penalty
                 step = measure_differences(step, rollouts, experience, kind)
             batches = self.engine.micro_batches(rollouts, rows)

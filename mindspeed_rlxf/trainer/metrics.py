@@ -123,7 +123,8 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
 def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     """Return the means of a role's metrics over the optimizer steps that were not skipped.
 
-    Names get the prefix `role/` unless they have a slash. NaN where all steps were skipped.
+    Names get the prefix `role/` unless they have a slash. A metric that only the first step has is
+    that step's. NaN where all steps were skipped.
     Added: `role/lr`, the report's; with a policy loss `role/pg_loss_abs`, the mean of |mini-batch
     loss| (the plain mean is near 0 with whitened advantages); with nan_policy skip the count
     `role/skipped_steps`.
@@ -134,7 +135,7 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
         return sum(values) / len(values) if values else math.nan
 
     names = [name for name in report.steps[0] if name != SKIPPED]
-    found = {name: mean([step[name] for step in taken]) for name in names}
+    found = {name: mean([step[name] for step in taken if name in step]) for name in names}
     metrics = {name if "/" in name else f"{role}/{name}": value for name, value in found.items()}
     if "pg_loss" in names:
         metrics[f"{role}/pg_loss_abs"] = mean([abs(step["pg_loss"]) for step in taken])

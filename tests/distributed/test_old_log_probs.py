@@ -37,7 +37,7 @@ def metrics_of(
         ("gae", ASKED),  # a critic, and a KL that only the log has
         ("grpo", ADAPTIVE),  # the coefficient of the loss follows the measured KL
         ("rloo", {**ASKED, "logging.reference_kl": False}),  # a ratio of responses, no reference
-        ("online_dpo", {}),
+        ("online_dpo", {"algorithm.old_log_probs": "auto"}),
     ],
 )
 def test_the_update_gives_the_numbers_of_the_pass(
@@ -58,3 +58,18 @@ def test_the_update_gives_the_numbers_of_the_pass(
             assert {k: mine[k] for k in numbers} == {k: theirs[k] for k in numbers}
         for key in numbers:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6, abs=1e-6), key
+
+
+def test_online_dpo_of_several_steps_makes_no_pass(
+    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"actor_rollout.ppo_mini_batch_size": 16}
+    expected = metrics_of(warm_runtime, tmp_path / "pass", "online_dpo", keys, monkeypatch)
+    monkeypatch.delattr(ActorRole, "log_probs")
+    keys["algorithm.old_log_probs"] = "auto"
+    found = metrics_of(warm_runtime, tmp_path / "auto", "online_dpo", keys, monkeypatch)
+    for mine, theirs in zip(found, expected, strict=True):
+        for key in ("actor/dpo_loss", "actor/grad_norm", "critic/score/mean"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), key
+        # of the first step alone, whose weights are those of generation: rounding only
+        assert mine["rollout/log_prob_gap_mean"] < 1e-5

@@ -113,7 +113,7 @@ AT_ONCE = {**NO_PENALTY, **ONE_STEP}
         ({**AT_ONCE, "algorithm.rollout_is_threshold": 2.0}, (), OldLogProbs.RECOMPUTE),
         ({**AT_ONCE, "algorithm.max_log_prob_gap": 0.5}, (), OldLogProbs.RECOMPUTE),
         (
-            {**PAIRS, "actor_rollout.ppo_mini_batch_size": 192, "algorithm": {}},
+            {**PAIRS, "actor_rollout.ppo_mini_batch_size": 48, "algorithm": {}},
             ("critic", "placement.critic"),
             OldLogProbs.AUTO,
         ),
