@@ -85,7 +85,7 @@ def find(operator: Operator, *shape: int) -> Any:
 def _torch_varlen() -> Any:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         ends, longest = _ends(lengths, query.device), max(lengths)
         how = {"window_size": (-1, 0), "enable_gqa": query.size(1) != key.size(1)}  # causal
         out: Tensor = varlen_attn(query, key, value, ends, ends, longest, longest, **how)
@@ -97,7 +97,7 @@ def _torch_varlen() -> Any:
 def _flash_attention() -> Any:
     flash = importlib.import_module("flash_attn").flash_attn_varlen_func
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         ends, longest = _ends(lengths, query.device), max(lengths)
         out: Tensor = flash(query, key, value, ends, ends, longest, longest, causal=True)
         return out
@@ -105,7 +105,9 @@ def _flash_attention() -> Any:
     return attend
 
 
-def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+# Cached, because every layer asks for those of the same pack, and an upload blocks the host.
+@functools.lru_cache(maxsize=8)
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 

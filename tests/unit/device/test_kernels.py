@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +154,33 @@ def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(
         qkv = [torch.randn(7, 2, 8, dtype=dtype) for _ in range(3)]
         core(*qkv, None, packed_seq_params=PackedSequences(lengths=(3, 4)))
         assert asked == ([(3, 4)] if dtype is torch.bfloat16 else [])
+
+
+def test_the_offsets_of_a_pack_are_uploaded_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uploads, plain = [], torch.tensor
+
+    def attend_by_ends(
+        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        return attend(query, key, value, ends.diff().tolist())
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        uploads.extend([args] if kwargs.get("dtype") is torch.int32 else [])
+        return plain(*args, **kwargs)
+
+    monkeypatch.setitem(
+        sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=attend_by_ends)
+    )
+    (kernel,) = (row.load() for row in kernels.TABLE if row.name == "flash_attn")
+    monkeypatch.setattr(torch, "tensor", counted)
+    qkv = [torch.randn(28, 2, 8) for _ in range(3)]
+    for lengths in ((21, 7), (28,)):
+        pack = PackedSequences(lengths=lengths)
+        found = [pack.attend(layer, *qkv, kernel) for layer in range(1, 29)]
+        torch.testing.assert_close(found[-1], pack.attend(1, *qkv))
+    assert len(uploads) == 2
 
 
 def test_a_kernel_that_refuses_the_heads_of_a_model_is_left_out_for_it_alone(
