@@ -167,13 +167,13 @@ class RowStates:
         count = self.count[slots]
         uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
         if len(groups) == 1:
-            return draw_tokens(logits, uniforms, count, groups[0].settings)
+            return draw_tokens(logits, uniforms, count, groups[0].settings, groups[0].ends)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
         for group in groups:
             at = group.rows
             assert at is not None, "several groups have their rows each"
             tokens[at], log_probs[at] = draw_tokens(
-                logits[at], uniforms[at], count[at], group.settings
+                logits[at], uniforms[at], count[at], group.settings, group.ends
             )
         return tokens, log_probs
 

@@ -84,28 +84,39 @@ def choose_tokens(
     top-k, top-p and the ban of an early EOS, on the device of `logits`.
     Raises FloatingPointError for logits that are nan, or that allow no token.
     """
-    tokens, log_probs = draw_tokens(logits, uniforms.float().to(logits.device), generated, settings)
+    ends = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device=logits.device)
+    uniforms = uniforms.float().to(logits.device)
+    tokens, log_probs = draw_tokens(logits, uniforms, generated, settings, ends)
     check_log_probs(log_probs.cpu())
     return tokens, log_probs
 
 
 def draw_tokens(
-    logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
+    logits: Tensor,
+    uniforms: Tensor,
+    generated: Tensor,
+    settings: SamplingSettings,
+    ends: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Choose as `choose_tokens`, but do not wait for the device and do not raise.
 
     uniforms: [rows] fp32 in [0, 1], on the device of `logits`
+    ends:     [count] int64, `settings.eos_token_ids` on that device; None = there are none
     Returns as `choose_tokens`; where that would raise, the log-prob is nan (see `check_log_probs`).
     """
     warm = settings.logit_temperature != 1.0
     # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits
     logs = (logits / settings.logit_temperature if warm else logits).log_softmax(dim=-1)
-    allowed = _forbid_early_eos(logs, generated, settings)
+    forbids_ends = ends is not None and ends.numel() > 0 and settings.min_new_tokens > 0
+    if forbids_ends:  # in place: no other token of a row changes
+        early = (generated < settings.min_new_tokens)[:, None]
+        logs[:, ends] = logs[:, ends].masked_fill(early, float("-inf"))
     if not settings.do_sample:
-        tokens = allowed.argmax(dim=-1)
+        tokens = logs.argmax(dim=-1)
         return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1)
-    allowed = _filter_top_k_and_p(allowed, settings.top_k, settings.top_p)
-    if allowed is not logs:  # the probabilities of the tokens that are allowed may be small
+    allowed = _filter_top_k_and_p(logs, settings.top_k, settings.top_p)
+    # The probabilities of the tokens that are allowed may be small.
+    if forbids_ends or allowed is not logs:
         allowed = allowed - allowed.amax(dim=-1, keepdim=True)
     tokens, total = _draw_by_inverse_cdf(allowed.exp(), uniforms)
     return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1) + 0.0 * total
@@ -118,19 +129,6 @@ def check_log_probs(log_probs: Tensor) -> None:
             "logits to sample from must be numbers, at least one in a row above -inf; found nan or "
             "inf: look for nan in the weights and for ids that are all forbidden"
         )
-
-
-def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return logits with -inf at EOS in rows whose response has under `min_new_tokens` tokens.
-
-    Returns `logits` itself if there are no EOS tokens, or `min_new_tokens` is 0.
-    """
-    if not settings.eos_token_ids or settings.min_new_tokens == 0:
-        return logits
-    early = generated < settings.min_new_tokens
-    forbidden = torch.zeros_like(logits, dtype=torch.bool)
-    forbidden[:, list(settings.eos_token_ids)] = True
-    return logits.masked_fill(forbidden & early[:, None], float("-inf"))
 
 
 def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:

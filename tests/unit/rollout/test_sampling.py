@@ -150,7 +150,8 @@ def test_deterministic_algorithms_scan_no_numbers_on_a_device() -> None:
     try:
         with NoScan():
             generated = torch.empty(6, device="meta", dtype=torch.int64)
-            tokens, log_probs = draw_tokens(logits, uniforms, generated, settings(**keys))
+            ends = torch.empty(2, device="meta", dtype=torch.int64)
+            tokens, log_probs = draw_tokens(logits, uniforms, generated, settings(**keys), ends)
     finally:
         torch.use_deterministic_algorithms(wanted)
     assert tokens.shape == log_probs.shape == (6,)
@@ -222,7 +223,8 @@ def test_sampling_takes_the_memory_that_is_planned(
     keys = {"top_p": top_p, "top_k": top_k, "min_new_tokens": min_new_tokens}
     with LiveBytes() as live:
         live.see(logits)
-        draw_tokens(logits, uniforms, torch.zeros(rows), settings(**keys, temperature=0.7))
+        asked = settings(**keys, temperature=0.7)
+        draw_tokens(logits, uniforms, torch.zeros(rows), asked, torch.tensor(EOS))
     planned = sampling_bytes(rows, vocab, True, top_p < 1)
     assert 0.5 * planned < live.most < 1.01 * planned
 
@@ -333,6 +335,37 @@ def test_only_rows_that_are_too_short_are_held_back_from_eos() -> None:
         settings(do_sample=False, min_new_tokens=2),
     )
     assert int(tokens[0]) not in EOS and int(tokens[1]) == EOS[0]
+
+
+class VocabularyWide(TorchFunctionMode):
+    """Counts results of [rows, vocab], and refuses lists as indices, which torch uploads."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab, self.count = vocab, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.__setitem__, Tensor.__getitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(each, list) for each in index), "a list as index"
+        out = func(*args, **(kwargs or {}))
+        self.count += isinstance(out, Tensor) and out.shape[-1:] == (self.vocab,)
+        return out
+
+
+@pytest.mark.parametrize("keys", [{"do_sample": False}, {"top_k": 5}])
+def test_min_new_tokens_uploads_nothing_and_takes_no_more_memory(keys: dict[str, Any]) -> None:
+    counts = []
+    for minimum in (0, 2):
+        with VocabularyWide(90) as wide:
+            draw_tokens(
+                random_logits(4, 90), torch.rand(4), torch.arange(4),
+                settings(min_new_tokens=minimum, **keys), torch.tensor(EOS),
+            )  # fmt: skip
+        counts.append(wide.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_random_numbers_belong_to_the_sample_alone() -> None:
