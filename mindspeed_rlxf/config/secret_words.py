@@ -1,7 +1,4 @@
-"""Recognise secrets by name and by form, and replace them by placeholders in the configuration.
-
-`doctor --bundle` removes the same names and forms from logs.
-"""
+"""Recognise secrets by name and by form, and replace them by placeholders in the configuration."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter, finish_interrupted
 from mindspeed_rlxf.files.safe import make_private_folder, mode_within, replace_file
-from mindspeed_rlxf.ops.doctor.bundle import write_bundle
-from mindspeed_rlxf.ops.doctor.report import Report
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.reporting.metrics import MetricsWriter
 from mindspeed_rlxf.reporting.sample_tokens import TokenWriter
@@ -35,7 +33,6 @@ from mindspeed_rlxf.weights.state_files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "of the user\n"
-REPORT = Report("host", "build", "now", ())
 
 
 @pytest.fixture
@@ -174,18 +171,6 @@ def test_logs_of_other_hosts_are_private_too(run: RunDirectory) -> None:
     copy_logs([worker], {("main", 0): Sighting(0, GONE, False, "the end\n")})
     assert log.read_text().endswith("the end\n")
     assert mode(log) == 0o600 == mode_within(run.logs)
-
-
-@pytest.mark.usefixtures("no_umask")
-@pytest.mark.parametrize(
-    ("training", "expected"),
-    [("{}", 0o600), ("{file_mode: '0644'}", 0o644), ("{file_mode: '0777'}", 0o600)],
-)
-def test_a_bundle_is_private_unless_the_run_has_another_mode(
-    training: str, expected: int, run: RunDirectory, tmp_path: Path
-) -> None:
-    run.config.write_text(f"training: {training}\n")
-    assert mode(write_bundle(run.path, REPORT, tmp_path)) == expected
 
 
 def test_a_part_of_another_host_is_not_written_through_a_link(tmp_path: Path, mine: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cluster checks of `doctor`, with real processes as hosts or on Ray nodes."""
+"""The cluster checks of `doctor`, on real processes of Ray nodes."""
 
 from __future__ import annotations
 
@@ -8,63 +8,59 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.host_agent import call_each
+from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.ops.doctor.all_reduce import warm_up
-from mindspeed_rlxf.ops.doctor.collectives import check_collectives
-from mindspeed_rlxf.ops.doctor.findings import Status
-from mindspeed_rlxf.ops.doctor.hunt import Party
+from mindspeed_rlxf.ops.doctor.cluster import _all_reduce
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-NUM_RANKS = 3
 
 
-@pytest.fixture(scope="module")
-def ranks(ray_runtime: Any) -> Iterator[Any]:
-    """Three processes of the warm cluster, which stand for three hosts."""
-    from mindspeed_rlxf.cluster.ray.agent import RayAgent, device_options, live_nodes
-    from mindspeed_rlxf.ops.doctor.ranks import RayRanks
+def own_pid() -> int:
+    return os.getpid()
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("two\nlines")
+
+
+def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any) -> None:
+    from mindspeed_rlxf.cluster.ray.agent import live_nodes
+    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, run_tasks
 
     (node,) = live_nodes("rlxf_cpu")
-    options = device_options(None, {})
-    processes = [RayAgent(node.id, node.host, **options) for _ in range(NUM_RANKS)]
-    found = RayRanks(DeviceKind.CPU, processes, [node.ip] * NUM_RANKS)
-    try:
-        assert len(set(call_each(processes, warm_up, timeout_s=120.0))) == NUM_RANKS
-        yield found
-    finally:
-        found.end()
-
-
-def hosts() -> list[Party]:
-    return [Party(f"host-{i}", (i,)) for i in range(NUM_RANKS)]
-
-
-def test_real_processes_pass_and_a_killed_one_is_named(ranks: Any) -> None:
-    found = check_collectives(hosts(), ranks, 120.0)
-    assert [f for f in found if f.status is not Status.OK] == []
-    assert found[-1].value.startswith("3 of 3 hosts together")
-    pid = ranks.processes[1].call(warm_up, timeout_s=60.0)
-    os.kill(pid, signal.SIGKILL)  # its place is taken by a new process after it was found
+    called = own_pid, die, fail, hang
     started = time.monotonic()
-    found = check_collectives(hosts(), ranks, 120.0)
-    bad = [f for f in found if f.status is Status.ERROR]
-    assert [f.value.partition(" (")[0] for f in bad] == ["all-reduce fails inside host-1"]
-    assert time.monotonic() - started < 120
-    assert found[-1].value.startswith("2 of 2 hosts together")
+    tasks = [Task(node.id, function) for function in called]
+    pid, *others = run_tasks(tasks, {"GLOO_X": "1"}, 15.0)
+    assert time.monotonic() - started < 100
+    assert pid not in (os.getpid(), *others)
+    assert all(isinstance(reply, Failed) for reply in others)
+    assert others[2].cause == "no reply within 15 s"
 
 
-def test_a_process_that_hangs_does_not_hold_up_the_others(ranks: Any) -> None:
-    ranks.processes[2].start(time.sleep, 1000, timeout_s=2000.0)
-    first, second, third = ranks.run([(0,), (1,), (2,)], 20.0)
-    assert first.passed and second.passed
-    assert not third.passed and third.absent == (2,)
+def test_groups_of_real_processes_pass_and_one_that_never_comes_is_named(ray_runtime: Any) -> None:
+    from mindspeed_rlxf.cluster.ray.agent import live_nodes
+
+    (node,) = live_nodes("rlxf_cpu")
+    there = Node(node.id, "host-0", node.ip, 0, 0)
+    gone = Node("ab" * 28, "host-1", node.ip, 0, 0)  # no such node: its task cannot run
+    groups = [[there, there], [there, gone]]
+    passed, cause = _all_reduce(DeviceKind.CPU, "rlxf_cpu", groups, {}, 40.0)
+    assert passed == ""
+    assert cause.startswith("rank 1 on host-1 never came; ")
 
 
 @pytest.mark.long
@@ -85,7 +81,7 @@ def test_the_command_on_a_cluster_of_three_nodes(tmp_path: Path) -> None:
         )  # fmt: skip
     finally:
         cluster.shutdown()
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr
     report = json.loads(done.stdout)
     values = {f["check"]: f["value"] for f in report["findings"]}
     assert [f for f in report["findings"] if f["status"] == "error"] == []

@@ -9,8 +9,8 @@ import pytest
 
 from mindspeed_rlxf import cli
 from mindspeed_rlxf.cli import doctor
-from mindspeed_rlxf.ops.doctor.findings import Finding, error, ok
-from mindspeed_rlxf.ops.doctor.subject import Subject
+from mindspeed_rlxf.ops.doctor.checks import Subject
+from mindspeed_rlxf.ops.doctor.report import Finding, error, ok
 
 
 @pytest.fixture
@@ -51,10 +51,7 @@ def test_the_report_for_programs_is_all_that_is_printed(
         (["training.train_iters=2"], "changes a configuration: give --config-name"),
         (["--deadline", "1"], "--deadline=1 must be at least 10"),
         (["--deadline", "nan"], "--deadline=nan must be at least 10, and finite"),
-        (["--calibrate", "--to", "/proc/x/rates.json"], "must be a file that can be written"),
-        (["--to", "rates.json"], "--to names the file of --calibrate: give that too"),
         (["--config-name", "no_such"], "no_such"),
-        (["--bundle", "no_such_run"], "must be the folder of a run"),
         (["--cluster"], "--cluster needs a Ray cluster"),
     ],
 )
@@ -88,12 +85,3 @@ def test_a_wrong_configuration_is_a_finding_beside_the_others(
     assert doctor.main(["-cn", "ppo_trainer_tiny", "training.train_iters=-1", "--json"]) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [(f["check"], f["status"]) for f in findings] == [("config", "error"), ("a.b", "ok")]
-
-
-def test_a_run_is_bundled(
-    subjects: list[Subject], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("name: x\n")
-    assert doctor.main(["--bundle", "run"]) == 0
-    assert f"written: {tmp_path}/run-doctor.tar.gz" in capsys.readouterr().out

@@ -36,7 +36,7 @@ from mindspeed_rlxf.engine.protocol import TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies
 from mindspeed_rlxf.models.transformer import recompute_settings, transformer_config
-from mindspeed_rlxf.ops.doctor import subject
+from mindspeed_rlxf.ops.doctor import checks as doctor_checks
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards import streaming
@@ -429,7 +429,7 @@ def started(config: RunConfig) -> Any:
     with patch.object(local, "LocalWorld") as world:
         local.LocalRuntime.from_config(config, None)
     kind = DeviceKind.AUTO
-    return world.call_args.args, subject.choose_subject(config, kind, False).resource
+    return world.call_args.args, doctor_checks.choose_subject(config, kind, False).resource
 
 
 def joined(config: RunConfig) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import npu, npu_count
-from mindspeed_rlxf.ops.doctor import devices
+from mindspeed_rlxf.ops.doctor import checks
 from tests.unit.device import npu_recorder
 
 NPU = DeviceKind.NPU
@@ -98,7 +98,7 @@ def test_the_separate_process_prints_the_count_of_torch_npu(
 def test_the_doctor_compares_the_counts_of_torch_and_of_the_driver(host: Host) -> None:
     host.smi(4)
     host.program("python", f"echo '{npu_count.ANSWER}3'")
-    found = [f for f in devices.check_devices(NPU) if f.check == "devices.torch"]
+    found = [f for f in checks.check_devices(NPU) if f.check == "devices.torch"]
     assert [(f.status.value, f.value) for f in found] == [
         ("error", "torch sees 3, the driver offers 4")
     ]

@@ -41,13 +41,13 @@ def reached(*args):
 ray_runtime.open_cluster, ray_pools.RayPools.create = no_cluster, reached
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.ops.doctor import devices, npu, software
+from mindspeed_rlxf.ops.doctor import checks
 from mindspeed_rlxf.cluster.node_check import report_node
 report_node([], None, DeviceKind.NPU)
-devices.check_devices(DeviceKind.NPU)
-software.check_software(DeviceKind.NPU)
-npu.check_install(DeviceKind.NPU)
-npu.check_cards(DeviceKind.NPU, True)
+checks.check_devices(DeviceKind.NPU)
+list(checks.check_software(DeviceKind.NPU))
+checks.check_install(DeviceKind.NPU)
+checks.check_cards(DeviceKind.NPU, True)
 """
 
 

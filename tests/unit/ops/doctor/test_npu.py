@@ -11,9 +11,9 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import driver, npu_python
 from mindspeed_rlxf.device.driver import DriverView
 from mindspeed_rlxf.device.npu_install import Checked
-from mindspeed_rlxf.ops.doctor import local, npu
-from mindspeed_rlxf.ops.doctor.findings import Finding, Status
-from mindspeed_rlxf.ops.doctor.subject import Subject
+from mindspeed_rlxf.ops.doctor import checks
+from mindspeed_rlxf.ops.doctor.checks import Subject, check_cards, check_install
+from mindspeed_rlxf.ops.doctor.report import Finding, Status
 from tests.unit.device import npu_recorder
 from tests.unit.device.test_npu_install import make_host
 from tests.unit.device.test_npu_python import VERSIONS
@@ -27,14 +27,14 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     npu_recorder.install(monkeypatch, tmp_path / "sources")
     monkeypatch.setattr(npu_python.packages, "_installed", VERSIONS.get)
     inspected = make_host(tmp_path)
-    monkeypatch.setattr(npu, "Host", lambda: inspected)
+    monkeypatch.setattr(checks, "Host", lambda: inspected)
     view = DriverView("npu-smi", *driver.parse_ascend(npu_recorder.smi_table(2)))
     monkeypatch.setattr(driver, "query_driver", lambda kind: view)
     return tmp_path
 
 
 def test_every_check_of_the_guide_is_made(host: Path) -> None:
-    findings = [*npu.check_install(DeviceKind.NPU), *npu.check_cards(DeviceKind.NPU, True)]
+    findings = [*check_install(DeviceKind.NPU), *check_cards(DeviceKind.NPU, True)]
     found = {finding.check for finding in findings}
     steps = GUIDE.read_text(encoding="utf-8").partition("\n### Not tried")[0]
     asked = set(re.findall(r"`(npu\.[a-z_]+)`", steps))
@@ -43,17 +43,14 @@ def test_every_check_of_the_guide_is_made(host: Path) -> None:
 
 
 def test_other_devices_have_no_checks_of_an_npu_host(host: Path) -> None:
-    assert npu.check_install(DeviceKind.CPU) == npu.check_cards(DeviceKind.CPU, True) == []
+    assert check_install(DeviceKind.CPU) == check_cards(DeviceKind.CPU, True) == []
 
 
-def test_what_stops_a_run_is_an_error_and_the_rest_a_warning(
-    host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stops_a_run_is_an_error_and_the_rest_a_warning() -> None:
     lines = [Checked(name, fine, "v", "r", fatal) for name, fine, fatal in (
         ("npu.a", True, True), ("npu.b", False, True), ("npu.c", False, False),
     )]  # fmt: skip
-    monkeypatch.setattr(npu, "_install", lambda host: iter(lines))
-    assert npu.check_install(DeviceKind.NPU) == [
+    assert list(map(checks._as_finding, lines)) == [
         Finding("npu.a", Status.OK, "v"),
         Finding("npu.b", Status.ERROR, "v", "r"),
         Finding("npu.c", Status.WARNING, "v", "r"),
@@ -65,8 +62,8 @@ def test_the_doctor_reports_the_checks_of_an_npu_host(
 ) -> None:
     (host / "dev" / "hisi_hdc").unlink()
     subject = Subject(DeviceKind.NPU, str(host))
-    probes = {probe.name: probe for probe in local.probes(subject)}
-    found = {f.check: f for f in local.run_probes([probes["npu"], probes["npu.cards"]])}
+    probes = {probe.name: probe for probe in checks.probes(subject)}
+    found = {f.check: f for f in checks.run_probes([probes["npu"], probes["npu.cards"]])}
     assert found["npu.device_files"].status is Status.ERROR
     assert "/dev/hisi_hdc" in found["npu.device_files"].value
     assert found["npu.links"].value == "2 up"

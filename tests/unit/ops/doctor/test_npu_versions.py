@@ -11,7 +11,7 @@ from mindspeed_rlxf import packages
 from mindspeed_rlxf.cluster.node_check import find_node_problems, report_node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import npu_versions
-from mindspeed_rlxf.ops.doctor import cluster, software
+from mindspeed_rlxf.ops.doctor import checks, cluster
 from tests.unit.device import npu_recorder
 
 
@@ -30,7 +30,7 @@ def check_out(host: Path, numbers: tuple[int, int, int]) -> None:
 
 
 def findings_of(check: str) -> list[tuple[str, str, str]]:
-    found = software.check_software(DeviceKind.NPU)
+    found = checks.check_software(DeviceKind.NPU)
     return [(f.status.value, f.value, f.remedy) for f in found if f.check == check]
 
 
@@ -89,3 +89,18 @@ def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
     assert found == ["megatron-core 0.12.2, on 2 other hosts 0.12.1"]
     (problem,) = find_node_problems(ours, [theirs], {})
     assert "must be that of the driver (0.12.1), not 0.12.2" in problem
+
+
+def test_the_version_of_cann_is_read_from_the_folder_of_set_env(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "aarch64-linux"
+    folder.mkdir()
+    file = folder / "ascend_toolkit_install.info"
+    file.write_text("package_name=Ascend-cann-toolkit\nversion=8.5.0\n", encoding="ascii")
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    assert npu_versions.cann_version() == "8.5.0"
+    file.unlink()
+    text = "# version: 1.0\nruntime_running_version=[8.1.RC1]\n"
+    (tmp_path / "version.cfg").write_text(text, encoding="ascii")
+    assert npu_versions.cann_version() == "8.1.RC1"

@@ -1,47 +1,10 @@
-"""A check that fails or hangs does not stop the others; the report keeps its form."""
+"""The report keeps its form."""
 
 from __future__ import annotations
 
-import io
 import json
-import threading
-import time
 
-from mindspeed_rlxf.ops.doctor.findings import (
-    Finding,
-    Probe,
-    Status,
-    error,
-    merge,
-    ok,
-    run_probes,
-    warning,
-)
-from mindspeed_rlxf.ops.doctor.report import Report, wants_colour
-
-
-def fails() -> list[Finding]:
-    raise RuntimeError("two\nlines")
-
-
-def test_a_check_that_raises_is_a_finding_and_the_others_are_there() -> None:
-    probes = [Probe("a", lambda: [ok("a", "1")]), Probe("b", fails), Probe("c", list)]
-    found = run_probes(probes)
-    assert found == [
-        ok("a", "1"),
-        warning("b", "the check itself failed (RuntimeError: two lines)", "check it by hand"),
-    ]
-
-
-def test_a_check_that_hangs_is_given_up_at_its_deadline() -> None:
-    never = threading.Event()
-    started = time.monotonic()
-    hangs = Probe("hangs", lambda: [ok("x", str(never.wait()))], deadline_s=0.05)
-    found = run_probes([hangs, Probe("a", lambda: [ok("a", "1")])])
-    assert time.monotonic() - started < 30
-    assert [(f.check, f.status) for f in found] == [("hangs", Status.WARNING), ("a", Status.OK)]
-    assert "no answer within 0.05 s" in found[0].value
-    never.set()
+from mindspeed_rlxf.ops.doctor.report import Finding, Report, Status, error, merge, ok, warning
 
 
 def test_equal_findings_of_hosts_become_one() -> None:
@@ -89,9 +52,3 @@ def test_the_worst_comes_first_and_long_lines_are_wrapped_but_paths_stay_whole()
 def test_many_hosts_are_counted() -> None:
     finding = Finding("a", Status.OK, "1", "", tuple(f"h{i}" for i in range(64)))
     assert "[h0, h1, h2, h3, and 60 more]" in report(finding).as_text()
-
-
-def test_colour_is_for_terminals() -> None:
-    assert not wants_colour(io.StringIO())
-    assert "\033[" in report(ok("a", "1")).as_text(colour=True)
-    assert "\033[" not in report(ok("a", "1")).as_text()

@@ -1,0 +1,245 @@
+"""Checks of one host, with the numbers given."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device.control_group import Amount, read_amount, read_memory_used
+from mindspeed_rlxf.device.driver import DriverDevice, DriverView, parse_ascend, parse_nvidia
+from mindspeed_rlxf.ops.doctor import checks
+from mindspeed_rlxf.ops.doctor.checks import Probe, Subject
+from mindspeed_rlxf.ops.doctor.report import Finding, Status, ok, warning
+
+GIB = 1024**3
+
+
+def fails() -> list[Finding]:
+    raise RuntimeError("two\nlines")
+
+
+def test_a_check_that_raises_is_a_finding_and_the_others_are_there() -> None:
+    probes = [Probe("a", lambda: [ok("a", "1")]), Probe("b", fails), Probe("c", list)]
+    assert checks.run_probes(probes) == [
+        ok("a", "1"),
+        warning("b", "the check itself failed (RuntimeError: two lines)", "check it by hand"),
+    ]
+
+
+def test_a_check_that_hangs_is_given_up_at_its_deadline() -> None:
+    never = threading.Event()
+    started = time.monotonic()
+    hangs = Probe("hangs", lambda: [ok("x", str(never.wait()))], deadline_s=0.05)
+    found = checks.run_probes([hangs, Probe("a", lambda: [ok("a", "1")])])
+    assert time.monotonic() - started < 30
+    assert [(f.check, f.status) for f in found] == [("hangs", Status.WARNING), ("a", Status.OK)]
+    never.set()
+
+
+def test_every_check_of_this_host_answers(tmp_path: Path) -> None:
+    """Nothing is started and no network is needed; a check that failed would say so."""
+    found = checks.check_host(Subject(DeviceKind.CPU, str(tmp_path)))
+    assert {f.check.partition(".")[0] for f in found} >= {
+        "versions", "devices", "limits", "memory", "disk",
+    }  # fmt: skip
+    assert [f for f in found if "the check itself" in f.value] == []
+    json.dumps([f.value for f in found])
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (checks.shared_memory(2 * GIB, free=2 * GIB), "ok"),
+        (checks.shared_memory(2 * GIB, free=64 * 1024**2), "warning"),
+        (checks.check_memory(100 * GIB, 1 * GIB), "error"),
+        (checks.check_memory(100 * GIB, 5 * GIB), "warning"),
+        (checks.check_memory(100 * GIB, 50 * GIB), "ok"),
+    ],
+)
+def test_memory_is_judged_by_its_limit(found: Finding, word: str) -> None:
+    assert found.status.value == word
+    assert bool(found.remedy) == (word != "ok")
+
+
+@pytest.mark.parametrize(
+    ("limits", "word"), [((32768, 32768), "ok"), ((-1, -1), "ok"), ((1024, 4096), "warning")]
+)
+def test_few_open_files_are_a_warning(
+    limits: tuple[int, int], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: limits)
+    found = next(f for f in checks.check_limits() if f.check == "limits.open_files")
+    assert found.status.value == word
+
+
+LIMITED = {
+    2: {
+        "cpu.max": "150000 100000", "memory.max": "9000", "pids.max": "500", "pids.current": "100",
+        "memory.current": "8000", "memory.stat": "anon 900\ninactive_file 7000\nfile 9",
+    },
+    1: {
+        "cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000",
+        "memory/memory.limit_in_bytes": "9000", "pids/pids.max": "500", "pids/pids.current": "100",
+        "memory/memory.usage_in_bytes": "8000",
+        "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 7000",
+    },
+}  # fmt: skip
+UNLIMITED = {
+    2: {"cpu.max": "max 100000", "memory.max": "max", "pids.max": "max"},
+    1: {
+        "cpu/cpu.cfs_quota_us": "-1", "pids/pids.max": "max",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_limits_of_the_container_count(tmp_path: Path, version: int) -> None:
+    def write(files: dict[str, str]) -> dict[str, Finding]:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(f"{text}\n", encoding="ascii")
+        return {finding.check: finding for finding in checks.check_limits(tmp_path)}
+
+    found = write(LIMITED[version])
+    assert found["limits.processors"].status is Status.WARNING  # 1.5 processors
+    assert found["limits.container_pids"].value == "100 in use of 500"
+    assert read_amount(Amount.MEMORY_LIMIT, tmp_path) == 9000
+    assert read_memory_used(tmp_path) == 1000
+    found = write(UNLIMITED[version])
+    assert found["limits.container_pids"].status is Status.OK
+    assert "container" not in found["limits.processors"].value
+    assert read_amount(Amount.MEMORY_LIMIT, tmp_path) == math.inf
+
+
+def test_little_room_is_reported_for_the_nearest_folder(tmp_path: Path) -> None:
+    found = next(iter(checks.check_disk(tmp_path / "new" / "run", wanted=2**60)))
+    assert found.status is Status.WARNING and str(tmp_path) in found.value
+
+
+def test_files_of_the_configuration_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "set_packed_a.bin").touch()
+    there, gone = ("data.data_path", f"{tmp_path}/set_packed_*"), ("ref.load", "/no/model")
+    assert [f.status for f in checks.file_findings([there])] == [Status.OK]
+    assert [(f.status, f.value) for f in checks.file_findings([there, gone])] == [
+        (Status.ERROR, "missing: ref.load=/no/model")
+    ]
+
+
+EXISTING = {"lo": True, "eth0": True, "eth1": False, "docker0": True}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "several_hosts", "status"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", True, "ok"),
+        ("GLOO_SOCKET_IFNAME", "lo", False, "ok"),
+        ("GLOO_SOCKET_IFNAME", "lo", True, "error"),  # not shared
+        ("GLOO_SOCKET_IFNAME", "eth1", True, "error"),  # down
+        ("GLOO_SOCKET_IFNAME", "eth7", True, "error"),  # not there
+        ("HCCL_SOCKET_IFNAME", "eth", True, "ok"),
+        ("HCCL_SOCKET_IFNAME", "=eth0", True, "ok"),
+        ("HCCL_SOCKET_IFNAME", "^docker,lo", True, "ok"),
+        ("HCCL_SOCKET_IFNAME", "=eth", True, "error"),
+        ("HCCL_SOCKET_IFNAME", "^eth,lo,docker", True, "error"),
+        ("HCCL_SOCKET_IFNAME", "^=eth0,eth1,docker0,lo", True, "error"),
+    ],
+)
+def test_an_interface_has_to_exist_be_up_and_be_shared(
+    variable: str, value: str, several_hosts: bool, status: str
+) -> None:
+    (found,) = checks.interface_findings(EXISTING, {variable: value}, several_hosts)
+    assert found.status.value == status
+
+
+NVIDIA = """0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15
+1, NVIDIA H100 80GB HBM3, 81559, 61000, 550.54.15
+"""
+# Two cards of one chip, then a card of two chips, whose devices are 2 and 3.
+ASCEND = """
++------------------------------------------------------------------------------------------------+
+| npu-smi 24.1.0                   Version: 24.1.0                                               |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B2               | OK            | 94.3        45                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3302 / 65536         |
++===========================+===============+====================================================+
+| 1     910B2               | Alarm         | 92.1        44                0    / 0             |
+| 0                         | 0000:01:00.0  | 12          0    / 0          61000/ 65536         |
++===========================+===============+====================================================+
+| 1     Ascend910           | OK            | 170.1       36                0    / 0             |
+| 0     2                   | 0000:9D:00.0  | 0           0    / 0          3100 / 65536         |
++------------------------------------------------------------------------------------------------+
+| 1     Ascend910           | OK            | -           36                0    / 0             |
+| 1     3                   | 0000:9F:00.0  | 0           0    / 0          2900 / 65536         |
++===========================+===============+====================================================+
++---------------------------+---------------+----------------------------------------------------+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| 1       0                 | 12345         | python                   | 57000                   |
++===========================+===============+====================================================+
+"""
+
+
+def test_the_tables_of_the_drivers_are_read() -> None:
+    name = "NVIDIA H100 80GB HBM3"
+    assert parse_nvidia(NVIDIA) == (
+        "550.54.15",
+        [DriverDevice(0, name, "OK", 81559, 4), DriverDevice(1, name, "OK", 81559, 61000)],
+    )
+    assert parse_ascend(ASCEND) == (
+        "24.1.0",
+        [
+            DriverDevice(0, "910B2", "OK", 65536, 3302),
+            DriverDevice(1, "910B2", "Alarm", 65536, 61000),
+            DriverDevice(2, "Ascend910", "OK", 65536, 3100),
+            DriverDevice(3, "Ascend910", "OK", 65536, 2900),
+        ],
+    )
+
+
+@pytest.mark.parametrize("text", ["", "no table\n| 1 |\n", "0, x\n"])
+def test_output_without_a_table_has_no_devices(text: str) -> None:
+    assert parse_nvidia(text)[1] == parse_ascend(text)[1] == []
+
+
+def test_a_sick_device_is_an_error_and_a_busy_one_a_warning() -> None:
+    view = DriverView("npu-smi", *parse_ascend(ASCEND))
+    found = {f.check: (f.status.value, f.value) for f in checks.driver_findings(view)}
+    assert found["devices.driver"] == ("ok", "4 x 910B2, Ascend910, driver 24.1.0")
+    assert found["devices.health"] == ("error", "1: Alarm")
+    assert found["devices.memory"] == ("warning", "in use on 1: 61000 of 65536 MiB")
+
+
+def test_torch_has_to_see_the_devices_of_the_driver_that_are_not_hidden() -> None:
+    view = DriverView("nvidia-smi", *parse_nvidia(NVIDIA))
+
+    def word(counted: int, hidden: str | None) -> str:
+        return checks.count_finding(DeviceKind.CUDA, counted, view, hidden).status.value
+
+    assert word(2, None) == word(1, "0") == "ok"
+    assert word(1, None) == word(2, "0") == word(0, None) == "error"
+
+
+def test_a_missing_tool_is_a_warning_of_its_own() -> None:
+    found = checks.driver_findings(DriverView("npu-smi", "", (), "npu-smi is not on PATH"))
+    assert [(f.status.value, f.value) for f in found] == [("warning", "npu-smi is not on PATH")]
+
+
+def test_missing_packages_are_errors_and_others_out_of_range_warnings() -> None:
+    versions = {"torch": "2.1.0", "ray": None, "vllm": None, "numpy": "2.0"}
+    ranges = {"torch": Requirement("torch>=2.5"), "ray": Requirement("ray>=2.40,<3")}
+    found = list(checks.package_findings(versions, ("torch", "ray"), ranges))
+    assert [(f.check, f.status.value) for f in found] == [
+        ("versions.torch", "warning"), ("versions.ray", "error"), ("versions.numpy", "ok"),
+    ]  # fmt: skip
+    assert "ray<3,>=2.40" in found[1].remedy
