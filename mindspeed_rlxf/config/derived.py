@@ -40,7 +40,6 @@ PATHS = {
     "reward": ("load",),
     "training": ("tokenizer_name_or_path", "output_dir"),
     "data": ("train_files", "val_files", "data_path", "val_data_path"),
-    "plan": ("calibration",),
 }
 MODEL_KINDS = (RewardKind.MODEL, RewardKind.HUGGING_FACE)
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}

@@ -2,5 +2,10 @@
 
 from __future__ import annotations
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "plan.calibration": "remove it: a plan predicts no times",
+    "plan.device": "remove it: a plan predicts no times",
+    "plan.prompt_tokens": "remove it: a plan predicts no times",
+    "plan.response_tokens": "remove it: a plan predicts no times",
+}
 """`section.key` -> fix, a clause such as "remove it: output_dir must be on shared storage"."""

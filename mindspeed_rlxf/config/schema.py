@@ -94,7 +94,7 @@ class RunConfig(Section):
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
     device: DeviceConfig = key(DeviceConfig(), "what the workers compute on")
     runtime: RuntimeConfig = key(RuntimeConfig(), "what starts the workers")
-    plan: PlanConfig = key(PlanConfig(), "what a dry run predicts and suggests", "free")
+    plan: PlanConfig = key(PlanConfig(), "what a dry run suggests", "free")
     dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
 
     @property

@@ -274,18 +274,6 @@ class RuntimeConfig(Section):
 
 
 class PlanConfig(Section):
-    """The plan of a dry run: memory, predicted time, suggested layouts."""
+    """The plan of a dry run."""
 
-    suggest: bool = key(False, "dry_run: also print the three fastest layouts that fit", "free")
-    device: str | None = key(
-        None, "device whose public figures predict times; null = by device.kind", "free"
-    )
-    calibration: str | None = key(
-        None, "file of `doctor --calibrate`; null = this user's, if there is one", "free"
-    )
-    prompt_tokens: int | None = key(
-        None, "mean prompt of a prediction, tokens; null = max_prompt_length", "free", ge=1
-    )
-    response_tokens: int | None = key(
-        None, "mean response of a prediction, tokens; null = max_new_tokens", "free", ge=1
-    )
+    suggest: bool = key(False, "dry_run: also print three layouts that fit", "free")

@@ -225,7 +225,6 @@ def test_a_list_of_moves_cannot_name_files_of_other_folders(tmp_path: Path, mine
 WRITES_ITSELF = {
     "rewards/sandbox/launch.py", "rewards/sandbox/rights.py", "rewards/sandbox/root.py",
     "compat/migration.py", "config/reference.py", "reporting/metric_table.py",
-    "ops/planning/calibrate.py",
     "weights/convert.py", "weights/torch_dist.py",
     "weights/torch_file.py", "reporting/metrics.py", "files/safe.py",
 }  # fmt: skip

@@ -10,7 +10,6 @@ from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host import HostMemory, disk_needed, host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, State, pool_memories
 from mindspeed_rlxf.ops.planning.pipeline_stage import Phase
-from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.remedies import find_remedy
 from mindspeed_rlxf.ops.sizes import format_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
@@ -68,10 +67,9 @@ class Fit:
     problems: list[Problem]
 
 
-def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
+def check_fit(config: RunConfig) -> Fit:
     """Compare the needs of a run with the memory of devices and hosts, and with the free disk.
 
-    rates: to name the remedy with the shortest predicted time; None = a single change if it can be
     Returns a text per section (each pool and part, host memory, disk) and problems where a need is
     larger than what is there.
     """
@@ -80,7 +78,7 @@ def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
     for pool in pools:
         part = f", {pool.part}" if pool.part else ""
         title = f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)"
-        sections[title] = table(_pool_rows(pool)), _device_need(config, pool, rates)
+        sections[title] = table(_pool_rows(pool)), _device_need(config, pool)
     host = "Host memory" + (", largest host" if available.is_joined(config) else "")
     sections[host] = _host_section(config, pools)
     sections["Disk"] = _disk_section(config)
@@ -117,7 +115,7 @@ def _memory_row(name: str, state: State, other: int, phase: Phase) -> list[objec
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
-def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Need:
+def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
     """Return what a rank of the pool needs, what a device has, and a remedy if that is less."""
     there = available.device_memory(config)
     return Need(
@@ -125,7 +123,7 @@ def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Ne
         f"a device {f'of the {pool.part} ' if pool.part else ''}",
         pool.total,
         there,
-        "" if there is None or pool.total <= there else find_remedy(config, pool, there, rates),
+        "" if there is None or pool.total <= there else find_remedy(config, pool, there),
         "it comes from the host's memory, see below"
         if available.on_cpu(config)
         else "memory of a device is unknown: set device.memory_gib",

@@ -1,29 +1,28 @@
-"""Look up the peak rate of a device by the name that its library reports."""
+"""Peak bf16 rates of devices, by the name that their library reports; for the metric of MFU."""
 
 from __future__ import annotations
 
 import re
 
-from mindspeed_rlxf.ops.planning.devices import TABLE
-
-# Name in lower case -> row of the table. NVIDIA's cards for PCIe slots are clocked lower.
-ROWS = {
-    r"ascend ?910b2": "ascend-910b2",
-    r"ascend ?910b3": "ascend-910b3",
-    r"ascend ?910b4": "ascend-910b4",
-    r"ascend ?910_93": "ascend-910_93",
-    r"\ba100\b.*80gb(?!.*pcie)|\ba100-sxm4-80gb": "a100-80g",
-    r"\bh100\b(?!.*(pcie|nvl))": "h100",
-    r"\bh200\b(?!.*nvl)": "h200",
+# Pattern of the name in lower case -> dense bf16 TFLOPS. NVIDIA's PCIe cards are clocked lower.
+# Ascend 910B: JiusiServe/light-llm-simulator, conf/hardware_config.py at 5df25c7; 910_93 is a die
+# of the A3: arXiv:2506.12708, section 3. NVIDIA: data sheets of the SXM cards.
+PEAK_TFLOPS = {
+    r"ascend ?910b2": 353.8,
+    r"ascend ?910b3": 294.9,
+    r"ascend ?910b4": 245.7,
+    r"ascend ?910_93": 376,
+    r"\ba100\b.*80gb(?!.*pcie)|\ba100-sxm4-80gb": 312,
+    r"\bh100\b(?!.*(pcie|nvl))": 989,
+    r"\bh200\b(?!.*nvl)": 989,
 }
 
 
 def find_peak(name: str) -> float | None:
-    """Return the peak bf16 FLOP/s of a device; None if no pattern of ROWS matches its name.
+    """Return the peak bf16 FLOP/s of a device; None if no pattern matches its name.
 
-    Of several patterns the first counts.
     name: as the library's `get_device_name` returns it; upper and lower case are the same
     """
-    rows = (row for pattern, row in ROWS.items() if re.search(pattern, name.lower()))
-    row = next(rows, None)
-    return None if row is None else TABLE[row].bf16_tflops * 1e12
+    found = (peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name.lower()))
+    peak = next(found, None)
+    return None if peak is None else peak * 1e12

@@ -1,4 +1,4 @@
-"""The plan that `dry_run=true` prints: placement, sizes, batches, memory, predicted time."""
+"""The plan that `dry_run=true` prints: placement, sizes, batches, memory, disk."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from mindspeed_rlxf.cluster.environment import list_variables, offload_environme
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import OldLogProbs, Role, RuntimeKind
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
-from mindspeed_rlxf.ops.planning.prediction import (
-    KnownRates,
-    find_rates,
-    predict,
-    show_prediction,
-)
-from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest, usable_bytes
 from mindspeed_rlxf.ops.planning.topology import topology
 from mindspeed_rlxf.reporting.table import pairs, table
@@ -48,16 +41,11 @@ class Plan:
 def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     """Make the plan of a run as text, and list its problems; claims no device, writes no file.
 
-    Rates that cannot be used are a problem too, and are not raised.
     nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`
     note:   called with lines of progress while layouts are suggested (key `plan.suggest`)
     """
-    problems: list[Problem] = []
-    try:
-        known = find_rates(config)
-    except UserError as error:
-        known, problems = KnownRates(None, "see the problem of plan"), error.problems
-    fitting = check_fit(config, known.rates)
+    fitting = check_fit(config)
+    problems = fitting.problems
     sections = {
         f"Run {config.training.run_name}": pairs(_run_section(config)),
         "Roles": table(_roles_table(config)),
@@ -67,37 +55,28 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
         "Forward passes": table(_forwards_table(config)),
         "Optimizer": table(_updates_table(config)),
         **fitting.sections,
-        "Time of an iteration, predicted": show_prediction(config, known),
     }
     if config.plan.suggest:
-        made = _suggestions(config, known.rates, nested, note)
-        sections["Suggested layouts"], found = made
-        problems += found
+        sections["Suggested layouts"], found = _suggestions(config, nested, note)
+        problems = [*found, *problems]
     text = "\n\n".join(f"{title}\n{body}" for title, body in sections.items())
-    return Plan(text, [*fitting.problems, *problems])
+    return Plan(text, problems)
 
 
-def _suggestions(
-    config: RunConfig, rates: Rates | None, nested: bool, note: Note
-) -> tuple[str, list[Problem]]:
+def _suggestions(config: RunConfig, nested: bool, note: Note) -> tuple[str, list[Problem]]:
     """Search layouts; return the text of the plan's section on them, and problems.
 
-    Nothing is searched, and there is one problem, which the text repeats, if the memory or the
-    rates are unknown; else there are none. On CPU without `device.memory_gib` the memory is that of
-    a generating process.
+    Nothing is searched, and there is one problem, which the text repeats, if the memory is unknown.
+    On CPU without `device.memory_gib` the memory is that of a generating process.
     """
     room = available.device_memory(config)
-    if available.on_cpu(config) and room is None:
+    if room is None and available.on_cpu(config):
         room = available.rollout_memory(config)
-    if rates is None or room is None:
-        missing = "device.memory_gib" if room is None else "rates of this device"
-        remedy = "set it" if room is None else "run `mindspeed-rlxf doctor --calibrate`"
-        rule = f"needs {missing}, which {'is' if room is None else 'are'} unknown here"
+    if room is None:
+        rule, remedy = "needs device.memory_gib, which is unknown here", "set it"
         return f"  {rule}; {remedy}", [Problem("plan.suggest", rule, True, remedy)]
     limit = usable_bytes(room)
-    found = suggest(config, rates, limit, note)
-    now = predict(config, rates).iteration_s
-    return show_suggestions(config, found, now, nested, limit), []
+    return show_suggestions(config, suggest(config, limit, note), nested, limit), []
 
 
 def _run_section(config: RunConfig) -> list[tuple[str, object]]:

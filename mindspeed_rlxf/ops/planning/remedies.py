@@ -4,242 +4,174 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
-from mindspeed_rlxf.ops.planning.memory import (
-    GENERATES,
-    PoolMemory,
-    cache_rows,
-    pool_memories,
-)
-from mindspeed_rlxf.ops.planning.prediction import predict
-from mindspeed_rlxf.ops.planning.rates import Rates
+from mindspeed_rlxf.ops.planning.memory import GENERATES, PoolMemory, cache_rows, pool_memories
 from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
 from mindspeed_rlxf.ops.sizes import format_bytes
 
 MOST_CHANGES = 10  # in one remedy
-LEAST_SHARE = 0.01  # of an iteration's time: least cost assumed for a change
 Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A configuration with `changes`, the bytes that a device then needs, and predicted seconds.
-
-    seconds: of an iteration; None = no rates are known
-    """
+    """A configuration with `changes`, and the bytes that a device of the pool then needs."""
 
     changes: Changes
     config: RunConfig
     total: int
-    seconds: float | None
 
 
-def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str:
+def find_remedy(config: RunConfig, pool: PoolMemory, limit: int) -> str:
     """Return as text the cheapest change after which a rank needs at most `limit` bytes.
 
-    Considers single changes, and a combination found step by step; the shortest predicted time
-    wins. Without rates, it is the single change of the fewest keys, the first of equal ones in the
-    order of `_single_changes`; the combination only if no single one suffices. If nothing does, the
-    text says to use more devices, and what the combination reached.
+    Kinds of changes are allowed one after the other, cheapest first (`_kinds`). As soon as the
+    allowed ones suffice, the answer is the first single change that does, else a combination. If
+    nothing suffices, the text says to use more devices, and the least that was reached.
     """
-    search = _Search(config, pool, limit, rates)
-    singles = search.try_single_changes(search.before)
-    enough = [tried for tried in singles if tried.total <= limit]
-    least = search.before
-    if rates is not None or not enough:
-        least = search.combine_changes()
-        enough += [least] if least.total <= limit else []
-    if enough:
-        return f"set {search.describe(min(enough, key=_sort_key))}"
+    before = least = Tried({}, config, pool.total)
+    for allowed in range(1, len(_kinds(config, pool)) + 1):
+        for found in _try_each(config, pool, before, allowed):
+            if found.total <= limit:
+                return f"set {_describe(found)}"
+        found = _combine(config, pool, limit, allowed)
+        if found.total <= limit:
+            return f"set {_describe(found)}"
+        least = min(least, found, key=lambda tried: tried.total)
     apart = ", or place roles on pools of their own" if len(pool.roles) > 1 else ""
-    reached = f"; the least found is {search.describe(least)}" if least.changes else ""
+    reached = f"; the least found is {_describe(least)}" if least.changes else ""
     return f"use more devices{apart}, no change of keys suffices{reached}"
 
 
-def _sort_key(tried: Tried) -> tuple[float, int]:
-    """Return the sort key of changes that suffice: predicted seconds, then number of changes.
+def _describe(found: Tried) -> str:
+    return f"{' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}"
 
-    The seconds are rounded to ms, and 0 if there is no prediction.
+
+def _combine(config: RunConfig, pool: PoolMemory, limit: int, allowed: int) -> Tried:
+    """Add the change that saves most until the pool fits, then drop the changes not needed.
+
+    Bytes saved below `limit` do not count, so that of two changes that suffice the first is taken.
+    Returns the last combination if the pool never fits.
     """
-    seconds = 0.0 if tried.seconds is None else round(tried.seconds, 3)
-    return seconds, len(tried.changes)
+    best = Tried({}, config, pool.total)
+    while best.total > limit and len(best.changes) < MOST_CHANGES:
+        found = min(
+            _try_each(config, pool, best, allowed),
+            key=lambda tried: max(tried.total, limit),
+            default=best,
+        )
+        if found.total >= best.total:
+            return best
+        best = found
+    for key in [*best.changes]:
+        fewer = {name: value for name, value in best.changes.items() if name != key}
+        tried = _try_changes(config, pool, fewer)
+        if tried and tried.total <= limit:
+            best = tried
+    return best
 
 
-class _Search:
-    """Search of changes after which a device of the pool needs at most `limit` bytes."""
-
-    def __init__(
-        self, config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None
-    ) -> None:
-        self.config, self.pool, self.limit, self.rates = config, pool, limit, rates
-        self.before = Tried({}, config, pool.total, self._seconds(config))
-
-    def describe(self, found: Tried) -> str:
-        """Format the overrides, the bytes that a device then needs, and the change of time in %.
-
-        The change of time is left out if no rates are known.
-        """
-        slower = ""
-        if found.seconds is not None and self.before.seconds:
-            share = found.seconds / self.before.seconds - 1
-            slower = f" ({share:+.0%} predicted time)"
-        return f"{' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
-
-    def try_single_changes(self, start: Tried) -> list[Tried]:
-        """Try each single change in addition to those of `start`; return those that save bytes.
-
-        In the order of `_single_changes`, without those that break a rule of the configuration.
-        """
-        pool = _same_part(start.config, self.pool)
-        found = [
-            self._try_changes({**start.changes, **changes})
-            for changes in _single_changes(start.config, pool)
-        ]
-        return [tried for tried in found if tried and tried.total < start.total]
-
-    def combine_changes(self) -> Tried:
-        """Add the change of the lowest price until the pool fits, then drop unneeded changes.
-
-        Returns the last combination, even if it does not fit: after MOST_CHANGES changes, or when
-        no change saves bytes.
-        """
-        best = self.before
-        for _ in range(MOST_CHANGES):
-            steps = self.try_single_changes(best)
-            if not steps:
-                break
-            best = min(steps, key=partial(self._price, best))
-            if best.total <= self.limit:
-                return self._drop_unneeded(best)
-        return best
-
-    def _price(self, before: Tried, tried: Tried) -> float:
-        """Return the seconds that a change costs per byte saved; the lower, the better.
-
-        A change costs at least LEAST_SHARE of the seconds before, even if it makes the run faster.
-        Bytes saved below the limit do not count. Without predicted seconds: minus the bytes saved.
-        """
-        saved = min(before.total - tried.total, before.total - self.limit)
-        if tried.seconds is None or before.seconds is None:
-            return -saved
-        slower = max(0.0, tried.seconds - before.seconds)
-        return (slower + LEAST_SHARE * before.seconds) / saved
-
-    def _drop_unneeded(self, found: Tried) -> Tried:
-        """Try to drop each change in turn; return the changes that remain.
-
-        A change is dropped if the pool fits without it and no rule forbids that.
-        """
-        for key in list(found.changes):
-            fewer = {name: value for name, value in found.changes.items() if name != key}
-            tried = self._try_changes(fewer)
-            if tried and tried.total <= self.limit:
-                found = tried
-        return found
-
-    def _try_changes(self, changes: Changes) -> Tried | None:
-        """Return the changed configuration with the pool's bytes and the seconds of an iteration.
-
-        None if a rule of the configuration forbids the changes.
-        """
-        try:
-            varied = vary(self.config, changes)
-        except ConfigError:
-            return None
-        return Tried(changes, varied, _same_part(varied, self.pool).total, self._seconds(varied))
-
-    def _seconds(self, config: RunConfig) -> float | None:
-        return predict(config, self.rates).iteration_s if self.rates else None
+def _try_each(config: RunConfig, pool: PoolMemory, start: Tried, allowed: int) -> Iterator[Tried]:
+    """Try each change of the `allowed` cheapest kinds in addition to those of `start`."""
+    for kind in _kinds(start.config, pool)[:allowed]:
+        for changes in kind:
+            if tried := _try_changes(config, pool, {**start.changes, **changes}):
+                yield tried
 
 
-def _same_part(config: RunConfig, pool: PoolMemory) -> PoolMemory:
-    """Return the memory of the same pool, and of the same part if it is split, in `config`."""
-    found = pool_memories(config, pool.pool)
-    return next(each for each in found if each.part == pool.part)
+def _try_changes(config: RunConfig, pool: PoolMemory, changes: Changes) -> Tried | None:
+    """Return the configuration with the changes; None if they break one of its rules."""
+    try:
+        varied = vary(config, changes)
+    except ConfigError:
+        return None
+    memory = next(each for each in pool_memories(varied, pool.pool) if each.part == pool.part)
+    return Tried(changes, varied, memory.total)
 
 
-def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
-    """Yield changes that may lower the memory of a pool, cheapest kinds first.
+def _kinds(config: RunConfig, pool: PoolMemory) -> list[list[Changes]]:
+    """Return changes that may lower the memory of a pool, in kinds from the cheapest on.
 
-    The order: distributed optimizer, smaller batches, offloading of frozen weights; per role that
-    learns offloading of the optimizer, recomputation, offloading of weights; larger layouts. What
-    is on already is left out. Ranks that only generate: smaller batches, then twice EP if the model
-    has experts, then twice TP.
+    The kinds: distributed optimizer; offloading of frozen weights and of optimizers, whose copies
+    take few seconds; smaller batches; recomputation, and offloading of weights that learn; larger
+    layouts. Ranks that only generate: smaller batches; larger layouts. What is on already is left
+    out.
     """
     roles = {each.role: config.role(each.role) for each in pool.roles}
-    learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
     if pool.part == GENERATES:
-        yield from _smaller_batches(config, roles)
+        larger = [{"rollout.tensor_model_parallel_size": 2 * config.rollout_tp}]
         if config.actor_rollout.architecture.num_experts:
-            yield {"rollout.expert_model_parallel_size": 2 * config.rollout_ep}
-        yield {"rollout.tensor_model_parallel_size": 2 * config.rollout_tp}
-        return
-    for role, learner in learning.items():
-        if config.layout(role).dp > 1 and not learner.optimizer.use_distributed_optimizer:
-            yield {f"{role.value}.use_distributed_optimizer": True}
-    yield from _smaller_batches(config, roles)
+            larger.insert(0, {"rollout.expert_model_parallel_size": 2 * config.rollout_ep})
+        return [_smaller_batches(config, roles), larger]
+    distributed: list[Changes] = []
+    offload: list[Changes] = []
+    slower: list[Changes] = []
     for role, section in roles.items():
-        if role not in learning and not section.offload.weights:
-            yield {f"{role.value}.offload.weights": True}
-    for role, learner in learning.items():
-        if not learner.offload.optimizer:
-            yield {f"{role.value}.offload.optimizer": True}
-        if learner.recompute is Recompute.NONE:
-            yield {f"{role.value}.recompute": Recompute.SELECTIVE.value}
-        if learner.recompute is not Recompute.FULL:
-            yield {f"{role.value}.recompute": Recompute.FULL.value}
-        if not learner.offload.weights:
-            yield {f"{role.value}.offload.weights": True}
-    yield from _larger_layouts(config, roles)
+        weights: Changes = {f"{role.value}.offload.weights": True}
+        if not isinstance(section, LearningConfig):
+            offload += [weights] * (not section.offload.weights)
+            continue
+        if config.layout(role).dp > 1 and not section.optimizer.use_distributed_optimizer:
+            distributed.append({f"{role.value}.use_distributed_optimizer": True})
+        if not section.offload.optimizer:
+            offload.append({f"{role.value}.offload.optimizer": True})
+        levels = list(Recompute)
+        for level in levels[levels.index(section.recompute) + 1 :]:
+            slower.append({f"{role.value}.recompute": level.value})
+        slower += [weights] * (not section.offload.weights)
+    batches = _smaller_batches(config, roles)
+    return [distributed, offload, batches, slower, _larger_layouts(roles)]
 
 
-def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield changes, each to be tried alone, with ever smaller batches.
+def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> list[Changes]:
+    """Return changes with ever smaller batches, each to be tried alone.
 
     First the rows generated at once, if the actor is in `roles`, halved until one is left. Then the
     micro-batch of each role: its limit in tokens, halved down to one longest sequence, or without
     such a limit its size, halved down to 1.
     """
+    found: list[Changes] = []
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
         while rows > 1:
             rows = -(-rows // 2)
-            yield {"actor_rollout.num_samples_per_step": rows}
+            found.append({"actor_rollout.num_samples_per_step": rows})
     actor = config.actor_rollout
     length = actor.max_prompt_length + actor.max_new_tokens
     for role, section in roles.items():
         tokens, size = section.max_tokens_per_micro_batch, section.micro_batch_size
         while tokens is not None and tokens > length:
             tokens = max(length, tokens // 2)
-            yield {f"{role.value}.max_tokens_per_micro_batch": tokens}
+            found.append({f"{role.value}.max_tokens_per_micro_batch": tokens})
         while tokens is None and size > 1:
             size //= 2
-            yield {f"{role.value}.micro_batch_size": size}
+            found.append({f"{role.value}.micro_batch_size": size})
+    return found
 
 
-def _larger_layouts(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
-    """Yield sets of changes, each doubling one kind of parallelism.
+def _larger_layouts(roles: dict[Role, RoleConfig]) -> list[Changes]:
+    """Return changes that each double one kind of parallelism.
 
-    First one set per role with experts: its expert parallelism. Then tensor parallelism of all
-    roles, with sequence parallelism; then pipeline parallelism of all roles that learn.
+    First the expert parallelism of each role with experts. Then tensor parallelism of all roles,
+    with sequence parallelism; then pipeline parallelism of all roles that learn.
     """
+    found: list[Changes] = [
+        {f"{role.value}.expert_model_parallel_size": 2 * section.expert_model_parallel_size}
+        for role, section in roles.items()
+        if section.architecture.num_experts
+    ]
+    tensor: Changes = {}
+    pipeline: Changes = {}
     for role, section in roles.items():
-        if section.architecture.num_experts:
-            yield {
-                f"{role.value}.expert_model_parallel_size": 2 * section.expert_model_parallel_size
-            }
-    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        changes: Changes = {}
-        for role, section in roles.items():
-            if key.startswith("pipeline") and not isinstance(section, LearningConfig):
-                continue
-            changes[f"{role.value}.{key}"] = 2 * getattr(section, key)
-            if key.startswith("tensor"):
-                changes[f"{role.value}.sequence_parallel"] = True
-        if changes:
-            yield changes
+        doubled = 2 * section.tensor_model_parallel_size
+        tensor[f"{role.value}.tensor_model_parallel_size"] = doubled
+        if not section.sequence_parallel:
+            tensor[f"{role.value}.sequence_parallel"] = True
+        if isinstance(section, LearningConfig):
+            doubled = 2 * section.pipeline_model_parallel_size
+            pipeline[f"{role.value}.pipeline_model_parallel_size"] = doubled
+    return [*found, *(changes for changes in (tensor, pipeline) if changes)]

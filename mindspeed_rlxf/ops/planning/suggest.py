@@ -1,4 +1,4 @@
-"""Search for the fastest layouts that fit the devices: `dry_run=true plan.suggest=true`.
+"""Search for layouts that fit the devices, the plainest first: `dry_run=true plan.suggest=true`.
 
 The search tries a fixed list of layouts in a fixed order, so that the result depends on the
 configuration and the limit alone. Every layout passes the rules of the configuration.
@@ -19,8 +19,6 @@ from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model, pool_memories
-from mindspeed_rlxf.ops.planning.prediction import predict
-from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
@@ -40,26 +38,25 @@ Note = Callable[[str], None]
 class Suggestion:
     """A layout as changes of keys.
 
-    total:   bytes that its fullest device needs
-    seconds: predicted, of an iteration
+    total:  bytes that its fullest device needs
+    rounds: in which a replica generates its samples of an iteration
+    cost:   sort key, see `suggest`
     """
 
     changes: Changes
     total: int
-    seconds: float
+    rounds: int
+    cost: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """One point of the search.
-
-    sequences: of full length, that a micro-batch has tokens for
-    """
+    """One point of the search. sequences: of full length, for which a micro-batch has tokens"""
 
     tp: int
     pp: int
     recompute: Recompute
-    sequences: int  # how many sequences of full length fit a micro-batch
+    sequences: int
 
 
 def usable_bytes(device_bytes: int) -> int:
@@ -67,32 +64,31 @@ def usable_bytes(device_bytes: int) -> int:
     return int((device_bytes - RUNTIME_BYTES) * (1 - KEPT_FREE))
 
 
-def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Suggestion]:
-    """Return the fastest layouts that need at most `limit` bytes of a device and fit the host.
+def suggest(config: RunConfig, limit: int, note: Note) -> list[Suggestion]:
+    """Return the plainest layouts that need at most `limit` bytes of a device and fit the host.
 
-    Tries all `_layouts`, each with its best offload (`_best_offload`). Returns SHOWN at most,
-    fastest first: the best of each pair of TP and PP, then others if pairs are few; [] if none
-    fits.
+    Layouts are ordered by the rounds of generation (up to a factor of two they count as equal),
+    then by TP x PP, PP, recomputation, offloading, and the size of micro-batches, large first: so
+    what costs communication or work comes later. Returns the first of each pair of TP and PP,
+    SHOWN at most; [] if none fits.
     note: called with a line of progress, at least REPORT_EVERY_S apart
     """
     layouts = list(_layouts(config))
-    found: list[tuple[_Layout, Suggestion]] = []
+    found: list[Suggestion] = []
     reported = time.monotonic()
     for number, layout in enumerate(layouts):
         if time.monotonic() - reported > REPORT_EVERY_S:
             reported = time.monotonic()
             note(f"suggest: {number} of {len(layouts)} layouts, {len(found)} fit")
-        if best := _best_offload(config, layout, rates, limit):
-            found.append((layout, best))
-    found.sort(
-        key=lambda each: each[1].seconds
-    )  # stable: the first tried of equal ones comes first
+        for step, offloaded in enumerate(_offloads(config)):
+            if made := _evaluate(config, layout, offloaded, step, limit):
+                found.append(made)
+                if made.rounds == 1:
+                    break  # more offloading gains nothing
     firsts: dict[tuple[int, int], Suggestion] = {}
-    for layout, suggestion in found:
-        firsts.setdefault((layout.tp, layout.pp), suggestion)
-    chosen = list(firsts.values())[:SHOWN]
-    chosen += [each for _, each in found if each not in chosen][: SHOWN - len(chosen)]
-    return sorted(chosen, key=lambda each: each.seconds)
+    for suggestion in sorted(found, key=lambda each: each.cost):
+        firsts.setdefault(suggestion.cost[1:3], suggestion)  # type: ignore[arg-type]
+    return list(firsts.values())[:SHOWN]
 
 
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
@@ -108,26 +104,6 @@ def _layouts(config: RunConfig) -> Iterator[_Layout]:
     for tp, pp, recompute, sequences in product(SIZES, SIZES, Recompute, batches):
         if tp * pp <= largest:
             yield _Layout(tp, pp, recompute, sequences)
-
-
-def _best_offload(
-    config: RunConfig, layout: _Layout, rates: Rates, limit: int
-) -> Suggestion | None:
-    """Try the layout with more and more offloading; return the fastest that fits, or None.
-
-    Stops as soon as a replica can generate all its samples at once.
-    """
-    best: Suggestion | None = None
-    for offloaded in _offloads(config):
-        made = _evaluate(config, {**_layout_changes(config, layout), **offloaded}, rates, limit)
-        if made is None:
-            continue
-        suggestion, enough = made
-        if best is None or suggestion.seconds < best.seconds:
-            best = suggestion
-        if enough:
-            break
-    return best
 
 
 def _offloads(config: RunConfig) -> Iterator[Changes]:
@@ -198,18 +174,20 @@ def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
 
 
 def _evaluate(
-    config: RunConfig, changes: Changes, rates: Rates, limit: int
-) -> tuple[Suggestion, bool] | None:
-    """Estimate the most rows generated at once with which a layout fits; predict its time.
+    config: RunConfig, layout: _Layout, offloaded: Changes, step: int, limit: int
+) -> Suggestion | None:
+    """Find the most rows generated at once with which a layout fits.
 
     Starts with all samples of a replica, and takes off rows for the bytes over `limit`, once; 8
-    rows or more are then rounded down to a multiple of 8.
-    Returns the suggestion, and whether all samples of a replica are generated at once. None if a
-    rule forbids the layout, or it then does not fit device or host.
+    rows or more are then rounded down to a multiple of 8. Returns None if a rule forbids the
+    layout, or it then does not fit device or host.
+    offloaded: changes that offload, of degree `step`
     """
     rows_key = "actor_rollout.num_samples_per_step"
+    changes = {**_layout_changes(config, layout), **offloaded}
     try:
-        rows = waiting = _samples_per_replica(vary(config, changes))
+        varied = vary(config, changes)
+        rows = waiting = -(-config.samples_per_iteration // varied.rollout_layout.dp)
         varied = vary(config, {**changes, rows_key: rows})
         if (excess := _largest_need(varied) - limit) > 0:
             rows -= -(-excess // _row_bytes(varied))
@@ -219,11 +197,13 @@ def _evaluate(
             varied = vary(config, {**changes, rows_key: rows})
     except ConfigError:
         return None
-    total = _largest_need(varied)
+    total, rounds = _largest_need(varied), -(-waiting // rows)
     if total > limit or not _host_fits(varied):
         return None
-    seconds = predict(varied, rates).iteration_s
-    return Suggestion({**changes, rows_key: rows}, total, seconds), rows == waiting
+    recompute = list(Recompute).index(layout.recompute)
+    sizes = layout.tp * layout.pp, layout.pp
+    cost = (rounds - 1).bit_length(), *sizes, recompute, step, -layout.sequences
+    return Suggestion({**changes, rows_key: rows}, total, rounds, cost)
 
 
 def _pools(config: RunConfig) -> list[PoolMemory]:
@@ -240,11 +220,6 @@ def _host_fits(config: RunConfig) -> bool:
     return there is None or host_memory_needed(config, _pools(config)).total <= there
 
 
-def _samples_per_replica(config: RunConfig) -> int:
-    """Return the number of samples that a rollout replica has to generate in an iteration."""
-    return -(-config.samples_per_iteration // config.rollout_layout.dp)
-
-
 def _row_bytes(config: RunConfig) -> int:
     """Return the bytes of one row's KV cache on a device, for the longest prompt and response.
 
@@ -255,13 +230,9 @@ def _row_bytes(config: RunConfig) -> int:
     return generation_memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
 
 
-def show_suggestions(
-    config: RunConfig, found: list[Suggestion], now: float, nested: bool, limit: int
-) -> str:
-    """Return the plan's section on suggestions: predicted time, memory and overrides of each.
+def show_suggestions(config: RunConfig, found: list[Suggestion], nested: bool, limit: int) -> str:
+    """Return the plan's section on suggestions: memory, rounds and overrides of each.
 
-    With an empty `found` it says that no layout fits `limit`.
-    now:    predicted seconds of an iteration with the configuration as it is
     nested: the YAML has actor and reference under `actor_rollout_ref`
     limit:  bytes of a device that a layout may use
     """
@@ -271,10 +242,9 @@ def show_suggestions(
         )
     lines = []
     for number, each in enumerate(found, 1):
-        change = f"{each.seconds / now - 1:+.0%} beside this configuration"
         lines += [
-            f"  {number}. predicted {each.seconds:,.3g} s an iteration ({change}), "
-            f"{format_bytes(each.total)} of a device",
+            f"  {number}. {format_bytes(each.total)} of a device, rounds of generation: "
+            f"{each.rounds}",
             f"     {' '.join(as_overrides(_without_unchanged(config, each.changes), nested))}",
         ]
     return "\n".join(lines)

@@ -390,10 +390,6 @@ RUNTIME: dict[str, Any] = {
 ON_NPU = {**JOINED, "device.kind": "npu", "device.memory_gib": 64}
 PLAN: dict[str, Any] = {
     "suggest": Case(True, base=ON_NPU),
-    "device": Case("ascend-910b2", base=ON_NPU),
-    "calibration": Case("rates.json"),
-    "prompt_tokens": Case(4, base=ON_NPU),
-    "response_tokens": Case(4, base=ON_NPU),
 }
 ROLLOUT = {
     "engine": Shown(

@@ -83,7 +83,7 @@ ONE_ROW = {"actor_rollout.num_samples_per_step": 1}
             2.5,
             "set ref.offload.weights=true: ",
         ),
-        (LARGE, 2.0, "set actor_rollout.tensor_model_parallel_size=8 critic."),  # not one alone
+        (LARGE, 2.0, "set critic.use_distributed_optimizer=true actor_"),  # not one alone
         (EXPERTS, 22.0, "set actor_rollout.use_distributed_optimizer=true: "),
         (
             {**LONG, "actor_rollout.num_samples_per_step": 12},
