@@ -41,7 +41,7 @@ from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.cluster.worker import freeze_imports
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import DeviceConfig, RunConfig, RuntimeConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.data.prompts import Prompt

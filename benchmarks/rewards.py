@@ -18,7 +18,7 @@ from pathlib import Path
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.run import training

@@ -32,7 +32,7 @@ from transformers import LlamaForCausalLM
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 
 LIMIT, CLIP, LR = 512, 0.2, 1e-6

@@ -198,7 +198,7 @@ def claim(kind: str) -> Any:
 def configure(kind: str, work: Path, iterations: int, fixed: bool) -> Any:
     """Return the configuration of a run on one device. fixed: write and use fixed responses"""
     from mindspeed_rlxf.config.compose import compose
-    from mindspeed_rlxf.config.resolve import resolve
+    from mindspeed_rlxf.config.load import resolve
 
     changes = {**SMALL, "device.kind": kind, "training.train_iters": iterations}
     changes["training.output_dir"] = work / "run"

@@ -23,7 +23,7 @@ from mindspeed_rlxf.cli.command_line import (
     protect_output,
     unknown_options,
 )
-from mindspeed_rlxf.compat.older_flags import (
+from mindspeed_rlxf.cli.older_flags import (
     CONVERT_FLAGS,
     add_flags,
     ignored_flags,

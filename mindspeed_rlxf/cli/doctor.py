@@ -14,11 +14,10 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
-from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import ConfigError, UserError
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.doctor.checks import check_host, choose_subject
 from mindspeed_rlxf.ops.doctor.cluster import check_cluster
@@ -74,7 +73,7 @@ def _load_config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[
         return None, []
     tree = compose(name, arguments.overrides, arguments.config_dir)
     try:
-        return resolve(tree, name.removesuffix(".yaml"), older_toolkit), [ok("config", name)]
+        return resolve(tree, name.removesuffix(".yaml")), [ok("config", name)]
     except ConfigError as problem:
         remedy = "correct it: files and devices of this configuration are not looked at"
         return None, [error("config", str(each), remedy) for each in problem.problems]

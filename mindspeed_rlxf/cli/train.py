@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
-from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.keys import NESTED_ROLES
-from mindspeed_rlxf.config.resolve import resolve_with_notes
+from mindspeed_rlxf.config.load import resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.console import open_console
 from mindspeed_rlxf.reporting.phases import phase
@@ -46,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
-        config, notes = resolve_with_notes(
-            tree, arguments.config_name.removesuffix(".yaml"), older_toolkit
-        )
+        config, notes = resolve_with_notes(tree, arguments.config_name.removesuffix(".yaml"))
         for note in notes:
             print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
         if arguments.cfg == "job":

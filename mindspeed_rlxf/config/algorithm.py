@@ -31,38 +31,88 @@ from mindspeed_rlxf.config.fields import Section, Word, key
 class KlControlConfig(Section):
     """The coefficient of the KL penalty."""
 
-    type: Annotated[KlControl, Word] = key(KlControl.FIXED, "fixed or adaptive coefficient")
-    kl_coef: float = key(0.05, "coefficient; adaptive: its initial value", ge=0)
-    target_kl: float = key(0.1, "adaptive: target KL per token", gt=0)
-    horizon: int = key(10000, "adaptive: samples over which the coefficient is corrected", ge=1)
+    type: Annotated[KlControl, Word] = key(
+        KlControl.FIXED,
+        "fixed or adaptive coefficient",
+        used_if="kl_coef>0",
+        only_if="training.stage!=ray_online_dpo",
+    )
+    kl_coef: float = key(
+        0.05,
+        "coefficient; adaptive: its initial value",
+        ge=0,
+        only_if="training.stage!=ray_online_dpo",
+    )
+    target_kl: float = key(
+        0.1,
+        "adaptive: target KL per token",
+        gt=0,
+        used_if="kl_coef>0",
+        only_if="training.stage!=ray_online_dpo; type=adaptive",
+    )
+    horizon: int = key(
+        10000,
+        "adaptive: samples over which the coefficient is corrected",
+        ge=1,
+        used_if="kl_coef>0",
+        only_if="training.stage!=ray_online_dpo; type=adaptive",
+    )
 
 
 class AlgorithmConfig(Section):
     """Rewards, advantages and losses."""
 
     adv_estimator: str = key(
-        AdvEstimator.GAE.value, "advantage estimator; absent = gae, or grpo in stage ray_grpo"
+        AdvEstimator.GAE.value,
+        "advantage estimator; absent = gae, or grpo in stage ray_grpo",
+        only_if="training.stage!=ray_online_dpo",
     )
-    gamma: float = key(1.0, "discount", ge=0, le=1)
-    lam: float = key(0.95, "lambda of GAE", ge=0, le=1)
+    gamma: float = key(
+        1.0,
+        "discount",
+        ge=0,
+        le=1,
+        only_if="training.stage!=ray_online_dpo; estimator.reads_token_rewards",
+    )
+    lam: float = key(
+        0.95,
+        "lambda of GAE",
+        ge=0,
+        le=1,
+        only_if="training.stage!=ray_online_dpo; estimator.needs_critic; reads_lam",
+    )
     critic_lam: float | None = key(
-        None, "lambda of the returns that the critic learns; null = lam", ge=0, le=1
+        None,
+        "lambda of the returns that the critic learns; null = lam",
+        ge=0,
+        le=1,
+        only_if="training.stage!=ray_online_dpo; estimator.needs_critic",
     )
     lam_alpha: float | None = key(
-        None, "lambda of the advantages is 1 - 1 / (lam_alpha x tokens); null = lam", gt=0
+        None,
+        "lambda of the advantages is 1 - 1 / (lam_alpha x tokens); null = lam",
+        gt=0,
+        only_if="training.stage!=ray_online_dpo; estimator.needs_critic",
     )
     kl_penalty: Annotated[KlPenalty, Word] = key(
-        KlPenalty.KL, "per-token KL estimate; absent = kl, or low_var_kl in the loss"
+        KlPenalty.KL,
+        "per-token KL estimate; absent = kl, or low_var_kl in the loss",
+        only_if="training.stage!=ray_online_dpo",
     )
     kl_in: Annotated[KlIn, Word] = key(
         KlIn.REWARD,
         "where the KL penalty acts; absent = reward, loss for grpo, dr_grpo and "
         "reinforce_plus_plus_baseline",
+        only_if="training.stage!=ray_online_dpo",
     )
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
     reward_scale: float = key(1.0, "scores are multiplied by it")
     reward_clip: float | None = key(None, "scaled scores are clipped to +- this value", gt=0)
-    whiten_rewards: bool = key(False, "scale token rewards to variance 1; the mean stays")
+    whiten_rewards: bool = key(
+        False,
+        "scale token rewards to variance 1; the mean stays",
+        only_if="training.stage!=ray_online_dpo; estimator.reads_token_rewards",
+    )
     verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
         (), "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc"
     )
@@ -73,26 +123,37 @@ class AlgorithmConfig(Section):
     overlong_buffer_len: int = key(
         0, "number of tokens before max_new_tokens in which a response is penalised", ge=0
     )
-    overlong_penalty_factor: float = key(1.0, "penalty of a response of max_new_tokens", ge=0)
+    overlong_penalty_factor: float = key(
+        1.0, "penalty of a response of max_new_tokens", ge=0, only_if="overlong_buffer_len"
+    )
     filter_groups: bool = key(
         False, "drop prompts whose responses all score the same, and draw others"
     )
-    max_num_gen_batches: int = key(10, "filter_groups: batches generated at most", ge=1)
+    max_num_gen_batches: int = key(
+        10, "filter_groups: batches generated at most", ge=1, only_if="filter_groups"
+    )
     score_position: Annotated[ScorePosition, Word] = key(
-        ScorePosition.AFTER_EOS, "slot of the score of a response that ended: after_eos or eos"
+        ScorePosition.AFTER_EOS,
+        "slot of the score of a response that ended: after_eos or eos",
+        only_if="training.stage!=ray_online_dpo; estimator.discounts",
     )
     score_slot_limit: Annotated[ScoreSlotLimit, Word] = key(
-        ScoreSlotLimit.MAX_NEW_TOKENS, "largest length at which there is a slot after EOS"
+        ScoreSlotLimit.MAX_NEW_TOKENS,
+        "largest length at which there is a slot after EOS",
+        used_if="score_position=after_eos",
+        only_if="training.stage!=ray_online_dpo; estimator.discounts",
     )
     advantage_whiten: Annotated[AdvantageWhiten, Word] = key(
         AdvantageWhiten.BATCH,
         "tokens over which advantages are whitened; absent = batch, none for grpo, dr_grpo, rloo, "
         "remax",
+        only_if="training.stage!=ray_online_dpo",
     )
     loss_normalizer: Annotated[LossNormalizer, Word] = key(
         LossNormalizer.MINIBATCH_TOKENS,
         "what token losses are divided by; absent = minibatch_tokens, sequence_sums (responses, "
         "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
+        only_if="training.stage!=ray_online_dpo",
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
         OldLogProbs.AUTO,
@@ -101,7 +162,10 @@ class AlgorithmConfig(Section):
         "free",
     )
     rollout_is_threshold: float | None = key(
-        None, "cap of the weight training / rollout probability of a token; null = weight 1", gt=0
+        None,
+        "cap of the weight training / rollout probability of a token; null = weight 1",
+        gt=0,
+        only_if="training.stage!=ray_online_dpo",
     )
     max_log_prob_gap: float | None = key(
         None,
@@ -114,6 +178,11 @@ class AlgorithmConfig(Section):
     def estimator(self) -> EstimatorTraits:
         """Needs of the chosen `adv_estimator`."""
         return TRAITS[self.adv_estimator]
+
+    @property
+    def reads_lam(self) -> bool:
+        """Whether `critic_lam` and `lam_alpha` do not both replace `lam`."""
+        return None in (self.critic_lam, self.lam_alpha)
 
     @field_validator("adv_estimator")
     @classmethod

@@ -42,11 +42,21 @@ class ArchitectureConfig(Section):
     max_position_embeddings: int = key(..., "longest sequence, tokens", ge=1, le=MOST_POSITIONS)
     rotary_base: float = key(10000.0, "rotary base frequency", gt=0)
     rope_scaling_type: Annotated[RopeScaling | None, Word] = key(None, "rotary scaling; null = off")
-    rope_scaling_factor: float = key(1.0, "how far rotary positions are stretched", ge=1)
-    low_freq_factor: float = key(1.0, "llama3 scaling: low frequency bound", gt=0)
-    high_freq_factor: float = key(4.0, "llama3 scaling: high frequency bound", gt=0)
+    rope_scaling_factor: float = key(
+        1.0, "how far rotary positions are stretched", ge=1, used_if="rope_scaling_type"
+    )
+    low_freq_factor: float = key(
+        1.0, "llama3 scaling: low frequency bound", gt=0, used_if="rope_scaling_type=llama3"
+    )
+    high_freq_factor: float = key(
+        4.0, "llama3 scaling: high frequency bound", gt=0, used_if="rope_scaling_type=llama3"
+    )
     original_max_position_embeddings: int | None = key(
-        None, "llama3 scaling: longest sequence before stretching, tokens", ge=1, le=MOST_POSITIONS
+        None,
+        "llama3 scaling: longest sequence before stretching, tokens",
+        ge=1,
+        le=MOST_POSITIONS,
+        used_if="rope_scaling_type=llama3",
     )
     add_qkv_bias: bool = key(False, "query, key and value projections have a bias (Qwen2)")
     qk_layernorm: bool = key(False, "queries and keys of each head are normed (Qwen3)")

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import InvalidRows, OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+from mindspeed_rlxf.config.fields import FilePaths, Section, Word, key
 
 CUT_SIDES = {
     "left": OverlongPrompts.KEEP_TAIL,
@@ -28,10 +28,14 @@ OWN_VARIABLES = (
 class DataConfig(Section):
     """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
 
-    train_files: Strings = key((), "jsonl, json or parquet files of training prompts")
-    val_files: Strings = key((), "files of validation prompts", "free")
-    data_path: Strings = key((), "in place of train_files: prefixes of preprocess_data.py")
-    val_data_path: Strings = key((), "in place of val_files: such prefixes", "free")
+    train_files: FilePaths = key((), "jsonl, json or parquet files of training prompts")
+    val_files: FilePaths = key(
+        (), "files of validation prompts", "free", used_if="validation.happens"
+    )
+    data_path: FilePaths = key((), "in place of train_files: prefixes of preprocess_data.py")
+    val_data_path: FilePaths = key(
+        (), "in place of val_files: such prefixes", "free", used_if="validation.happens"
+    )
     prompt_key: str = key("prompt", "column of the prompt: text or chat messages")
     ground_truth_key: str = key("ground_truth", "column of the expected answer")
     data_source_key: str = key("data_source", "column that chooses the reward rule")
@@ -39,15 +43,19 @@ class DataConfig(Section):
     extra_columns: Annotated[tuple[str, ...] | None, Word] = key(
         None, "other columns, for reward functions; null = all, [] = none"
     )
-    system_prompt: str | None = key(None, "system message for chats without one", min_length=1)
+    system_prompt: str | None = key(
+        None, "system message for chats without one", min_length=1, used_if="reads_rows"
+    )
     chat_template_kwargs: dict[str, Any] = key(
-        {}, "variables of the chat template, such as enable_thinking"
+        {}, "variables of the chat template, such as enable_thinking", used_if="reads_rows"
     )
     train_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Word] = key(
         (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
     )
     invalid_rows: Annotated[InvalidRows, Word] = key(
-        InvalidRows.ERROR, "treatment of rows that cannot be read: error, or drop and count them"
+        InvalidRows.ERROR,
+        "treatment of rows that cannot be read: error, or drop and count them",
+        used_if="reads_rows",
     )
     overlong_prompts: Annotated[OverlongPrompts, Word] = key(
         OverlongPrompts.ERROR,
@@ -78,6 +86,11 @@ class DataConfig(Section):
         if value is None:
             return []
         return [value] if isinstance(value, str) else value
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether some prompts are text; those of indexed data sets are tokenized already."""
+        return bool(self.train_files or self.val_files)
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield a problem for each broken rule of the prompts' sources.

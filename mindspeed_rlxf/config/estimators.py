@@ -27,6 +27,11 @@ class EstimatorTraits:
     whitens: bool = False
     defaults: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def reads_token_rewards(self) -> bool:
+        """Whether rewards of tokens are discounted and may be whitened."""
+        return self.discounts and not self.reads_greedy
+
 
 KL_IN_LOSS = {"kl_in": KlIn.LOSS.value}
 """Default of estimators whose papers put the KL penalty in the loss."""

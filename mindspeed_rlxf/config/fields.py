@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 
@@ -17,15 +18,26 @@ Word = Strict(False)
 Strings: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 Integers: TypeAlias = Annotated[tuple[int, ...], Strict(False)]
 
-RULES_LATER = "rules later"
-"""Pydantic context that skips `broken_rules`; the caller checks them afterwards."""
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+# Paths become absolute, because workers run in other working directories.
+FilePath: TypeAlias = Annotated[str, AfterValidator(_absolute)]
+FilePaths: TypeAlias = Annotated[tuple[FilePath, ...], Strict(False)]
 
 
 class Section(BaseModel):
     """A section of the configuration: immutable, without unknown keys and silent conversion.
 
-    Construction raises ValidationError for `broken_rules`, except in the context RULES_LATER.
+    Construction raises ValidationError for `broken_rules`.
+
+    Attributes:
+        section_used_if: condition without which no key of the section has an effect (`unused`).
     """
+
+    section_used_if: ClassVar[str] = ""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -39,15 +51,26 @@ class Section(BaseModel):
         yield from ()
 
     @model_validator(mode="after")
-    def _keep_rules(self, info: ValidationInfo) -> Section:
-        if info.context != RULES_LATER and (broken := list(self.broken_rules())):
+    def _keep_rules(self) -> Section:
+        if broken := list(self.broken_rules()):
             raise ConfigError(broken)
         return self
 
 
-def key(default: Any, description: str, resume: Resume = "fixed", **limits: Any) -> Any:
+def key(
+    default: Any,
+    description: str,
+    resume: Resume = "fixed",
+    used_if: str = "",
+    only_if: str = "",
+    **limits: Any,
+) -> Any:
     """Return a pydantic Field: default (`...` = required), meaning for the docs, resume rule.
 
-    limits: of the value, as `ge=1`
+    Args:
+        used_if: condition without which the key has no effect, which is noted (see `unused`).
+        only_if: the same, but a value other than the default is an error.
+        **limits: of the value, as `ge=1`.
     """
-    return Field(default, description=description, json_schema_extra={"resume": resume}, **limits)
+    extra = {"resume": resume, "used_if": used_if, "only_if": only_if}
+    return Field(default, description=description, json_schema_extra=extra, **limits)

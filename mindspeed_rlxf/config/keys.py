@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.errors import Problem
@@ -19,10 +22,12 @@ from mindspeed_rlxf.config.schema import (
     LoggingConfig,
     OptimizerConfig,
     PlanConfig,
+    PoolSettings,
     RefConfig,
     RewardConfig,
     RoleConfig,
     RolloutConfig,
+    RunConfig,
     RuntimeConfig,
     SandboxConfig,
     TrainingConfig,
@@ -53,9 +58,9 @@ NESTED_ROLES = "actor_rollout_ref"
 """The older toolkit nests `actor_rollout` and `ref` under this key."""
 
 
-def fields(section: type[BaseModel]) -> set[str]:
-    """Return the names of a section's fields."""
-    return set(section.model_fields)
+def fields(section: Any) -> set[str]:
+    """Return the names of a section's fields; an empty set for other types."""
+    return set(getattr(section, "model_fields", ()))
 
 
 ARCHITECTURE_KEYS = fields(ArchitectureConfig)
@@ -119,6 +124,36 @@ def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Pro
         return Problem(path or f"{prefix}{name}", "was removed", remedy=gone, colon=True)
     homes = [f"{other}.{name}" for other, names in known_keys().items() if name in names]
     if guess := closest(name, known):
-        homes = [f"{prefix}{guess}"]
+        homes = [f"{path.removesuffix(name)}{guess}" if path else f"{prefix}{guess}"]
     remedy = f"did you mean {homes[0]}?" if homes else "remove it"
     return Problem(path or f"{prefix}{name}", "unknown key", remedy=remedy, colon=True)
+
+
+def find_field(path: tuple[str, ...]) -> FieldInfo | None:
+    """Return the schema's field for a key of the YAML; None for an unknown key.
+
+    Handles `model.<name>.<key>`, settings in `resource_pool`, and in a role's section the keys of
+    its optimizer and architecture.
+    """
+    section, *rest = path
+    if section == "model":
+        return ArchitectureConfig.model_fields.get(rest[1]) if len(rest) == 2 else None
+    if section == "resource_pool" and rest and rest[0] in PoolSettings.model_fields:
+        return PoolSettings.model_fields[rest[0]]
+    roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
+    if section in roles and rest:
+        for model in (roles[section], OptimizerConfig, ArchitectureConfig):
+            if rest[0] in model.model_fields:
+                return _find_nested(model, tuple(rest))
+        return None
+    return _find_nested(RunConfig, path)
+
+
+def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
+    field = model.model_fields.get(path[0])
+    if field is None or len(path) == 1:
+        return field
+    inner = field.annotation
+    if isinstance(inner, type) and issubclass(inner, BaseModel):
+        return _find_nested(inner, path[1:])
+    return field  # a table, whose entries have the table's rule

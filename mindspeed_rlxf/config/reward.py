@@ -11,7 +11,7 @@ from pydantic import Field
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
 from mindspeed_rlxf.config.reward_calls import BY_SOURCE, RULES_OF_PROGRAMS
 from mindspeed_rlxf.config.roles import RoleConfig
 from mindspeed_rlxf.config.sandbox import SandboxConfig
@@ -61,14 +61,16 @@ class FunctionConfig(Section):
 class RewardConfig(RoleConfig):
     """The reward: a rule (no model, on the CPU), functions, or a reward model."""
 
-    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
+    load: FilePath | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
     kind: Annotated[RewardKind, Word] = key(
         RewardKind.MODEL,
         "model: a reward model in Megatron; huggingface: any sequence classifier; rule: no model",
     )
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
-    rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
+    rules: dict[str, str] = key(
+        {}, "data source -> rule, added to the built-in table", used_if="reads_reward_rules"
+    )
     verifier: bool = key(
         False, "score every prompt by algorithm.verifier_function; needs kind=rule"
     )
@@ -79,22 +81,30 @@ class RewardConfig(RoleConfig):
     functions: Annotated[tuple[FunctionConfig, ...], Word] = key(
         (), "several functions; their weighted scores are added, also to the score of a model"
     )
-    model_weight: float = key(1.0, "factor of the model's score beside functions")
+    model_weight: float = key(1.0, "factor of the model's score beside functions", used_if="parts")
     allow_changed_function: bool = key(
-        False, "resume although the text of a function's file has changed", "free"
+        False, "resume although the text of a function's file has changed", "free", used_if="parts"
     )
     processes: int = key(8, "processes that score beside each replica that generates", "free", ge=1)
     timeout_s: float = key(30.0, "longest time to score one sample, seconds", "free", gt=0)
     worker_memory_gib: float = key(8.0, "address space of a scoring process, GiB", "free", gt=0)
-    failed_score: float = key(0.0, "score of a sample whose scoring failed")
+    failed_score: float = key(0.0, "score of a sample whose scoring failed", used_if="runs_code")
     max_failed: Annotated[int, Field(ge=0)] | None = key(
-        None, "failed samples of a batch beyond which the run stops; null = a tenth of it", "free"
+        None,
+        "failed samples of a batch beyond which the run stops; null = a tenth of it",
+        "free",
+        used_if="runs_code",
     )
 
     @property
     def parts(self) -> tuple[FunctionConfig, ...]:
         """The functions of the reward: that of `function`, else those of `functions`."""
         return (self.function,) if self.function is not None else self.functions
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether a rule or a function scores, alone or beside a model."""
+        return self.kind is RewardKind.RULE or bool(self.parts)
 
     @property
     def runs_programs(self) -> bool:

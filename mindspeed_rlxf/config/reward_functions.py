@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mindspeed_rlxf.config.draft import Draft, Tree
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.keys import fields
+from mindspeed_rlxf.config.given import Tree
+from mindspeed_rlxf.config.keys import fields, unknown_key
 from mindspeed_rlxf.config.reward_calls import find_broken_rule, find_function, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig
 from mindspeed_rlxf.config.sources import Source, carry, load_error, read_source, run_as_module
@@ -15,46 +15,42 @@ from mindspeed_rlxf.config.sources import Source, carry, load_error, read_source
 FORM = "path/to/file.py:name"
 
 
-def read_functions(draft: Draft, reward: Tree) -> None:
+def read_functions(problems: list[Problem], reward: Tree) -> None:
     """Complete the entries of `function` and `functions` in the section `reward`, in place.
 
-    Runs their files in this process (not again if they have run), and registers the texts for the
-    processes that score (`carry`). Wrong entries are rejected: `function` becomes None, and
-    `functions` loses them. `functions` with a single entry becomes a list; if None, it is removed.
+    Runs their files in this process, and registers the texts for the processes that score
+    (`carry`). A wrong entry becomes a problem and is left out.
     """
     if reward.get("function") is not None:
-        reward["function"] = _read_entry(draft, "reward.function", reward["function"])
-    given = reward.get("functions")
-    if given is None:
-        reward.pop("functions", None)
-    else:
+        reward["function"] = _read_entry(problems, "reward.function", reward["function"])
+    given = reward.pop("functions", None)
+    if given is not None:
         entries = given if isinstance(given, list) else [given]
-        found = [_read_entry(draft, "reward.functions", entry) for entry in entries]
+        found = [_read_entry(problems, "reward.functions", entry) for entry in entries]
         reward["functions"] = [entry for entry in found if entry is not None]
 
 
-def _read_entry(draft: Draft, key: str, given: Any) -> Any:
-    """Return an entry as a dict with name, absolute path and SHA-256; None where it is rejected.
+def _read_entry(problems: list[Problem], key: str, given: Any) -> Any:
+    """Return an entry as a dict with name, absolute path and SHA-256; None if it is wrong.
 
-    The file is run. An unknown key becomes a problem and is left out. A built-in rule gets no path
-    or hash, nor does an entry whose `function` is no text (default name `remote` with a `url`, else
-    `function`).
     given: a text such as FORM, the name of a built-in rule, or a dict of keys of FunctionConfig
     """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
-        draft.reject(Problem(key, f"must name a function, {FORM}", given, "correct it"))
+        problems.append(Problem(key, f"must name a function, {FORM}", given, "correct it"))
         return None
-    texts = {str(name): value for name, value in entry.items()}  # keys in lists may be numbers
-    entry = draft.keep_known(key, texts, fields(FunctionConfig))
+    entry = {str(name): value for name, value in entry.items()}  # keys in lists may be numbers
+    known = fields(FunctionConfig)
+    for name in sorted(entry.keys() - known):
+        problems.append(unknown_key(key, name, known))
+        del entry[name]
     function = entry.get("function")
     if not isinstance(function, str):
         return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}
     try:
         return _complete_entry(key, entry, function)
     except UserError as error:
-        for problem in error.problems:
-            draft.reject(problem)
+        problems += error.problems
         return None
 
 

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.enums import (
     RecomputeMethod,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.fields import Integers, Section, Strings, Word, key
+from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
@@ -25,7 +25,9 @@ class OptimizerConfig(Section):
     """Adam and its learning-rate schedule, which advances once per iteration."""
 
     lr: float = key(1e-6, "highest learning rate", "free", ge=0)
-    min_lr: float = key(0.0, "learning rate at the end of decay", "free", ge=0)
+    min_lr: float = key(
+        0.0, "learning rate at the end of decay", "free", ge=0, used_if="lr_decay_style!=constant"
+    )
     lr_decay_style: Annotated[LrDecayStyle, Word] = key(LrDecayStyle.CONSTANT, "decay", "free")
     lr_warmup_fraction: float = key(0.0, "share of train_iters to warm up in", "free", ge=0, lt=1)
     weight_decay: float = key(0.0, "decoupled weight decay", "free", ge=0)
@@ -42,6 +44,7 @@ class OptimizerConfig(Section):
         "gather weights while the next forward pass of an iteration runs; needs "
         "use_distributed_optimizer and overlap_grad_reduce; no use on CPU",
         "free",
+        used_if="use_distributed_optimizer; overlap_grad_reduce",
     )
 
     @property
@@ -79,7 +82,7 @@ class RoleConfig(Section):
 
     model: str = key(..., "name of the architecture in the model section")
     architecture: ArchitectureConfig = key(..., "architecture, the role's own keys laid over it")
-    load: str | None = key(
+    load: FilePath | None = key(
         None, "folder of the initial weights, Hugging Face's or Megatron's", "free"
     )
     tensor_model_parallel_size: int = key(1, "ranks that share a layer", "reshard", ge=1)
@@ -97,8 +100,11 @@ class RoleConfig(Section):
         False,
         "split norms and residuals by token over the TP ranks; no effect with TP 1",
         "reshard",
+        used_if="tensor_model_parallel_size>1",
     )
-    micro_batch_size: int = key(1, "samples per forward on one rank", "free", ge=1)
+    micro_batch_size: int = key(
+        1, "samples per forward on one rank", "free", ge=1, used_if="!max_tokens_per_micro_batch"
+    )
     max_tokens_per_micro_batch: int | None = key(
         None, "tokens per forward on one rank, in place of micro_batch_size", "free", ge=1
     )
@@ -206,7 +212,7 @@ class LearningConfig(RoleConfig):
     """Keys of the roles that are trained."""
 
     optimizer: OptimizerConfig = key(..., "optimizer of the role")
-    save: str | None = key(
+    save: FilePath | None = key(
         None, "folder of the trained weights; null = final/ in the run directory", "free"
     )
     shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
@@ -220,9 +226,14 @@ class LearningConfig(RoleConfig):
         RecomputeMethod.UNIFORM,
         "recompute=full: uniform = all layers, block = the first ones of a stage",
         "free",
+        used_if="recompute=full",
     )
     recompute_num_layers: int = key(
-        1, "recompute=full: layers of a group (uniform), or of a stage (block)", "free", ge=1
+        1,
+        "recompute=full: layers of a group (uniform), or of a stage (block)",
+        "free",
+        ge=1,
+        used_if="recompute=full",
     )
 
     def broken_rules(self) -> Iterator[Problem]:
@@ -289,12 +300,20 @@ class ActorConfig(LearningConfig):
     """The policy: generation and training."""
 
     do_sample: bool = key(False, "sample; false = greedy")
-    temperature: float = key(1.0, "divides the logits; used only when sampling", gt=0)
-    top_k: int = key(0, "sample among this many; 0 = all", ge=0)
-    top_p: float = key(
-        1.0, "sample among the likeliest tokens whose probabilities add up to this", gt=0, le=1
+    temperature: float = key(
+        1.0, "divides the logits; used only when sampling", gt=0, used_if="do_sample"
     )
-    min_new_tokens: int = key(0, "smallest length of a response, tokens", ge=0)
+    top_k: int = key(
+        0, "sample among this many; 0 = all", ge=0, used_if="do_sample; !fixed_responses"
+    )
+    top_p: float = key(
+        1.0,
+        "sample among the likeliest tokens whose probabilities add up to this",
+        gt=0,
+        le=1,
+        used_if="do_sample; !fixed_responses",
+    )
+    min_new_tokens: int = key(0, "smallest length of a response, tokens", ge=0, used_if="generates")
     max_prompt_length: int = key(512, "longest prompt, tokens", ge=1)
     max_new_tokens: int = key(
         ..., "longest response, tokens; absent = seq_length - max_prompt_length", ge=1
@@ -314,9 +333,13 @@ class ActorConfig(LearningConfig):
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
     stop_strings: Strings = key((), "texts that end a response and stay in it")
     num_samples_per_step: int | None = key(
-        None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1
+        None,
+        "rows generated at once on one rank; null = as many as the cache holds",
+        "free",
+        ge=1,
+        used_if="generates",
     )
-    fixed_responses: str | None = key(
+    fixed_responses: FilePath | None = key(
         None, "jsonl file of responses that are used instead of generated ones"
     )
     n_samples_per_prompt: int = key(
@@ -325,26 +348,57 @@ class ActorConfig(LearningConfig):
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     policy_loss: Annotated[PolicyLoss, Word] = key(
-        PolicyLoss.PPO, "ratio of each token (ppo) or of each response (gspo)"
+        PolicyLoss.PPO,
+        "ratio of each token (ppo) or of each response (gspo)",
+        only_if="training.stage!=ray_online_dpo",
     )
-    clip_ratio: float = key(0.2, "clip the probability ratio to 1 +- this", ge=0)
+    clip_ratio: float = key(
+        0.2,
+        "clip the probability ratio to 1 +- this",
+        ge=0,
+        only_if="training.stage!=ray_online_dpo; reads_clip_ratio",
+    )
     clip_ratio_low: float | None = key(
-        None, "clip below 1; null = clip_ratio, or 0.0003 for gspo without clip_ratio", ge=0
+        None,
+        "clip below 1; null = clip_ratio, or 0.0003 for gspo without clip_ratio",
+        ge=0,
+        only_if="training.stage!=ray_online_dpo",
     )
     clip_ratio_high: float | None = key(
-        None, "clip above 1; null = clip_ratio, or 0.0004 for gspo without clip_ratio", ge=0
+        None,
+        "clip above 1; null = clip_ratio, or 0.0004 for gspo without clip_ratio",
+        ge=0,
+        only_if="training.stage!=ray_online_dpo",
     )
-    clip_ratio_c: float | None = key(None, "dual clip of negative advantages; null = off", gt=1)
-    entropy_coeff: float = key(0.0, "weight of the entropy bonus", ge=0)
-    dpo_beta: float = key(0.1, "stage ray_online_dpo: beta, the factor of the log-ratio", gt=0)
+    clip_ratio_c: float | None = key(
+        None,
+        "dual clip of negative advantages; null = off",
+        gt=1,
+        only_if="training.stage!=ray_online_dpo",
+    )
+    entropy_coeff: float = key(
+        0.0, "weight of the entropy bonus", ge=0, only_if="training.stage!=ray_online_dpo"
+    )
+    dpo_beta: float = key(
+        0.1,
+        "stage ray_online_dpo: beta, the factor of the log-ratio",
+        gt=0,
+        only_if="training.stage=ray_online_dpo",
+    )
     dpo_loss_type: Annotated[DpoLoss, Word] = key(
-        DpoLoss.SIGMOID, "stage ray_online_dpo: loss of a pair"
+        DpoLoss.SIGMOID,
+        "stage ray_online_dpo: loss of a pair",
+        only_if="training.stage=ray_online_dpo",
     )
 
     @property
     def logit_temperature(self) -> float:
         """Divisor of the logits in generation and training; 1 for greedy decoding."""
         return self.temperature if self.do_sample else 1.0
+
+    @property
+    def reads_clip_ratio(self) -> bool:
+        return None in (self.clip_ratio_low, self.clip_ratio_high)
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield broken rules of a trained role, of sampling, of stop tokens and of a split pool.
@@ -394,7 +448,7 @@ class ActorConfig(LearningConfig):
 class RefConfig(RoleConfig):
     """The frozen policy that the KL penalty is measured against."""
 
-    load: str | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")
+    load: FilePath | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")
 
 
 class CriticConfig(LearningConfig):

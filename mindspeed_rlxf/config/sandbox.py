@@ -13,6 +13,8 @@ from mindspeed_rlxf.config.fields import Section, Word, key
 class SandboxConfig(Section):
     """Isolation and limits of programs that rules run (docs/sandbox.md)."""
 
+    section_used_if = "reward.runs_programs"
+
     level: Annotated[SandboxLevel, Word] = key(
         SandboxLevel.AUTO,
         "isolation: bubblewrap, namespaces, uid or limits; auto = the strongest that works",

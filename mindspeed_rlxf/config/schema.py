@@ -10,13 +10,16 @@ from typing import Annotated
 
 from mindspeed_rlxf.config.algorithm import AlgorithmConfig, KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.data import DataConfig
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     KlIn,
     LossNormalizer,
     OldLogProbs,
+    RewardKind,
     Role,
+    RuntimeKind,
     Stage,
     Verifier,
 )
@@ -132,6 +135,35 @@ class RunConfig(Section):
         """Section of the critic. AssertionError if the configuration has none."""
         assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
         return self.critic
+
+    @property
+    def joins_cluster(self) -> bool:
+        """Whether the run joins a Ray cluster, and does not start one."""
+        is_ray = self.runtime.kind is RuntimeKind.RAY
+        return is_ray and choose_cluster(self.runtime.address).address is not None
+
+    @property
+    def has_pools_of_several_nodes(self) -> bool:
+        return any(len(nodes) > 1 for nodes in self.resource_pool.values())
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a reward or a loss reads the reference's log-probs."""
+        pairs = self.training.stage is Stage.RAY_ONLINE_DPO
+        return pairs or self.algorithm.kl_ctrl.kl_coef > 0
+
+    @property
+    def generates(self) -> bool:
+        """Whether some responses are generated, in spite of `fixed_responses`."""
+        greedy = self.algorithm.estimator.reads_greedy
+        fixed = self.actor_rollout.fixed_responses is not None
+        return greedy or self.has_validation_prompts or not fixed
+
+    @property
+    def reads_reward_rules(self) -> bool:
+        """Whether `reward.rules` scores responses in training or validation."""
+        validates = self.has_validation_prompts and self.validation.reward is not RewardKind.MODEL
+        return self.reward.runs_code or validates
 
     @property
     def has_validation_prompts(self) -> bool:

@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.enums import (
     RuntimeKind,
     Stage,
 )
-from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
 from mindspeed_rlxf.config.withheld import Variable
 
 CONSOLE_METRICS = (
@@ -49,7 +49,7 @@ class TrainingConfig(Section):
     global_batch_size: int = key(..., "prompts per iteration", ge=1)
     seq_length: int = key(..., "longest prompt and response together, tokens", ge=2)
     tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
-    tokenizer_name_or_path: str = key(..., "Hugging Face folder of the tokenizer")
+    tokenizer_name_or_path: FilePath = key(..., "Hugging Face folder of the tokenizer")
     plugins: Annotated[tuple[PluginConfig, ...], Word] = key(
         (), "Python files that add estimators, reward rules, rollout engines; see docs/plugins.md"
     )
@@ -59,14 +59,20 @@ class TrainingConfig(Section):
         "restarts after failures, as many again after each new checkpoint; 0 = none",
         "free",
         ge=0,
+        used_if="runtime.kind=ray",
     )
     node_wait_s: float = key(
-        600.0, "a restart's longest wait for devices in place of lost ones, seconds", "free", gt=0
+        600.0,
+        "a restart's longest wait for devices in place of lost ones, seconds",
+        "free",
+        gt=0,
+        used_if="max_restarts; joins_cluster",
     )
     allow_shrink: bool = key(
         False,
         "after a restart with too few devices continue with fewer data-parallel ranks",
         "free",
+        used_if="max_restarts; joins_cluster",
     )
     stop_grace_s: float = key(
         60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", "free", ge=0
@@ -77,7 +83,7 @@ class TrainingConfig(Section):
         "free",
         gt=0,
     )
-    output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
+    output_dir: FilePath = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
     file_mode: str = key(
         "0600",
@@ -94,19 +100,26 @@ class TrainingConfig(Section):
         ge=0,
     )
     async_save: bool = key(
-        False, "checkpoints are written while the next iteration runs; needs host memory", "free"
+        False,
+        "checkpoints are written while the next iteration runs; needs host memory",
+        "free",
+        used_if="saves_during_training",
     )
     no_shared_storage: bool = key(
         False,
         "hosts may have separate output_dirs, which keep the parts of checkpoints that they write",
         "free",
+        used_if="joins_cluster",
     )
     keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
     keep_every: int = key(
         0, "also keep checkpoints whose iteration is a multiple of it; 0 = none", "free", ge=0
     )
     resume: Literal["auto", "never"] = key(
-        "auto", "auto: resume the run in a used run directory; never: refuse a used one", "free"
+        "auto",
+        "auto: resume the run in a used run directory; never: refuse a used one",
+        "free",
+        used_if="!new_run",
     )
     nan_policy: Annotated[NanPolicy, Word] = key(
         NanPolicy.RAISE,
@@ -121,7 +134,11 @@ class TrainingConfig(Section):
         "free",
     )
     max_skipped: int = key(
-        10, "nan_policy skip: most optimizer steps skipped in a row", "free", ge=0
+        10,
+        "nan_policy skip: most optimizer steps skipped in a row",
+        "free",
+        ge=0,
+        used_if="nan_policy=skip",
     )
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 
@@ -129,6 +146,11 @@ class TrainingConfig(Section):
     def file_mode_bits(self) -> int:
         """`file_mode` as a number, for `os.chmod`."""
         return int(self.file_mode, 8)
+
+    @property
+    def saves_during_training(self) -> bool:
+        """Whether a checkpoint is saved before the last iteration."""
+        return 0 < self.save_interval < self.train_iters or self.seconds_between_saves > 0
 
     @property
     def seconds_between_saves(self) -> float:
@@ -187,6 +209,7 @@ class LoggingConfig(Section):
         "free",
         ge=0,
         le=1024,
+        used_if="samples",
     )
     sample_tokens: bool = key(
         True,
@@ -213,7 +236,10 @@ class LoggingConfig(Section):
         "auto", "auto: trackers that need an account are offline where there is no key", "free"
     )
     reference_kl: bool = key(
-        False, "compute critic/kl also where no reward and no loss needs a reference", "free"
+        False,
+        "compute critic/kl also where no reward and no loss needs a reference",
+        "free",
+        used_if="!reads_reference",
     )
 
 
@@ -221,12 +247,15 @@ class DeviceConfig(Section):
     """Devices of the workers."""
 
     kind: Annotated[DeviceKind, Word] = key(DeviceKind.AUTO, "npu, cuda, cpu, or auto", "reshard")
-    resource_name: str | None = key(None, "Ray resource of one device; null = the kind's", "free")
+    resource_name: str | None = key(
+        None, "Ray resource of one device; null = the kind's", "free", used_if="runtime.kind=ray"
+    )
     devices_per_node: int = key(
         8,
         "devices of each host of a joined cluster; a larger resource_pool fills whole hosts",
         "reshard",
         ge=1,
+        used_if="joins_cluster",
     )
     memory_gib: float | None = key(
         None, "memory of one device for the plan, GiB; null = ask the device", "free", gt=0
@@ -238,14 +267,26 @@ class PoolSettings(Section):
     """Keys of `resource_pool` that name no pool."""
 
     wait_s: float = key(
-        600.0, "longest wait for devices of a joined cluster, seconds", "free", gt=0
+        600.0,
+        "longest wait for devices of a joined cluster, seconds",
+        "free",
+        gt=0,
+        used_if="joins_cluster",
     )
-    env: dict[str, Variable] = key({}, "environment variables of every worker", "free")
+    env: dict[str, Variable] = key(
+        {}, "environment variables of every worker", "free", used_if="runtime.kind=ray"
+    )
     bad_nodes: Literal["refuse", "leave_out"] = key(
-        "refuse", "treatment of nodes that do not answer or have sick devices", "free"
+        "refuse",
+        "treatment of nodes that do not answer or have sick devices",
+        "free",
+        used_if="joins_cluster",
     )
     tensor_parallel_spans_nodes: bool = key(
-        False, "allow a tensor-parallel group on several nodes, which is slow", "reshard"
+        False,
+        "allow a tensor-parallel group on several nodes, which is slow",
+        "reshard",
+        used_if="has_pools_of_several_nodes",
     )
 
 
@@ -258,11 +299,13 @@ class RuntimeConfig(Section):
         "Ray cluster to join, local = start one; null = RAY_ADDRESS, else this user's, else "
         "start one",
         "free",
+        used_if="kind=ray",
     )
     allow_unauthenticated: bool = key(
         False,
         "join a Ray cluster without tokens that others can reach, or one of another user",
         "free",
+        used_if="kind=ray",
     )
     timeout_s: float = key(
         1800.0,
@@ -270,10 +313,14 @@ class RuntimeConfig(Section):
         "free",
         gt=0,
     )
-    start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)
+    start_timeout_s: float = key(
+        600.0, "longest wait for the workers, seconds", "free", gt=0, used_if="kind=ray"
+    )
 
 
 class PlanConfig(Section):
     """The plan of a dry run."""
+
+    section_used_if = "dry_run"
 
     suggest: bool = key(False, "dry_run: also print three layouts that fit", "free")

@@ -14,35 +14,73 @@ class ValidationConfig(Section):
     """Times at which the validation prompts are answered and scored, and how."""
 
     interval: int = key(
-        0, "iterations between validations; 0 = never during training", "free", ge=0
+        0,
+        "iterations between validations; 0 = never during training",
+        "free",
+        ge=0,
+        used_if="!only",
     )
-    before: bool = key(True, "validate before the first iteration", "free")
-    after: bool = key(True, "validate after the last iteration", "free")
+    before: bool = key(True, "validate before the first iteration", "free", used_if="!only")
+    after: bool = key(True, "validate after the last iteration", "free", used_if="!only")
     only: bool = key(
         False,
         "validate the run's newest checkpoint, or the weights of `load` if there is none, and end",
         "free",
     )
-    max_samples: int | None = key(None, "prompts used; null = all", "free", ge=1)
-    n_samples: int = key(1, "responses per prompt", "free", ge=1)
-    do_sample: bool = key(False, "sample; false = greedy", "free")
-    temperature: float = key(1.0, "divides the logits; used only when sampling", "free", gt=0)
-    top_k: int = key(0, "sample among this many; 0 = all", "free", ge=0)
-    top_p: float = key(1.0, "sample among tokens of this total probability", "free", gt=0, le=1)
+    max_samples: int | None = key(
+        None, "prompts used; null = all", "free", ge=1, used_if="has_validation_prompts; happens"
+    )
+    n_samples: int = key(
+        1, "responses per prompt", "free", ge=1, used_if="has_validation_prompts; happens"
+    )
+    do_sample: bool = key(
+        False, "sample; false = greedy", "free", used_if="has_validation_prompts; happens"
+    )
+    temperature: float = key(
+        1.0,
+        "divides the logits; used only when sampling",
+        "free",
+        gt=0,
+        used_if="has_validation_prompts; happens; do_sample",
+    )
+    top_k: int = key(
+        0,
+        "sample among this many; 0 = all",
+        "free",
+        ge=0,
+        used_if="has_validation_prompts; happens; do_sample",
+    )
+    top_p: float = key(
+        1.0,
+        "sample among tokens of this total probability",
+        "free",
+        gt=0,
+        le=1,
+        used_if="has_validation_prompts; happens; do_sample",
+    )
     reward: Annotated[RewardKind, Word] = key(
-        RewardKind.RULE, "scores the responses: rule, or model (that of reward.kind=model)", "free"
+        RewardKind.RULE,
+        "scores the responses: rule, or model (that of reward.kind=model)",
+        "free",
+        used_if="has_validation_prompts; happens",
     )
     pass_score: float | None = key(
         None,
         "lowest score of a right response; null = accuracy (without one: score) above 0",
         "free",
+        used_if="has_validation_prompts; happens",
     )
     best_metric: str = key(
         "score",
         "the best checkpoint has the highest: score, mean@N, maj@N, best@K or pass@K, averaged "
         "over data sources, or one metric `val/SOURCE/...`",
         "free",
+        used_if="has_validation_prompts; happens; !only",
     )
+
+    @property
+    def happens(self) -> bool:
+        return bool(self.interval or self.before or self.after or self.only)
 
     @property
     def sizes(self) -> list[int]:

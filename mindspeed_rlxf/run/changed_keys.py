@@ -6,17 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.fields import Resume
-from mindspeed_rlxf.config.keys import ROLE_SECTIONS
-from mindspeed_rlxf.config.schema import (
-    ArchitectureConfig,
-    OptimizerConfig,
-    PoolSettings,
-    RunConfig,
-)
+from mindspeed_rlxf.config.keys import find_field
 from mindspeed_rlxf.config.secret_words import mask_secret
 
 ABSENT = object()
@@ -53,7 +46,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     found = []
     for path in [*new, *(path for path in old if path not in new)]:
         was, will = old.get(path, ABSENT), new.get(path, ABSENT)
-        field = _find_field(path)
+        field = find_field(path)
         if field is not None and not field.is_required():
             default = _to_plain(field.get_default(call_default_factory=True))
             was, will = (default if v is ABSENT else v for v in (was, will))
@@ -103,40 +96,6 @@ def _find_rule(field: FieldInfo | None) -> Resume:
     rule = extra.get("resume") if isinstance(extra, dict) else None
     assert rule in (*get_args(Resume), None), f"unknown resume rule {rule}"
     return rule or "fixed"  # type: ignore[return-value]
-
-
-def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the schema's field for a key of the YAML; None for an unknown key.
-
-    Handles `model.<name>.<field>`, settings in `resource_pool`, and in a role's section the fields
-    of the optimizer and of the model.
-    """
-    section, *rest = path
-    if section == "model" and len(rest) == 2:
-        return ArchitectureConfig.model_fields.get(rest[1])
-    if section == "resource_pool" and rest and rest[0] in PoolSettings.model_fields:
-        return PoolSettings.model_fields[rest[0]]
-    roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
-    if section in roles and rest:
-        for model in (roles[section], OptimizerConfig, ArchitectureConfig):
-            if rest[0] in model.model_fields:
-                return _find_nested(model, tuple(rest))
-        return None
-    return _find_nested(RunConfig, path)
-
-
-def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path inside nested models; None for an unknown name.
-
-    Below a field that is no model, such as a dict, that field.
-    """
-    field = model.model_fields.get(path[0])
-    if field is None or len(path) == 1:
-        return field
-    inner = field.annotation
-    if isinstance(inner, type) and issubclass(inner, BaseModel):
-        return _find_nested(inner, path[1:])
-    return field  # a table, whose entries have the table's rule
 
 
 def _to_plain(value: Any) -> Any:

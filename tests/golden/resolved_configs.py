@@ -54,12 +54,11 @@ def values_of(config: RunConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    from mindspeed_rlxf.compat import older_toolkit
-    from mindspeed_rlxf.config.resolve import resolve
+    from mindspeed_rlxf.config.load import resolve
 
     FOLDER.mkdir(exist_ok=True)
     for name in [*SHIPPED, *OLDER]:
-        values = values_of(resolve(tree_of(name), name, older_toolkit))
+        values = values_of(resolve(tree_of(name), name))
         text = json.dumps(values, indent=1, sort_keys=True)
         (FOLDER / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare

@@ -10,7 +10,7 @@ import yaml
 
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.withheld import reveal
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.run.directory import RunDirectory

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from tests.chaos.tiny_run import settings
 from tests.distributed.llamas import make_llama

@@ -33,7 +33,7 @@ PACKAGE = "mindspeed_rlxf"
 CORE = ("algorithms", "engine", "rollout", "roles", "rewards", "data", "trainer", "models",
         "weights", "run", "config")  # fmt: skip
 SLOW = ("convert", "convert_memory", "staging", "supervisor", "bad_files", "npu_driver",
-        "host_parts", "real_models", "pipeline", "handlers", "resolve", "older_toolkit",
+        "host_parts", "real_models", "pipeline", "handlers", "resolve", "mindspeed_llm",
         "tokenizer", "shipped")  # fmt: skip
 """Test files of these folders, `test_NAME.py`, that are slow and do not test the core."""
 NOT_COPIED = (".*", "outputs", "build", "dist", "wheelhouse", "*.egg-info", "__pycache__")

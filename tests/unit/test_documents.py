@@ -11,10 +11,10 @@ from typing import get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from mindspeed_rlxf.compat.migration import put_into
 from mindspeed_rlxf.config import reference
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.migration import put_into
 from mindspeed_rlxf.config.reference import document
 from mindspeed_rlxf.config.roles import OptimizerConfig
 from mindspeed_rlxf.config.schema import RunConfig
@@ -61,7 +61,7 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "command"),
     [
-        ("migrating.md", put_into, "mindspeed_rlxf.compat.migration docs/migrating.md"),
+        ("migrating.md", put_into, "mindspeed_rlxf.config.migration docs/migrating.md"),
         ("configuration.md", lambda _: document(), f"{reference.__name__} docs/configuration.md"),
     ],
 )

@@ -15,7 +15,6 @@ PACKAGE = "mindspeed_rlxf"
 # From the top down; packages of one line import each other only where SIDEWAYS says so.
 LAYERS = [
     {"cli"},
-    {"compat"},
     {"ops"},
     {"trainer"},
     {"run"},
@@ -125,12 +124,10 @@ def test_algorithms_import_torch_and_words_of_the_configuration_only(name: str) 
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_only_cluster_ray_imports_ray_and_only_commands_import_compat(name: str) -> None:
+def test_only_cluster_ray_imports_ray(name: str) -> None:
     imported = imports_of(name)
     if not name.startswith(f"{PACKAGE}.cluster.ray."):
         assert "ray" not in {module.split(".")[0] for module in imported}
-    if layer(name) not in ("cli", "compat"):
-        assert "compat" not in {layer(module) for module in imported}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if layer(name) != "device"])

@@ -13,7 +13,6 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.rules.contradictions import refuse_contradictions
 from mindspeed_rlxf.config.schema import RunConfig
 
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
@@ -24,7 +23,6 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 def check_stage(config: RunConfig) -> Iterator[Problem]:
     """Yield broken rules between the stage, the estimator, the rewards and the samples.
 
-    A key that differs from its default and has no effect with this stage or estimator is one too.
     `_check_pairs` is for online DPO; the rules of estimator and full KL are for other stages.
     """
     if config.training.stage is Stage.RAY_ONLINE_DPO:
@@ -33,7 +31,6 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
         yield from _check_estimator(config)
         yield from _check_full_kl(config)
     yield from _check_vocabulary(config)
-    yield from refuse_contradictions(config)
     yield from _check_samples_per_prompt(config)
     yield from _check_rewards(config)
     yield from _check_verifiers(config)

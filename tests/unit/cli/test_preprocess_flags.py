@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from mindspeed_rlxf.cli.older_flags import PREPROCESS_FLAGS
 from mindspeed_rlxf.cli.preprocess import main
-from mindspeed_rlxf.compat.older_flags import PREPROCESS_FLAGS
 from tests.unit.data.byte_tokenizer import write_tokenizer
 
 CONVERSATIONS = "--handler-name AlpacaStyleInstructionHandler"

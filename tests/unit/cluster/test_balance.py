@@ -11,7 +11,7 @@ from mindspeed_rlxf.cluster.balance import balanced_steps, call_balanced
 from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.roles.reports import ResponseLengths
 from tests.unit.cluster.test_group import RecordingPool, SomeRole, ref

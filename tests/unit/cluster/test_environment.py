@@ -15,7 +15,7 @@ from mindspeed_rlxf.cluster.environment import (
     worker_environment,
 )
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.withheld import open_variables, secret_variables
 from tests.unit.config.conftest import TREE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.cluster.ray.runtime import folders_of_workers
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]

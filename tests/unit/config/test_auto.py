@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -120,3 +120,37 @@ def test_numbers_that_do_not_fit_are_named_as_of_auto(
     folder = write_config(tmp_path / "a", num_hidden_layers=0)
     (problem,) = problems({"critic.model": "auto", "critic.load": folder})
     assert problem.startswith("model.auto.num_layers=0 must be")
+
+
+def test_a_published_model_needs_twelve_lines(tmp_path: Path) -> None:
+    """GRPO by a rule on one pool, without KL: no model, reference, placement or critic is named."""
+    folder = write_config(tmp_path / "a")
+    tree = {
+        "training": {
+            "stage": "ray_grpo", "load": folder, "tokenizer_name_or_path": folder,
+            "train_iters": 3, "global_batch_size": 8, "seq_length": 64,
+        },
+        "actor_rollout": {
+            "do_sample": True, "n_samples_per_prompt": 4, "max_prompt_length": 32,
+            "ppo_mini_batch_size": 32,
+        },
+        "algorithm": {"kl_ctrl": {"kl_coef": 0.0}},
+        "reward": {"kind": "rule"},
+        "data": {"train_files": "a.jsonl"},
+        "resource_pool": {"main": 2},
+        "device": {"kind": "cpu"},
+    }  # fmt: skip
+    config = resolve(tree, "test")
+    assert config.actor_rollout.architecture.num_layers == 2
+    assert set(config.placement.values()) == {"main"} and config.ref.load == folder
+
+
+def test_the_reference_loads_what_the_actor_loads(
+    make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path / "a")
+    changes = {"actor_rollout.load": folder, "critic.load": folder}
+    drop = ("model", "training.load", "training.model", "placement")
+    config = resolve(make_tree(changes, drop), "test")
+    assert (config.ref.load, config.ref.model) == (folder, "auto")
+    assert set(config.placement.values()) == {"main"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
-from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
+from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 
 
 @pytest.mark.parametrize(

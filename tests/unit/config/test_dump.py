@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.dump import to_tree, to_yaml
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 
 MODEL_REWARD = {
     "critic.num_layers": 2,  # an architecture of its own

@@ -15,10 +15,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,
@@ -475,7 +474,7 @@ def seen(make_tree: MakeTree, changes: Changes, drop: tuple[str, ...], case: Cas
 
 @functools.cache
 def _seen(tree: str, observe: see.Observer) -> Any:
-    return observe(resolve(json.loads(tree), "test", older_toolkit))
+    return observe(resolve(json.loads(tree), "test"))
 
 
 OBSERVERS = sorted({p.values[2].see for p in cases() if isinstance(p.values[2], Case)}, key=str)

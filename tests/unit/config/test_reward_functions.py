@@ -11,8 +11,8 @@ import pytest
 from mindspeed_rlxf.config import sources
 from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.plugins import with_plugins
-from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.rewards.outcome import Sample
 from mindspeed_rlxf.rewards.plans import make_plan
 from mindspeed_rlxf.rewards.scorer import SampleScorer

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError
 from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.layout import ParallelLayout
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,

@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 
 

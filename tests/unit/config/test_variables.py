@@ -13,7 +13,7 @@ import yaml
 
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.dump import to_tree, to_yaml
-from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
+from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.withheld import Withheld, open_variables, reveal, secret_variables
 from mindspeed_rlxf.ops.planning.plan import plan

@@ -20,9 +20,8 @@ from pathlib import Path
 import click
 
 from mindspeed_rlxf.cli import COMMANDS, preprocess, train
-from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.resolve import resolve_with_notes
+from mindspeed_rlxf.config.load import resolve_with_notes
 from tests.registries import restored_registries
 from tests.unit.documents.commands import ROOT
 
@@ -210,7 +209,7 @@ def resolve_configuration(
         (folder / config_dir).mkdir(exist_ok=True)
     with chdir(folder), restored_registries():
         tree = compose(name, overrides, config_dir)
-        resolve_with_notes(tree, name, older_toolkit)
+        resolve_with_notes(tree, name)
 
 
 def _ray(arguments: list[str], _: Path) -> None:

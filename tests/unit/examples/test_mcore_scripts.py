@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.memory import pool_memories
 from mindspeed_rlxf.ops.sizes import GIB

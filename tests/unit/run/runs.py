@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_rlxf.cluster.host_agent import HostAgent
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.weights.state_files import Loaded, Written, entry_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
+from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.exports import check_save_folders, export_folders, export_weights
 from tests.unit.config.conftest import make_tree, no_cluster

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.run import host_files
 from mindspeed_rlxf.run.checkpoints import PROBE, RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory

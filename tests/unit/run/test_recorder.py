@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.reporting.trackers import TrackedRun, Tracker, register_tracker
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.recorder import Recorder

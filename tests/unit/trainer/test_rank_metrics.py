@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.protocol import Reply
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
 from mindspeed_rlxf.trainer.flops import iteration_flops
 from mindspeed_rlxf.trainer.metrics import flops_metrics

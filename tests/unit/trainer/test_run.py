@@ -16,7 +16,7 @@ import pytest
 
 from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule

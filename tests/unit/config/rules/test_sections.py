@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import ConfigError
-from mindspeed_rlxf.config.resolve import resolve
-
 Problems = Callable[..., list[str]]
 
 SPARSE: dict[str, Any] = {"model.small.num_experts": 12, "model.small.moe_ffn_hidden_size": 48}
@@ -301,11 +298,3 @@ def test_a_coefficient_that_no_loss_reads_is_refused(problems: Problems) -> None
         "model.small.moe_aux_loss_coeff=0.01 has no effect with "
         "moe_router_load_balancing_type=none; use 0, or aux_loss"
     ]
-
-
-def test_a_pool_that_went_with_the_reference_leaves_the_others_to_be_placed(
-    make_tree: Callable[..., Any],
-) -> None:
-    tree = make_tree({"placement": {"ref": "main"}, "algorithm.kl_ctrl.kl_coef": 0.0})
-    with pytest.raises(ConfigError, match=r"must name a pool of resource_pool \(it has none\)"):
-        resolve(tree, "test")

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 
 SPLIT: dict[str, Any] = {
     "resource_pool.actor": 8,
@@ -175,7 +174,7 @@ def test_a_split_that_cannot_run_is_refused(
 def test_the_rollout_has_a_tensor_parallel_size_of_its_own(
     make_tree: Callable[..., Any], key: str
 ) -> None:
-    config = resolve(make_tree(SPLIT | {key: 4}), "t", older_toolkit)
+    config = resolve(make_tree(SPLIT | {key: 4}), "t")
     assert config.rollout_layout == ParallelLayout(4, 4)
 
 

@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.enums import (
     LossNormalizer,
     Role,
 )
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from tests.unit.config.conftest import WITHOUT_CRITIC
 
@@ -260,7 +260,7 @@ def test_an_unknown_stage_is_the_only_error(
     problems: Problems, stage: str, without: tuple[str, ...]
 ) -> None:
     (problem,) = problems({"training.stage": stage}, without)
-    assert problem.startswith(f"training.stage={stage!r} must be one of")
+    assert problem.startswith(f"training.stage={stage!r} must be ")
 
 
 def test_a_stage_without_a_critic_names_the_keys_to_remove(problems: Problems) -> None:

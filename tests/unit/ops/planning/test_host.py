@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.rules.host import PROCESS_BYTES
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.sizes import model_numbers

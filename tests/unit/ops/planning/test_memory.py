@@ -11,7 +11,7 @@ import torch
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory, memory
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.rules.host import GIB
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.memory import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.ops.planning.plan import plan
 
 SPLIT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.ops.planning.host import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import pool_memories
 from mindspeed_rlxf.ops.planning.plan import plan

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import plan as planning
 from mindspeed_rlxf.ops.planning.memory import cache_rows, pool_memories

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.ops.planning.topology import topology
 
 LARGE = {

@@ -1,6 +1,6 @@
 """Make the tables of `docs/migrating.md` from the lists of older keys.
 
-`python -m mindspeed_rlxf.compat.migration docs/migrating.md` writes them into the document.
+`python -m mindspeed_rlxf.config.migration docs/migrating.md` writes them into the document.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.compat.older_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
-from mindspeed_rlxf.compat.older_toolkit import MOVED
+from mindspeed_rlxf.config.mindspeed_llm import MOVED
+from mindspeed_rlxf.config.mindspeed_llm_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
 from mindspeed_rlxf.config.reference import make_table, quote_values
 
-MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.compat.migration -->"
+MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.config.migration -->"
 
 
 def tables() -> str:

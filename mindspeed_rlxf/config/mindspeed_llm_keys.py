@@ -1,6 +1,6 @@
-"""Keys of MindSpeed-LLM's Ray PPO that do not exist here, with the treatment of each.
+"""Keys of MindSpeed-LLM that do not exist here, with the treatment of each.
 
-A key of that toolkit is in exactly one of: the schema, `older_toolkit.MOVED`, NO_OPS, REFUSED. All
+A key of that toolkit is in exactly one of: the schema, `mindspeed_llm.MOVED`, NO_OPS, REFUSED. All
 other keys are unknown.
 """
 

@@ -1,1 +1,0 @@
-"""YAML keys and flags of MindSpeed-LLM, the older toolkit: translated, ignored or refused."""

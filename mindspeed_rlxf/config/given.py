@@ -1,0 +1,141 @@
+"""The sections of the YAML as the user wrote them, with problems and notes found on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from mindspeed_rlxf.config.enums import CONFIGURED
+from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.keys import NESTED_ROLES, TOP_LEVEL, unknown_key
+from mindspeed_rlxf.config.suggest import format_value
+
+Tree: TypeAlias = dict[str, Any]
+
+VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs")
+"""Sections whose keys are names that the user chose."""
+ROLES = tuple(role.value for role in CONFIGURED)
+
+
+def set_default(section: Tree, key: str, value: Any) -> None:
+    """Set a key of `section` in place if it is absent or None."""
+    if section.get(key) is None:
+        section[key] = value
+
+
+class Given:
+    """The YAML's sections, each a dict with underscores in its keys.
+
+    Attributes:
+        sections: section -> its keys; `dry_run` -> its value.
+        renamed: `section.key` -> the key in the file, for keys written elsewhere or otherwise.
+        problems: mistakes found.
+        notes: text -> `key=value` of the keys it is about; one line each.
+        nested: whether the YAML has the older nesting `actor_rollout_ref`.
+    """
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.problems: list[Problem] = []
+        self.renamed: dict[str, str] = {}
+        self.notes: dict[str, list[str]] = {}
+        sections = self._underscore(tree, "")
+        self.nested = NESTED_ROLES in sections
+        if isinstance(sections.get("runtime"), str):
+            sections["runtime"] = {"kind": sections["runtime"]}
+        for name in sorted(sections.keys() - TOP_LEVEL):
+            self.problems.append(unknown_key("", name, TOP_LEVEL))
+        self.sections: Tree = {"dry_run": sections.get("dry_run", False)}
+        for name in TOP_LEVEL - {"dry_run"}:
+            self.sections[name] = self.as_section(name, sections.get(name))
+        self._unfold(self.sections.pop(NESTED_ROLES))
+        self.sections["model"] = {
+            str(name): self._underscore(self.as_section(f"model.{name}", keys), f"model.{name}.")
+            for name, keys in self.sections["model"].items()
+        }
+
+    def note(self, meaning: str, key: str) -> None:
+        """Add `key` (or `key=value`) to the note `meaning`."""
+        keys = self.notes.setdefault(meaning, [])
+        if key not in keys:
+            keys.append(key)
+
+    def as_section(self, path: str, value: Any) -> Tree:
+        """Return a copy of a dict; for None, or other values, which are reported, an empty one."""
+        if value is None or isinstance(value, dict):
+            return dict(value or {})
+        shown = format_value(value)
+        rule, remedy = "must be a section of keys", "write `key: value` lines under it"
+        self.problems.append(Problem(path, rule, shown, remedy))
+        return {}
+
+    def model_of(self, role: str) -> Any:
+        """Return the `model` of a role, its own or that of `training`.
+
+        `auto` if neither names one and the YAML has no section `model`.
+        """
+        own, training = self.sections[role], self.sections["training"]
+        default = None if self.sections["model"] else "auto"
+        return own.get("model", training.get("model", default))
+
+    def value(self, role: str, key: str) -> Any:
+        """Return a role's value: its own, else that of `training`, else of its model, else None."""
+        for home in self._homes(role):
+            if key in home:
+                return home[key]
+        return None
+
+    def written(self, path: str) -> str:
+        """Return the key in the user's file that sets `section.key`, for messages.
+
+        The role's own key if the file has it, else `training.KEY` or `model.NAME.KEY`.
+        """
+        section, _, key = path.partition(".")
+        section = {"pool_settings": "resource_pool"}.get(section, section)
+        first = key.removeprefix("architecture.").removeprefix("optimizer.")
+        path = f"{section}.{first}" if first else section
+        if section in ROLES and first:
+            names = (section, "training", f"model.{self.model_of(section)}")
+            name = first.partition(".")[0]
+            for home, values in zip(names, self._homes(section), strict=True):
+                inside = values.get(name) if "." in first else None
+                if name in values and (inside is None or first.partition(".")[2] in inside):
+                    path = f"{home}.{first}"
+                    break
+            else:
+                if key != first and key.startswith("architecture."):
+                    path = f"{names[-1]}.{first}"
+        whole, _, rest = path.partition(".offload.")
+        if rest and f"{whole}.offload" in self.renamed:
+            return f"{self.renamed[f'{whole}.offload']}.{rest}"
+        return self.renamed.get(path, path)
+
+    def _homes(self, role: str) -> tuple[Tree, Tree, Tree]:
+        models = self.sections["model"]
+        model = models.get(str(self.model_of(role)), {})
+        return self.sections[role], self.sections["training"], model
+
+    def _underscore(self, tree: Mapping[Any, Any], prefix: str) -> Tree:
+        """Return the tree with "_" for "-" in keys, at every depth but below VERBATIM names."""
+        result: Tree = {}
+        for spelled, value in tree.items():
+            name = str(spelled).replace("-", "_")
+            if name in result:
+                rule = f"is given twice, as {spelled} too"
+                self.problems.append(Problem(f"{prefix}{name}", rule, remedy="keep one"))
+            deeper = isinstance(value, dict) and name not in VERBATIM
+            result[name] = self._underscore(value, f"{prefix}{name}.") if deeper else value
+        return result
+
+    def _unfold(self, nested: Tree) -> None:
+        """Move the roles under `actor_rollout_ref` to the top level."""
+        for role, values in nested.items():
+            if role not in ("actor_rollout", "ref"):
+                self.problems.append(unknown_key(NESTED_ROLES, role, {"actor_rollout", "ref"}))
+                continue
+            for key, value in self.as_section(f"{NESTED_ROLES}.{role}", values).items():
+                path = f"{NESTED_ROLES}.{role}.{key}"
+                kept = self.sections[role].setdefault(key, value)
+                if kept is not value and kept != value:  # `is` for NaN, which differs from itself
+                    rule = f"and {ref(f'{role}.{key}')} are the same key"
+                    self.problems.append(Problem(path, rule, remedy="keep one"))
+                self.renamed[f"{role}.{key}"] = path

@@ -1,0 +1,354 @@
+"""Turn the composed YAML tree into the typed, checked configuration, or report every problem.
+
+Hydra has composed the tree. Here each role's keys are merged (`model.<name>` < `training` < role),
+values that follow from other keys are filled in, and pydantic validates everything at once. Rules
+between sections are checked once every section is valid.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from mindspeed_rlxf.config.enums import (
+    CONFIGURED,
+    AdvantageWhiten,
+    AdvEstimator,
+    KlIn,
+    KlPenalty,
+    LossNormalizer,
+    PolicyLoss,
+    RewardKind,
+    Role,
+    Stage,
+)
+from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError, explain, ref
+from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.config.given import Given, Tree, set_default
+from mindspeed_rlxf.config.hf_config import (
+    OF_WEIGHTS,
+    find_unsupported,
+    parse_architecture,
+    read_hf_config,
+)
+from mindspeed_rlxf.config.keys import (
+    ARCHITECTURE_KEYS,
+    CLASSIFIER_KEYS,
+    OPTIMIZER_KEYS,
+    PLAIN_SECTIONS,
+    ROLE_SECTIONS,
+    RULE_KEYS,
+    SHARED_KEYS,
+    fields,
+    find_field,
+    role_keys,
+    unknown_key,
+)
+from mindspeed_rlxf.config.mindspeed_llm import translate
+from mindspeed_rlxf.config.placement import place_roles
+from mindspeed_rlxf.config.plugins import read_and_load
+from mindspeed_rlxf.config.reward_functions import read_functions
+from mindspeed_rlxf.config.rules.host import check_host
+from mindspeed_rlxf.config.rules.sections import check_sections
+from mindspeed_rlxf.config.schema import RunConfig, TrainingConfig
+from mindspeed_rlxf.config.suggest import closest, format_value
+from mindspeed_rlxf.config.unused import find_unused
+
+AUTO = "auto"
+"""Value of a role's `model` that takes the architecture from config.json of its `load` folder."""
+
+WITHOUT_ARCHITECTURE = {
+    RewardKind.RULE.value: RULE_KEYS,
+    RewardKind.HUGGING_FACE.value: CLASSIFIER_KEYS,
+}
+"""Kind of reward without a Megatron model -> keys that it reads."""
+
+GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
+"""Default clip range of GSPO (arXiv:2507.18071, 5.1), whose ratio is a mean over a response."""
+
+
+def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
+    """Return the typed, checked configuration of a composed tree (see `compose`).
+
+    Runs the Python files of plugins and reward functions.
+
+    Args:
+        tree: composed YAML, in our keys or those of MindSpeed-LLM.
+        name: config name, the default of `training.run_name`.
+
+    Raises:
+        ConfigError: with all problems found. Rules between sections are checked once every section
+            is valid; devices and memory of this host are not checked for a dry run.
+    """
+    return resolve_with_notes(tree, name)[0]
+
+
+def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, list[str]]:
+    """Return what `resolve` returns, and lines about legal keys that may surprise."""
+    given = Given(tree)
+    translate(given)
+    payload = _build(given, name)
+    try:
+        config = RunConfig.model_validate(payload)
+    except ValidationError as error:
+        problems = [*given.problems, *_problems_of(error.errors(include_url=False), payload, given)]
+        raise ConfigError(_once(problems)) from None
+    if not given.problems:
+        between = check_sections(config)
+        # A dry run checks the host after it has printed its plan: see `cli.train`.
+        between += [] if config.dry_run else check_host(config)
+        given.problems += [problem.rename_keys(given.written) for problem in between]
+        unused, refused = find_unused(config, given.written)
+        given.problems += refused
+        for meaning, key in unused:
+            given.note(meaning, key)
+    if given.problems:
+        raise ConfigError(_once(given.problems))
+    lines = [f"{', '.join(keys)}: {meaning}" for meaning, keys in given.notes.items()]
+    return config, [*lines, *_warnings(config)]
+
+
+def _once(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the problems without repeats, as of a key that several roles share."""
+    return list({str(problem): problem for problem in problems}.values())
+
+
+def _warnings(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if training.save_interval > training.train_iters:
+        yield (
+            f"training.save_interval={training.save_interval} is over training.train_iters="
+            f"{training.train_iters}: checkpoints are saved by training.save_interval_s only, and "
+            "at the end"
+        )
+    if config.shared_save:
+        yield (
+            f"actor_rollout.save and critic.save are one folder, {config.shared_save}: weights go "
+            "to its subfolders actor and critic"
+        )
+
+
+def _build(given: Given, name: str) -> Tree:
+    """Return plain values in the shape of RunConfig, with defaults that follow from other keys."""
+    sections = given.sections
+    payload: Tree = {"name": name, "dry_run": sections["dry_run"]}
+    payload |= {section: sections[section] for section in PLAIN_SECTIONS}
+    shared = SHARED_KEYS - fields(TrainingConfig)
+    training = {key: v for key, v in sections["training"].items() if key not in shared}
+    payload["training"] = training
+    set_default(training, "run_name", name)
+    set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
+    _load_plugins(given, training)
+    if not has_critic(training.get("stage"), sections["critic"]):
+        payload["critic"] = None
+        if sections["critic"]:
+            remedy = "remove the section critic ('~critic' on the command line)"
+            stage = training.get("stage")
+            given.problems.append(Problem("training.stage", "has no critic", stage, remedy))
+    sections["ref"].setdefault("load", given.value("actor_rollout", "load"))
+    for role in CONFIGURED:
+        if role.value not in payload:
+            payload[role.value] = _build_role(given, role)
+    _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
+    _set_max_new_tokens(given, training, payload["actor_rollout"])
+    place_roles(given, payload)
+    _note_unread(given, payload)
+    return payload
+
+
+def has_critic(stage: object, section: object) -> bool:
+    """Return whether a stage trains a critic; for an unknown stage, whether it has a section."""
+    if stage in [known.value for known in Stage]:
+        return stage == Stage.RAY_PPO.value
+    return stage is None or bool(section)
+
+
+def _load_plugins(given: Given, training: Tree) -> None:
+    """Run the files of `training.plugins`; replace each entry by its path and SHA-256."""
+    entries, loaded = training.get("plugins") or [], []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        try:
+            loaded.append(read_and_load(entry))
+        except UserError as error:
+            given.problems += error.problems
+    training["plugins"] = loaded
+
+
+def _build_role(given: Given, role: Role) -> Tree:
+    """Return a role's values: model < training < own, architecture and optimizer nested."""
+    own, training = given.sections[role.value], given.sections["training"]
+    if role is Role.REWARD:
+        read_functions(given.problems, own)
+        if kept := WITHOUT_ARCHITECTURE.get(str(own.get("kind"))):
+            return _build_reward(given, own, kept)
+    models, chosen = given.sections["model"], given.model_of(role.value)
+    if chosen == AUTO:
+        architecture = _read_architecture(given, role)
+    elif (architecture := models.get(str(chosen))) is None:
+        _report_missing_model(given, role, chosen)
+    allowed = role_keys(role)
+    layers = [architecture or {}, training]
+    merged = {key: v for layer in layers for key, v in layer.items() if key in allowed} | own
+    merged |= {"model": chosen} if chosen else {}
+    merged["offload"] = _merge_offload(role, layers, own)
+    if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
+        del merged["micro_batch_size"]  # max_tokens_per_micro_batch replaces it
+    nested = {"architecture": ARCHITECTURE_KEYS} if architecture is not None else {}
+    if "optimizer" in fields(ROLE_SECTIONS[role]):
+        nested["optimizer"] = OPTIMIZER_KEYS
+    parts = {part: {k: merged.pop(k) for k in keys & {*merged}} for part, keys in nested.items()}
+    return {k: v for k, v in merged.items() if k not in ARCHITECTURE_KEYS} | parts
+
+
+def _build_reward(given: Given, own: Tree, kept: Iterable[str]) -> Tree:
+    """Return the values of a reward without a Megatron model; keys it does not read are noted."""
+    for key in sorted(own.keys() & role_keys(Role.REWARD) - {*kept}):
+        value = format_value(own.pop(key))
+        given.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
+    training = given.sections["training"]
+    return {"load": training["load"], **own} if "load" in kept and "load" in training else own
+
+
+def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
+    """Return `offload`, merged key by key; a shared `optimizer` is for trained roles only."""
+    trained = "optimizer" in fields(ROLE_SECTIONS[role])
+    merged: Tree = {}
+    for layer in (*shared, own):
+        part = {} if layer.get("offload") is None else layer["offload"]
+        if not isinstance(part, dict):
+            return part  # pydantic reports it
+        merged |= {k: v for k, v in part.items() if trained or layer is own or k != "optimizer"}
+    return merged
+
+
+def _read_architecture(given: Given, role: Role) -> Tree | None:
+    """Return the architecture in config.json of the role's `load`; None, and a problem, if bad."""
+    load = given.value(role.value, "load")
+    try:
+        if not isinstance(load, str):
+            raise ValueError("must name a folder with config.json with model=auto; set it")
+        config = read_hf_config(Path(os.path.expanduser(load)), OF_WEIGHTS)
+        if found := find_unsupported(config):
+            raise ValueError(
+                "config.json must ask for a known model (field: possible, config.json): "
+                f"{'; '.join(found)}; use another model"
+            )
+        architecture = parse_architecture(config)
+    except ValueError as error:
+        key = given.written(f"{role.value}.load")
+        given.problems.append(Problem(key, str(error), f"{load}", colon=True))
+        return None
+    return {name: value for name, value in architecture.items() if value is not None}
+
+
+def _report_missing_model(given: Given, role: Role, chosen: Any) -> None:
+    path, models = given.written(f"{role.value}.model"), given.sections["model"]
+    guess = closest(str(chosen), models)
+    remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"
+    remedy += f" (models loaded: {', '.join(models) or 'none'})"
+    if chosen is None:
+        given.problems.append(Problem(path, "is required", remedy=remedy))
+    else:
+        given.problems.append(Problem(path, "no such model", repr(chosen), remedy, colon=True))
+
+
+def _note_unread(given: Given, payload: Tree) -> None:
+    """Report unknown keys of models; note shared keys that no role of the run reads."""
+    roles = [role for role in CONFIGURED if "model" in (payload[role.value] or {})]
+    used = {f"model.{payload[role.value]['model']}" for role in roles}
+    read = set().union(*map(role_keys, roles)) | fields(TrainingConfig)
+    models = {f"model.{name}": values for name, values in given.sections["model"].items()}
+    for section, values in {**models, "training": given.sections["training"]}.items():
+        known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
+        for key in sorted(values.keys() - known if section in models else ()):
+            path = given.renamed.get(f"{section}.{key}", f"{section}.{key}")
+            given.problems.append(unknown_key(section, key, known, path))
+        for key in sorted(values.keys() & SHARED_KEYS - read):
+            if section not in models or section in used:
+                shown = f"{section}.{key}={format_value(values[key])}"
+                given.note("no role of this run reads it", shown)
+
+
+def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
+    """Set absent keys to the defaults of the stage, of the estimator and of the policy loss."""
+    stage = training.get("stage")
+    if stage == Stage.RAY_ONLINE_DPO.value:
+        set_default(actor, "n_samples_per_prompt", 2)
+        return
+    if stage == Stage.RAY_GRPO.value:
+        set_default(algorithm, "adv_estimator", AdvEstimator.GRPO.value)
+    if actor.get("policy_loss") == PolicyLoss.GSPO.value:
+        set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_MEANS.value)
+        if actor.get("clip_ratio") is None:
+            for key, value in GSPO_CLIP.items():
+                set_default(actor, key, value)
+    if traits := TRAITS.get(str(algorithm.get("adv_estimator"))):
+        if not traits.whitens:
+            set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
+        for key, default in traits.defaults.items():
+            set_default(algorithm, key, default)
+    if algorithm.get("kl_in") == KlIn.LOSS.value:
+        set_default(algorithm, "kl_penalty", KlPenalty.LOW_VAR_KL.value)
+
+
+def _set_max_new_tokens(given: Given, training: Tree, actor: Tree) -> None:
+    """Set an absent `max_new_tokens` to seq_length - max_prompt_length."""
+    total, prompt = training.get("seq_length"), actor.get("max_prompt_length", 512)
+    if actor.get("max_new_tokens") is not None:
+        return
+    actor["max_new_tokens"] = 1  # if a length is no integer, which pydantic reports
+    if type(total) is int and type(prompt) is int:
+        actor["max_new_tokens"] = max(total - prompt, 1)
+        if total <= prompt:
+            rule = f"must exceed {ref('actor_rollout.max_prompt_length')}={prompt}, to leave room "
+            remedy = f"use {prompt + 1} or more, or a shorter prompt"
+            key = "training.seq_length"
+            given.problems.append(Problem(key, f"{rule}for a response", total, remedy))
+
+
+def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Iterator[Problem]:
+    """Yield one problem for each wrong key of pydantic's errors, named as the user wrote it."""
+    wrong: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        place = _place(payload, error)
+        section = ".".join(place)
+        if error["type"] == "value_error":  # broken rules of a section
+            for problem in error["ctx"]["error"].problems:
+                yield problem.rename_keys(lambda key, at=section: given.written(f"{at}.{key}"))
+        elif error["type"] == "extra_forbidden":
+            *parents, name = [part for part in place if part not in ("architecture", "optimizer")]
+            path = given.written(section)
+            yield unknown_key(".".join(parents), name, _known_keys(parents), path)
+        elif place[-1] not in ("architecture", "model"):  # a missing model is reported already
+            wrong.setdefault(given.written(section), []).append(error)
+    for path, found in wrong.items():
+        field = find_field(tuple(path.split(".")))
+        yield explain(path, found, (field and field.description) or "")
+
+
+def _place(payload: Any, error: ErrorDetails) -> list[str]:
+    """Return the keys in the payload at which an error lies, without pydantic's tags of unions."""
+    node, place = payload, []
+    for part in error["loc"]:
+        if isinstance(node, dict) and (part in node or error["type"] == "missing"):
+            node = node.get(part)
+        elif isinstance(node, (list, tuple)) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        else:
+            break
+        place.append(str(part))
+    return place
+
+
+def _known_keys(parents: list[str]) -> set[str]:
+    if len(parents) == 1 and parents[0] in [role.value for role in CONFIGURED]:
+        return role_keys(Role(parents[0]))
+    if parents == ["training"]:
+        return fields(TrainingConfig) | SHARED_KEYS
+    field = find_field(tuple(parents))
+    return fields(field.annotation) if field else set()

@@ -1,0 +1,128 @@
+"""Report keys that differ from their default and have no effect in this run.
+
+A field names its condition: `used_if`, a note if it does not hold, or `only_if`, an error. A
+condition is a path from the key's section or from RunConfig, as `do_sample`, `!new_run`,
+`training.nan_policy=skip` or `tensor_model_parallel_size>1`. Conditions are joined by "; ".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+from mindspeed_rlxf.config.enums import CONFIGURED
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.fields import Section
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.suggest import format_value
+
+CONDITION = re.compile(r"(!?)([\w.]+)(!?=|>|)(.*)")
+
+TEXTS = {
+    "estimator.needs_critic": "an algorithm.adv_estimator that has a critic",
+    "estimator.discounts": "an algorithm.adv_estimator that reads token rewards",
+    "estimator.reads_token_rewards": "an algorithm.adv_estimator that discounts token rewards",
+    "reads_lam": "a use for it: critic_lam and lam_alpha replace it",
+    "reads_clip_ratio": "a use for it: clip_ratio_low and clip_ratio_high replace it",
+    "joins_cluster": "a cluster that is joined (runtime.address)",
+    "has_validation_prompts": "data.val_files or data.val_data_path",
+    "happens": "validation.interval, before or after",
+    "validation.happens": "validation.interval, before or after",
+    "reads_rows": "data.train_files or data.val_files",
+    "generates": "generated responses (actor_rollout.fixed_responses)",
+    "!reads_reference": "a run in which neither reward nor loss reads the reference",
+    "saves_during_training": "a save before the last iteration",
+    "has_pools_of_several_nodes": "pools of several nodes",
+    "reads_reward_rules": "a rule that scores in training or validation",
+    "runs_code": "functions beside the reward model",
+    "parts": "reward.functions",
+    "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
+}
+"""Conditions on properties that users do not know -> what the run lacks."""
+
+
+def find_unused(
+    config: RunConfig, written: Callable[[str], str]
+) -> tuple[list[tuple[str, str]], list[Problem]]:
+    """Return notes, as (meaning, `key=value`), and problems of unused keys.
+
+    A key that is shared by several roles is unused if no role uses it. Keys read from a model's
+    config.json (`model: auto`) are left out.
+
+    Args:
+        written: `section.key` -> the key in the user's file.
+    """
+    used: set[str] = set()
+    notes: dict[str, tuple[str, str]] = {}
+    problems: dict[str, Problem] = {}
+    for section, path in _sections(config, ""):
+        whole = {"used_if": section.section_used_if, "only_if": ""}
+        for name, field in type(section).model_fields.items():
+            extra = field.json_schema_extra or {}
+            assert isinstance(extra, dict)
+            value, key = getattr(section, name), written(f"{path}{name}")
+            if isinstance(value, Section) or key.startswith("model.auto."):
+                continue
+            failed = [
+                (kind, condition)
+                for kind in ("used_if", "only_if")
+                for condition in filter(None, f"{extra.get(kind) or ''}; {whole[kind]}".split("; "))
+                if not _holds(condition, section, config)
+            ]
+            if not failed:
+                used.add(key)
+            elif value != field.default:
+                kind, condition = failed[-1]
+                plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
+                own = path if key.startswith(path) else ""  # else it is shared by several roles
+                text = f"no effect {_describe(condition, section, own)}"
+                if kind == "only_if":
+                    remedy = "remove it, or set that"
+                    problems[key] = Problem(key, f"has {text}", plain, remedy)
+                else:
+                    notes[key] = text, f"{key}={format_value(plain)}"
+    return [note for key, note in notes.items() if key not in used], list(problems.values())
+
+
+def _sections(section: Section, path: str) -> Iterator[tuple[Section, str]]:
+    """Yield each section of the roles that run, and of the other sections, with its path."""
+    if path:
+        yield section, path
+    for name, value in section:
+        skipped = isinstance(section, RunConfig) and name in [
+            role.value for role in CONFIGURED if role not in section.roles
+        ]
+        if isinstance(value, Section) and not skipped:
+            yield from _sections(value, f"{path}{name}.")
+
+
+def _describe(condition: str, section: Section, path: str) -> str:
+    """Return what keeps a key from having an effect, as `with algorithm.kl_ctrl.type=fixed`."""
+    if condition in TEXTS:
+        return f"without {TEXTS[condition]}"
+    negated, name, sign, wanted = _parse(condition)
+    full = f"{path}{name}" if hasattr(section, name.partition(".")[0]) else name
+    full = full.replace("architecture.", "").replace("optimizer.", "")
+    if negated or sign == "!=":
+        return f"with {full}{'=' if sign else ''}{wanted}"
+    return f"without {full}{sign}{wanted}"
+
+
+def _parse(condition: str) -> tuple[str, str, str, str]:
+    match = CONDITION.fullmatch(condition)
+    assert match is not None, f"condition {condition}"
+    negated, path, sign, wanted = match.groups()
+    return negated, path, sign, wanted
+
+
+def _holds(condition: str, section: Section, config: RunConfig) -> bool:
+    negated, path, sign, wanted = _parse(condition)
+    owner: Any = section if hasattr(section, path.partition(".")[0]) else config
+    value = attrgetter(path)(owner)
+    value = getattr(value, "value", value)
+    if sign == ">":
+        return bool(value > float(wanted))
+    result = str(value) == wanted if sign else bool(value)
+    return result != bool(negated or sign == "!=")
