@@ -72,5 +72,5 @@ def key(
         only_if: the same, but a value other than the default is an error.
         **limits: of the value, as `ge=1`.
     """
-    extra = {"resume": resume, "used_if": used_if, "only_if": only_if}
+    extra: dict[str, Any] = {"resume": resume, "used_if": used_if, "only_if": only_if}
     return Field(default, description=description, json_schema_extra=extra, **limits)

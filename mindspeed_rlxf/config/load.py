@@ -27,7 +27,7 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
-from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError, explain, ref
+from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError, ref
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.config.given import Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import (
@@ -52,6 +52,7 @@ from mindspeed_rlxf.config.keys import (
 from mindspeed_rlxf.config.mindspeed_llm import translate
 from mindspeed_rlxf.config.placement import place_roles
 from mindspeed_rlxf.config.plugins import read_and_load
+from mindspeed_rlxf.config.pydantic_errors import explain
 from mindspeed_rlxf.config.reward_functions import read_functions
 from mindspeed_rlxf.config.rules.host import check_host
 from mindspeed_rlxf.config.rules.sections import check_sections

@@ -165,7 +165,7 @@ def _cli_source(name: str) -> str:
     """Return the source of a command of mindspeed-rlxf and of the older toolkit's options."""
     assert name in COMMANDS, f"mindspeed-rlxf has no command {name}"
     files = [ROOT / "mindspeed_rlxf" / "cli" / f"{name}.py"]
-    files += sorted((ROOT / "mindspeed_rlxf" / "compat").glob("*flags.py"))
+    files += sorted((ROOT / "mindspeed_rlxf" / "cli").glob("*flags.py"))
     return "\n".join(_without_future(file.read_text("utf-8")) for file in files)
 
 
