@@ -2,49 +2,30 @@
 
 Hydra composes; its `compose` API is used rather than `@hydra.main`, which makes folders and moves
 into them. A plain `key=value` also works for keys that the YAML does not mention.
-
-Hydra copies every alias and omegaconf every interpolation, so a file of a hundred lines can ask for
-terabytes. Files are therefore checked before hydra reads them. A few interpolations are resolved in
-this process; many are resolved in a process with limits of time and memory.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.quoting import quote
 from mindspeed_rlxf.config.secret_words import withhold_interpolated
 from mindspeed_rlxf.config.suggest import closest
-from mindspeed_rlxf.files.bounded import OutOfBoundsError, run_bounded
-from mindspeed_rlxf.files.plain import read_text
-from mindspeed_rlxf.files.plain_yaml import MAX_BYTES, check_yaml
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FEW = 16  # most interpolations resolved in this process: they lengthen a text some hundred times
-MAX_TEXT = 4096  # characters of the longest text resolved in this process
-CPU_S, MEMORY_BYTES = 1, 2**30
-_REFUSED = (
-    HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError,
-    MemoryError,
-)  # fmt: skip
+_REFUSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
 
 
 def builtin_config_dir() -> Path:
@@ -72,8 +53,7 @@ def compose(
                 names are searched first in the directory that has the config, then in the other
     Values of `resource_pool.env` that came from interpolations are wrapped as `Withheld`.
     Errors: ConfigError for an unknown name, a config_dir that is no folder, a file in it that the
-    built-in directory would hide, bad YAML, a file that is too large or nests too deep, and
-    overrides or interpolations that cannot be applied.
+    built-in directory would hide, bad YAML, and overrides or interpolations that cannot be applied.
     """
     directories = _directories(config_dir)
     _check_name(config_name, directories)
@@ -82,14 +62,11 @@ def compose(
     edits = [_add_if_new(override, directories) for override in overrides]
     first = str(directories[0])
     try:
-        with (
-            warnings.catch_warnings(),
-            _checked_files(),
-            initialize_config_dir(first, version_base="1.3"),
-        ):
+        with warnings.catch_warnings(), initialize_config_dir(first, version_base="1.3"):
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
             config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
-        tree = {str(name): value for name, value in _resolve_bounded(config).items()}
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        tree = {str(name): value for name, value in plain.items()}
         withhold_interpolated(tree, config)
     except _REFUSED as error:
         raise ConfigError(_explain(error, config_name, directories)) from error
@@ -100,7 +77,7 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
     """Return the problem that describes an error of hydra, omegaconf or the YAML parser.
 
     For a missing file of the defaults list, with the names there are; for bad YAML, with the line;
-    for an override that cannot be parsed; for too deep nesting; else the error's own text.
+    for an override that cannot be parsed; else the error's own text.
     """
     name = f"config {config_name}"
     if isinstance(error, MissingConfigException):
@@ -129,8 +106,6 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
             "key='\"a(b)\"'",
             colon=True,
         )
-    if isinstance(error, RecursionError):
-        return Problem(name, "must not nest so deep", remedy="flatten it")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Problem(name, f"cannot be composed: {'; '.join(lines) or type(error).__name__}")
 
@@ -211,89 +186,3 @@ def _add_if_new(override: str, directories: Sequence[Path]) -> str:
     if not value.isascii() and value[0] not in "[{'\"":  # hydra's grammar is ASCII outside quotes
         value = quote(value)
     return f"++{name}={value}"
-
-
-class PlainFileSource(FileConfigSource):
-    """Hydra's reader of config files, with a check of every file before it is parsed."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Read and parse one YAML file in the folder `self.path`, for Hydra.
-
-        Errors: ConfigLoadError where it is missing; OSError where it is larger than MAX_BYTES or no
-        regular file; yaml.YAMLError where it is bad YAML, nests too deep or expands too much by
-        aliases.
-        """
-        name = self._normalize_file_name(config_path)
-        file = os.path.realpath(os.path.join(self.path, name))
-        if not os.path.exists(file):
-            raise ConfigLoadError(f"Config not found : {file}")
-        text = read_text(file, MAX_BYTES)
-        check_yaml(text, file)
-        stream = io.StringIO(text)
-        stream.name = file  # for errors of the parser
-        return ConfigResult(
-            config=OmegaConf.load(stream),
-            path=f"{self.scheme()}://{self.path}",
-            provider=self.provider,
-            header=ConfigSource._get_header_dict(text[:512]),
-        )
-
-
-@contextmanager
-def _checked_files() -> Iterator[None]:
-    """Make hydra read files through `PlainFileSource` in the `with` block; undo it after that."""
-    Plugins.instance()  # its first call registers hydra's sources
-    known = SourcesRegistry.instance().types
-    before = known["file"]
-    known["file"] = PlainFileSource
-    try:
-        yield
-    finally:
-        known["file"] = before
-
-
-def _resolve_bounded(config: DictConfig) -> Any:
-    """Return the configuration as plain dicts and lists with interpolations resolved.
-
-    More than FEW interpolations, or any beside a text longer than MAX_TEXT, are resolved in a child
-    process with limits of CPU_S and MEMORY_BYTES.
-    Errors: for a bad interpolation OmegaConfBaseException, or ValueError if the child process was
-    used; ValueError for an exceeded limit.
-    """
-    texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
-    count = sum(text.count("${") for text in texts)
-    if count <= FEW and (not count or max(map(len, texts)) <= MAX_TEXT):
-        return _resolve(config)
-    try:
-        tree, problem = run_bounded(lambda: _tree_or_problem(config), CPU_S, MEMORY_BYTES)
-    except OutOfBoundsError:
-        bounds = f"{CPU_S} s and {MEMORY_BYTES >> 30} GiB"
-        problem = f"its {count} interpolations must resolve within {bounds}"
-    if problem:
-        raise ValueError(problem)
-    return tree
-
-
-def _tree_or_problem(config: DictConfig) -> tuple[Any, str]:
-    """Resolve the interpolations; return (tree, "") or (None, text of the error)."""
-    try:
-        return _resolve(config), ""
-    except (OmegaConfBaseException, ValueError) as error:
-        return None, str(error)
-
-
-def _resolve(config: DictConfig) -> Any:
-    return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every string in nested dicts and lists, keys included, in no order, at any depth."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            stack += [*item, *item.values()]
-        elif isinstance(item, list):
-            stack += item

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config import compose
 from mindspeed_rlxf.config.enums import InvalidRows
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
@@ -37,8 +36,7 @@ def bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("system", "popen", "execv"):
         monkeypatch.setattr(f"os.{name}", lambda *words: canary.write_text("woken"))
     monkeypatch.setattr("subprocess.Popen", lambda *words, **more: canary.write_text("woken"))
-    for module in (compose, chats):  # seconds that a bomb may take; less for a quick test
-        monkeypatch.setattr(module, "CPU_S", 0.3)
+    monkeypatch.setattr(chats, "CPU_S", 0.3)  # seconds that a template may take
     before, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sum(os.times()[:4])
     yield
     # Processor time of this process and its children, which other tests do not change.
@@ -47,33 +45,10 @@ def bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     assert not canary.exists()
 
 
-def tenfold(first: str, next_: str, count: int = 12) -> str:
-    """A document in which every line asks for the one before it ten times."""
-    lines = [next_.format(i=i, before=i - 1) for i in range(1, count)]
-    return "\n".join([first, *lines]) + "\n"
-
-
-TEN = range(10)
 YAML = {
-    "aliases": tenfold("a0: &a0 [x]", "a{i}: &a{i} [" + ",".join("*a{before}" for _ in TEN) + "]"),
-    "merges": tenfold(
-        "a0: &a0 {{x: 1}}".format(),
-        "a{i}: &a{i} {{<<: [" + ",".join("*a{before}" for _ in TEN) + "]}}",
-    ),
-    "alias of itself": "a: &a [*a]\n",
-    "interpolated text": tenfold("a0: xxxxxxxxxx", "a{i}: " + "${{a{before}}}" * 10),
-    "interpolated sections": tenfold(
-        "a0: {x: 1}", "a{i}: {{" + ",".join(f"k{j}: '${{{{a{{before}}}}}}'" for j in TEN) + "}}"
-    ),
     "interpolated loop": "a: ${b}\nb: ${a}\n",
-    "nested interpolations": "a: " + "${" * 500 + "}" * 500 + "\n",
-    "lists on a line": "a: " + "[" * 50_000 + "\n",
-    "closed lists": "a: " + "[" * 200 + "]" * 200 + "\n",
-    "dashes": "a:\n" + "- " * 5000 + "x\n",
-    "indents": "".join(" " * i + "a:\n" for i in range(1200)),
     "digits": "training: {train_iters: " + "9" * 6000 + "}\n",
     "400 digits": "training: {train_iters: " + "9" * 400 + "}\n",
-    "a megabyte": "a: " + "x" * 2**21,
     "zeros": "\0" * 100,
     "no text": b"\xff\xfe\x00",
     "escape": 'a: "\\e]0;x\\a"\ntraining: {"\\e[31m": 1}\n',
@@ -90,12 +65,6 @@ def test_a_configuration_ends_in_error_lines(
     said = capsys.readouterr().err
     assert "Traceback" not in said and "\x1b" not in said and len(said) < 30_000
     assert all(line.startswith("error: ") for line in said.splitlines())
-
-
-@pytest.mark.parametrize("name", ["aliases", "merges", "alias of itself", "lists on a line"])
-def test_yaml_of_a_run_directory_is_refused_before_it_unfolds(name: str) -> None:
-    with pytest.raises(Exception, match=r"unfold|inside|deep"):
-        parse_yaml(str(YAML[name]))
 
 
 def test_ordinary_yaml_and_json_stay_what_they_are() -> None:
