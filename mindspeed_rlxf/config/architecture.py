@@ -115,7 +115,6 @@ class ArchitectureConfig(Section):
                 "original_max_position_embeddings",
                 "is required with rope_scaling_type=llama3",
                 remedy="take it from the checkpoint's config.json",
-                reads=("rope_scaling_type",),
             )
         if self.num_experts is not None:
             yield from self._check_experts(self.num_experts)
@@ -123,7 +122,7 @@ class ArchitectureConfig(Section):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 rule = "needs num_experts, the model is dense"
-                yield Problem(name, rule, value, "remove it", reads=("num_experts",))
+                yield Problem(name, rule, value, "remove it")
 
     def _check_heads(self) -> Iterator[Problem]:
         """Yield problems of the numbers of attention heads and query groups, and of the head width.
@@ -132,14 +131,12 @@ class ArchitectureConfig(Section):
         `kv_channels`, the head width must be even. The query groups must divide the heads.
         """
         heads, width = self.num_attention_heads, self.hidden_size
-        sizes = ("num_attention_heads", "hidden_size", "kv_channels")
         if self.kv_channels is None and width % heads:
             yield Problem(
                 "num_attention_heads",
                 f"must divide hidden_size={width} where kv_channels is not given",
                 heads,
                 use(neighbours(heads, divisors(width))),
-                reads=sizes,
             )
         elif self.head_dim % 2:
             yield Problem(
@@ -147,7 +144,6 @@ class ArchitectureConfig(Section):
                 f"the head width {self.head_dim} must be even for rotary positions",
                 remedy="change it",
                 colon=True,
-                reads=sizes,
             )
         if heads % self.kv_heads:
             yield Problem(
@@ -155,7 +151,6 @@ class ArchitectureConfig(Section):
                 f"must divide num_attention_heads={heads}",
                 self.kv_heads,
                 use(neighbours(self.kv_heads, divisors(heads))),
-                reads=("num_attention_heads",),
             )
 
     def _check_experts(self, experts: int) -> Iterator[Problem]:
@@ -171,7 +166,6 @@ class ArchitectureConfig(Section):
                 f"and num_layers={self.num_layers} must make at most {MOST_EXPERTS_IN_ALL} experts",
                 experts,
                 "correct them",
-                reads=("num_layers",),
             )
         if self.moe_router_topk > experts:
             yield Problem(
@@ -179,7 +173,6 @@ class ArchitectureConfig(Section):
                 f"must be at most num_experts={experts}",
                 self.moe_router_topk,
                 f"use {experts} or less",
-                reads=("num_experts",),
             )
         if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             yield Problem(
@@ -188,7 +181,6 @@ class ArchitectureConfig(Section):
                 "learns nothing",
                 1,
                 "use moe_router_pre_softmax=true, or 2 experts",
-                reads=("moe_router_pre_softmax",),
             )
         if self.add_qkv_bias:
             yield Problem(
@@ -196,7 +188,6 @@ class ArchitectureConfig(Section):
                 "must be false with num_experts (Qwen3-MoE and Mixtral have no biases)",
                 True,
                 "use false",
-                reads=("num_experts",),
             )
         if self.moe_aux_loss_coeff and not self.balances_experts:
             kind = self.moe_router_load_balancing_type.value
@@ -205,5 +196,4 @@ class ArchitectureConfig(Section):
                 f"has no effect with moe_router_load_balancing_type={kind}",
                 f"{self.moe_aux_loss_coeff:g}",
                 "use 0, or aux_loss",
-                reads=("moe_router_load_balancing_type",),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
@@ -28,7 +28,6 @@ class Problem:
     value:  the given value; None is not shown; text is shown without quotes
     remedy: how to correct it, other keys in it by `ref`; "" where there is none
     colon:  the rule is a sentence of its own, printed after a colon
-    reads:  keys that the rule depends on and does not name
     """
 
     key: str
@@ -36,20 +35,6 @@ class Problem:
     value: object = None
     remedy: str = ""
     colon: bool = False
-    reads: tuple[str, ...] = ()
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys that the rule depends on: `key`, `reads`, then those marked by `ref` in `rule`.
-
-        An empty `key`, and empty `reads`, are left out; a key may come twice.
-        """
-        named = [part for part in (self.key, *self.reads) if part]
-        return (*named, *self.rule.split(REF)[1::2])
-
-    def depends_on(self, paths: Collection[str]) -> bool:
-        """Return whether one of `keys` is in `paths`, or lies in a section of `paths`."""
-        return any(key == path or key.startswith(f"{path}.") for key in self.keys for path in paths)
 
     def rename_keys(self, spell: Callable[[str], str]) -> Problem:
         """Return a copy with every key, those marked in texts too, replaced by `spell(key)`."""
@@ -58,7 +43,6 @@ class Problem:
             key=spell(self.key),
             rule=_rename(self.rule, spell),
             remedy=_rename(self.remedy, spell),
-            reads=tuple(map(spell, self.reads)),
         )
 
     def __str__(self) -> str:

@@ -146,7 +146,7 @@ class RewardConfig(RoleConfig):
             )
         if self.verifier and self.parts:
             rule = f"scores all samples alone, {ref('functions')} are given too"
-            yield Problem("verifier", rule, True, "remove one of them", reads=("function",))
+            yield Problem("verifier", rule, True, "remove one of them")
         names = [part.name for part in self.functions]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             rule = f"must each have a name of its own, {', '.join(twice)} is there twice"

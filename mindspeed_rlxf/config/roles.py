@@ -171,7 +171,6 @@ class RoleConfig(Section):
                 f"needs experts, model.{self.model} is dense",
                 self.expert_model_parallel_size,
                 f"use 1, or set {ref('architecture.num_experts')}",
-                reads=("architecture.num_experts",),
             )
 
     def _check_pipeline(self) -> Iterator[Problem]:
@@ -182,14 +181,12 @@ class RoleConfig(Section):
         """
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
-        reads = ("architecture.num_layers",)
         if layers % pp:
             yield Problem(
                 PIPELINE,
                 f"must divide the {layers} layers of {self.model}",
                 pp,
                 use(neighbours(pp, divisors(layers))),
-                reads=reads,
             )
         elif per_chunk is not None and pp == 1:
             yield Problem(
@@ -204,7 +201,6 @@ class RoleConfig(Section):
                 f"must divide the {layers // pp} layers of a pipeline stage of {self.model}",
                 per_chunk,
                 use(neighbours(per_chunk, divisors(layers // pp))),
-                reads=(*reads, PIPELINE),
             )
 
 
@@ -255,7 +251,6 @@ class LearningConfig(RoleConfig):
                 f"tensor_model_parallel_size={tp}",
                 False,
                 f"use {ref('sequence_parallel')}=true",
-                reads=("tensor_model_parallel_size", "architecture.num_experts"),
             )
         if a.balances_experts and self.pipeline_model_parallel_size > 1:
             yield Problem(
@@ -274,7 +269,6 @@ class LearningConfig(RoleConfig):
         layers.
         """
         size, layers = self.recompute_num_layers, self.layers_per_chunk
-        reads = ("architecture.num_layers", PIPELINE, CHUNK)
         if self.recompute is not Recompute.FULL:
             return
         if self.recompute_method is RecomputeMethod.UNIFORM and layers % size:
@@ -284,7 +278,6 @@ class LearningConfig(RoleConfig):
                 f"{ref('recompute_method')}=uniform",
                 size,
                 use(neighbours(size, divisors(layers))),
-                reads=reads,
             )
         elif size > layers:
             yield Problem(
@@ -292,7 +285,6 @@ class LearningConfig(RoleConfig):
                 f"must be at most the {layers} layers of a stage or chunk of {self.model}",
                 size,
                 f"use {layers}",
-                reads=reads,
             )
 
 
@@ -431,7 +423,6 @@ class ActorConfig(LearningConfig):
                 f"must be token ids below vocab_size={vocab_size}",
                 outside,
                 "remove them",
-                reads=("architecture.vocab_size",),
             )
         train, infer = self.num_gpus_for_train, self.num_gpus_for_infer
         if (train is None) != (infer is None):

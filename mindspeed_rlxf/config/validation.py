@@ -122,5 +122,4 @@ class ValidationConfig(Section):
                 "of one data source, as val/SOURCE/score",
                 self.best_metric,
                 "use score",
-                reads=("reward", "pass_score"),
             )

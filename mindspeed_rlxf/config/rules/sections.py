@@ -138,7 +138,6 @@ def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
             remedy=f"{use(multiples_around(processes, tp))}, or allow it with "
             "resource_pool.tensor_parallel_spans_nodes=true",
             colon=True,
-            reads=(f"{role.value}.tensor_model_parallel_size",),
         )
 
 

@@ -106,7 +106,6 @@ def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Probl
                     infer,
                     f"{use(multiples_around(processes, tp))} on each node",
                     colon=True,
-                    reads=(ROLLOUT_TP,),
                 )
         yield from _check_rollout_experts(config, infer // tp)
 

@@ -95,7 +95,6 @@ def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
                 "vocabularies part by part",
                 theirs,
                 f"use {mine}, or low_var_kl",
-                reads=(f"actor_rollout.{key}",),
             )
 
 
@@ -114,7 +113,6 @@ def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
             f"vocab_size={theirs} must be the actor's {mine}, whose tokens it scores",
             remedy="give folder and model of the policy that training starts from",
             colon=True,
-            reads=tuple(f"model.{section.model}.vocab_size" for section in sections),
         )
 
 
