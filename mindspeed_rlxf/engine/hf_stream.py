@@ -19,9 +19,9 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank.
 
-    Ordered by pipeline stage, then by expert-parallel rank.
-    A collective: all ranks of the role must iterate to the same tensor. Memory for one parameter is
-    needed beside the model. A tied output layer is left out, as in Hugging Face's files.
+    Ordered by pipeline stage, then by expert-parallel rank. A collective: all ranks of the role
+    must iterate to the same tensor. Memory for two copies of one parameter is needed beside the
+    model. A tied output layer is left out, as in Hugging Face's files.
     """
     architecture, pp, ep = weights.architecture, groups.pp, groups.ep
     dtype = next(iter(weights.tensors.values())).dtype
@@ -32,27 +32,17 @@ def hf_tensors(
                 if not parameter.is_first_copy(0, ep_rank):
                     continue
                 held = stage == pp.rank() and (parameter.expert is None or ep_rank == ep.rank())
-                whole = _gather_whole(weights, parameter, held, dtype)
+                if held:
+                    whole = weights.hf_tensors(parameter)
+                else:  # to receive a broadcast
+                    where = device.current_device()
+                    whole = {
+                        name: torch.empty(hf_shape(name, architecture), dtype=dtype, device=where)
+                        for name in parameter.sources
+                    }
                 for tensor in whole.values():
                     _broadcast(tensor, parameter, groups, stage, ep_rank)
                 yield from whole.items()
-
-
-def _gather_whole(
-    weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Return a parameter's whole tensors on the device, by Hugging Face's names.
-
-    held: this rank has a shard: gather them over the tensor-parallel ranks. False = return
-          uninitialised tensors of type `dtype`, to receive a broadcast
-    """
-    where = device.current_device()
-    if held:
-        return {name: t.to(where) for name, t in weights.hf_tensors(parameter).items()}
-    return {
-        name: torch.empty(hf_shape(name, weights.architecture), dtype=dtype, device=where)
-        for name in parameter.sources
-    }
 
 
 def _broadcast(

@@ -82,19 +82,21 @@ class StageWeights:
         target[rows:].zero_()  # padding of the vocabulary
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
-        """Gather a parameter from all tp ranks; return its whole Hugging Face tensors on the CPU.
+        """Gather a parameter from all tp ranks; return copies of its whole Hugging Face tensors.
 
-        By name, without padding, in the parameter's dtype. A collective over the tp group.
+        By name, without padding, on the parameter's device in its dtype. A collective over the tp
+        group.
         keep: False = only take part, and return {}
         """
         shard = self.tensors[parameter.name].detach()
-        shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
-        dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
+        shards = [shard]
+        if self.tp_group.size() > 1:
+            shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
+            dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
         if not keep:
             return {}
         full = {
-            name: torch.empty(hf_shape(name, self.architecture), dtype=shard.dtype)
-            for name in parameter.sources
+            name: shard.new_empty(hf_shape(name, self.architecture)) for name in parameter.sources
         }
         for rank, piece in enumerate(shards):
             for part in shard_boxes(parameter, self.architecture, rank, len(shards)):
@@ -136,7 +138,7 @@ class StageWeights:
                 continue  # the first stage writes the embedding
             keep = writes and (first or parameter.expert is not None)
             for hf_name, tensor in self.hf_tensors(parameter, keep).items():
-                tensors[hf_name] = tensor.to(dtypes.get(hf_name, tensor.dtype))
+                tensors[hf_name] = tensor.cpu().to(dtypes.get(hf_name, tensor.dtype))
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
         try:
             if writes and failed is None:

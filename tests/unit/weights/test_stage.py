@@ -234,6 +234,16 @@ def test_ranks_that_do_not_write_hold_no_tensors_on_the_host(
     assert first.hf_tensors(first.table[0]) and not second.hf_tensors(second.table[0], keep=False)
 
 
+def test_gathered_tensors_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights.dist, "all_gather", lambda *_, **__: None)
+    for tp in (1, 2):
+        rank = stage(architecture(), LM, Group(0, tp), Group(0, 1))
+        for parameter in rank.table:
+            rank.tensors[parameter.name] = Parameter(rank.tensors[parameter.name].to("meta"))
+            found = rank.hf_tensors(parameter)
+            assert {tensor.device.type for tensor in found.values()} == {"meta"}
+
+
 def test_a_module_that_the_map_does_not_describe_is_refused() -> None:
     module: Any = SimpleNamespace(named_parameters=lambda: [("extra.bias", torch.zeros(1))])
     with pytest.raises(AssertionError, match=r"map and module differ.*extra\.bias"):
