@@ -145,12 +145,14 @@ def fixed_run(
 ) -> tuple[RunConfig, Prepared]:  # fmt: skip
     """Two epochs of two steps in each iteration, adaptive KL, shuffled mini-batches."""
     optimizer = OptimizerConfig(
-        lr=1e-3,
-        lr_decay_style=LrDecayStyle.LINEAR,
-        # Above a gradient's rounding (1e-10) and below the gradients (1e-4): with 1e-8 Adam makes a
-        # step of 1e-4 of a single weight whose gradient is nothing but rounding.
-        adam_eps=1e-6,
-        **sections.get("optimizer", {}),
+        **{
+            "lr": 1e-3,
+            "lr_decay_style": LrDecayStyle.LINEAR,
+            # Above a gradient's rounding (1e-10) and below the gradients (1e-4): with 1e-8 Adam
+            # makes a step of 1e-4 of a single weight whose gradient is nothing but rounding.
+            "adam_eps": 1e-6,
+            **sections.get("optimizer", {}),
+        }
     )
     merged: dict[str, dict[str, Any]] = {
         "training": {

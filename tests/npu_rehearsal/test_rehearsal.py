@@ -25,7 +25,7 @@ def checkouts() -> None:
 
 @with_mindspeed
 @pytest.mark.parametrize("name", REQUIRED)
-def test_five_iterations_equal_those_on_cpu(checkouts: None, tmp_path: Path, name: str) -> None:
+def test_a_run_equals_that_on_cpu(checkouts: None, tmp_path: Path, name: str) -> None:
     assert run.rehearse(name, tmp_path)
 
 
@@ -40,6 +40,6 @@ def test_two_ranks_of_a_case_go_through_on_cpu(tmp_path: Path) -> None:
     folder, out = tmp_path / "PLAIN", tmp_path / "out"
     run.make_models(folder, "PLAIN", tmp_path)
     run.run_case("cpu", folder, out, "tp2", tmp_path)
-    assert len((out / "metrics.jsonl").read_text().splitlines()) == 5
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 2
     for rank in range(CASES["tp2"].ranks):
         assert json.loads((out / f"reads.{rank}.json").read_text())

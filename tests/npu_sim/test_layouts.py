@@ -9,13 +9,13 @@ import pytest
 from tests.npu_rehearsal import run
 from tests.npu_rehearsal.cases import CASES
 
-SHORT = "tp2"  # two ranks over HCCL
+SHORT = "tp2"  # two ranks over HCCL, which generate
 
 
 @pytest.mark.parametrize(
     "name",
     [name if name == SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES],
 )
-def test_five_iterations_equal_those_on_cpu(simulated: Path, tmp_path: Path, name: str) -> None:
+def test_a_run_equals_that_on_cpu(simulated: Path, tmp_path: Path, name: str) -> None:
     """With MindSpeed itself where RLXF_MINDSPEED names it, else with the small adaptor."""
     assert run.rehearse(name, tmp_path, "sim")
