@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf.device import npu_versions, visible
+from mindspeed_rlxf.device.npu_versions import HOME
 
 logger = logging.getLogger(__name__)
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-HOME = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 LIBRARY = "libascendcl.so"
 SOURCE_IT = "run `source <CANN>/set_env.sh` on every node before `ray start` (or this command)"
 ARGUMENTS: Mapping[str, Any] = {
@@ -72,7 +72,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
     assert not early, f"{early[0]} was imported before MindSpeed's adaptor"
     check_cann(os.environ)
-    for warning in npu_versions.check():
+    for warning in npu_versions.require_versions():
         logger.warning("%s", warning)
     if deadline_s is not None:
         set_timeouts(os.environ, deadline_s)

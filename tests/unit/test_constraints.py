@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from mindspeed_rlxf.device.npu_sets import SETS, VersionSet
+from mindspeed_rlxf.device.npu_versions import SETS, VersionSet
 
 OURS = "mindspeed-rlxf"
 DOCS = Path(__file__).parents[2] / "constraints" / "docs.txt"

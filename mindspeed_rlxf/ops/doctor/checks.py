@@ -25,7 +25,7 @@ from mindspeed_rlxf import device, packages
 from mindspeed_rlxf.cluster.ray.cluster import object_store_bytes
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.device import driver, npu_install, npu_python, npu_versions
+from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.device.control_group import (
     FOLDER,
     Amount,
@@ -34,7 +34,7 @@ from mindspeed_rlxf.device.control_group import (
     read_processors,
 )
 from mindspeed_rlxf.device.driver import DriverView, list_device_files, query_driver
-from mindspeed_rlxf.device.npu_install import Checked, Host
+from mindspeed_rlxf.device.npu_versions import Checked, Host
 from mindspeed_rlxf.ops.doctor.report import Finding, Status, describe, error, judge, ok, warning
 from mindspeed_rlxf.ops.sizes import GIB, existing_folder, format_bytes
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -120,8 +120,7 @@ def probes(subject: Subject) -> list[Probe]:
     return [
         Probe("versions", partial(check_software, kind), 20.0),
         Probe("devices", partial(check_devices, kind), 65.0),  # an NPU's torch may load for 40 s
-        Probe("npu", partial(check_install, kind), 30.0),
-        Probe("npu.cards", partial(check_cards, kind, several), 30.0),
+        Probe("npu", partial(check_install, kind, several), 30.0),
         Probe("limits", check_limits),
         Probe("memory", lambda: [check_memory(), shared_memory(object_store_bytes())]),
         Probe("disk", partial(check_disk, Path(subject.output_dir))),
@@ -182,20 +181,18 @@ def check_software(kind: DeviceKind) -> Iterator[Finding]:
     yield from package_findings(versions, required, _requirements())
     if not is_npu:
         return
-    installed = npu_versions.read_versions()
+    cann = npu_versions.cann_version()
     yield judge(
-        installed.cann is not None,
+        cann is not None,
         "versions.cann",
-        installed.cann or "no CANN found",
+        cann or "no CANN found",
         "install CANN, and source its set_env.sh before `ray start` and the run",
         Status.ERROR,
     )
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}
     yield ok("versions.sources", ", ".join(f"{m} from {f}" for m, f in folders.items() if f))
-    for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(installed)):
-        status = Status.ERROR if problem.fatal else Status.WARNING
-        yield Finding("versions.pairs", status, problem.rule, problem.remedy)
+    yield from map(_as_finding, npu_versions.check_versions())
 
 
 def package_findings(
@@ -300,29 +297,11 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
     return ok("devices.torch", shown)
 
 
-def check_install(kind: DeviceKind) -> list[Finding]:
-    """Check driver, CANN and Python of an NPU host (docs/npu.md); [] on another device kind."""
+def check_install(kind: DeviceKind, several_hosts: bool) -> list[Finding]:
+    """Check driver, CANN, Python and links of an NPU host (docs/npu.md); [] on another kind."""
     if device.resolve_kind(kind) is not DeviceKind.NPU:
         return []
-    host, versions = Host(), npu_versions.read_versions()
-    checked = [
-        *npu_install.check_driver(host),
-        *npu_install.check_cann(host),
-        *npu_python.check_python(versions),
-    ]
-    return list(map(_as_finding, checked))
-
-
-def check_cards(kind: DeviceKind, several_hosts: bool) -> list[Finding]:
-    """Check cards and their network ports on an NPU host; [] elsewhere and without cards."""
-    if device.resolve_kind(kind) is not DeviceKind.NPU:
-        return []
-    view = driver.query_driver(DeviceKind.NPU)
-    if view is None or not view.devices:
-        return []
-    numbers = [each.index for each in view.devices]
-    links = npu_install.check_links(Host(), numbers, several_hosts)
-    return list(map(_as_finding, [npu_install.describe_cards(view.devices), *links]))
+    return list(map(_as_finding, npu_versions.check_host(Host(), several_hosts)))
 
 
 def _as_finding(found: Checked) -> Finding:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.device import npu_sets, npu_versions
-from mindspeed_rlxf.device.npu_sets import DEFAULT, SETS, VersionSet
-from mindspeed_rlxf.device.npu_versions import Installed
+from mindspeed_rlxf.device import npu_versions
+from mindspeed_rlxf.device.npu_versions import DEFAULT, SETS, Installed, VersionSet
 from tests.unit.device import npu_recorder
 
 GOOD = Installed("2.7.1+cpu", "2.7.1.post8", "0.12.1", "0.12.1", "9.1.0")
@@ -19,7 +18,8 @@ CONSTRAINTS = Path(__file__).parents[3] / "constraints"
 
 
 def problems(there: Installed, fatal: bool) -> list[str]:
-    return [str(each) for each in npu_versions.pair_problems(there) if each.fatal is fatal]
+    found = npu_versions.pair_problems(there)
+    return [f"{each.value}; {each.remedy}" for each in found if each.fatal is fatal]
 
 
 @pytest.mark.parametrize("there", [GOOD, OLDER, NEWER])
@@ -92,31 +92,21 @@ def test_the_default_set_is_that_of_make() -> None:
     assert f"$(if $(filter npu,$(DEVICE)),{DEFAULT.name},cpu)" in text
 
 
-def test_a_package_of_torch_npu_stands_in_one_release_or_is_named_unpaired() -> None:
-    named = [name for each in npu_sets.RELEASES for name in each.packages]
-    assert len(set(named)) == len(named) and not set(named) & set(npu_sets.UNPAIRED)
-
-
-def test_every_fact_has_its_source_and_date() -> None:
-    sources = [each.source for each in (*SETS, *npu_sets.RELEASES, *npu_sets.NOT_TRIED)]
-    assert all(text and re.fullmatch(r"20\d\d-\d\d-\d\d", date) for text, date in sources)
-
-
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
         ("__init__.py", "import megatron_adaptor\n", r"needs MegatronAdaptor.*26\.1\.0_core"),
-        ("megatron_adaptor.py", "def patch_features(): ...\n", r"must have .*repatch.*2\.1\.0"),
+        ("megatron_adaptor.py", "def patch_features(): ...\n", "must have .*repatch"),
     ],
 )
 def test_a_mindspeed_that_cannot_work_is_refused_whatever_its_version_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, text: str, message: str
 ) -> None:
     npu_recorder.install(monkeypatch, tmp_path)
-    npu_versions.check()
+    npu_versions.require_versions()
     (tmp_path / "MindSpeed" / "mindspeed" / file).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        npu_versions.check()
+        npu_versions.require_versions()
 
 
 @pytest.mark.parametrize("each", SETS, ids=lambda each: each.name)
@@ -140,8 +130,8 @@ def test_incomplete_installations_are_refused(
 ) -> None:
     """wheel: megatron.core without megatron.training"""
     npu_recorder.install(monkeypatch, tmp_path)
-    npu_versions.check()
+    npu_versions.require_versions()
     npu_recorder.checkout(tmp_path / "wheel", ["core"], (0, 16, 1))
     npu_recorder.look_in(monkeypatch, [tmp_path / name for name in folders])
     with pytest.raises(ValueError, match=message):
-        npu_versions.check()
+        npu_versions.require_versions()

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rlxf import packages
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import driver, npu_python
-from mindspeed_rlxf.device.driver import DriverView
-from mindspeed_rlxf.device.npu_install import Checked
+from mindspeed_rlxf.device.npu_versions import Checked
 from mindspeed_rlxf.ops.doctor import checks
-from mindspeed_rlxf.ops.doctor.checks import Subject, check_cards, check_install
+from mindspeed_rlxf.ops.doctor.checks import Subject, check_install
 from mindspeed_rlxf.ops.doctor.report import Finding, Status
 from tests.unit.device import npu_recorder
-from tests.unit.device.test_npu_install import make_host
-from tests.unit.device.test_npu_python import VERSIONS
+from tests.unit.device.test_npu_host import VERSIONS, make_host
 
 GUIDE = Path(__file__).parents[4] / "docs" / "npu.md"
 
@@ -25,17 +23,14 @@ GUIDE = Path(__file__).parents[4] / "docs" / "npu.md"
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A host of two devices, with the files and tools of a whole installation."""
     npu_recorder.install(monkeypatch, tmp_path / "sources")
-    monkeypatch.setattr(npu_python.packages, "_installed", VERSIONS.get)
+    monkeypatch.setattr(packages, "_installed", VERSIONS.get)
     inspected = make_host(tmp_path)
     monkeypatch.setattr(checks, "Host", lambda: inspected)
-    view = DriverView("npu-smi", *driver.parse_ascend(npu_recorder.smi_table(2)))
-    monkeypatch.setattr(driver, "query_driver", lambda kind: view)
     return tmp_path
 
 
 def test_every_check_of_the_guide_is_made(host: Path) -> None:
-    findings = [*check_install(DeviceKind.NPU), *check_cards(DeviceKind.NPU, True)]
-    found = {finding.check for finding in findings}
+    found = {finding.check for finding in check_install(DeviceKind.NPU, True)}
     steps = GUIDE.read_text(encoding="utf-8").partition("\n### Not tried")[0]
     asked = set(re.findall(r"`(npu\.[a-z_]+)`", steps))
     assert asked - found == {"npu.triton", "npu.transformer_engine"}  # where there is a reason
@@ -43,7 +38,7 @@ def test_every_check_of_the_guide_is_made(host: Path) -> None:
 
 
 def test_other_devices_have_no_checks_of_an_npu_host(host: Path) -> None:
-    assert check_install(DeviceKind.CPU) == check_cards(DeviceKind.CPU, True) == []
+    assert check_install(DeviceKind.CPU, True) == []
 
 
 def test_what_stops_a_run_is_an_error_and_the_rest_a_warning() -> None:
@@ -63,7 +58,7 @@ def test_the_doctor_reports_the_checks_of_an_npu_host(
     (host / "dev" / "hisi_hdc").unlink()
     subject = Subject(DeviceKind.NPU, str(host))
     probes = {probe.name: probe for probe in checks.probes(subject)}
-    found = {f.check: f for f in checks.run_probes([probes["npu"], probes["npu.cards"]])}
+    found = {f.check: f for f in checks.run_probes([probes["npu"]])}
     assert found["npu.device_files"].status is Status.ERROR
     assert "/dev/hisi_hdc" in found["npu.device_files"].value
     assert found["npu.links"].value == "2 up"

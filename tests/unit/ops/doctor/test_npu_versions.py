@@ -48,7 +48,7 @@ def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host: Path)
     what = "MindSpeed 0.12.1 must pair with Megatron-LM 0.16.1"
     assert findings_of("versions.pairs") == [("error", what, "check out MindSpeed core_r0.16.0")]
     with pytest.raises(ValueError, match=what):
-        npu_versions.check()  # as a worker does
+        npu_versions.require_versions()  # as a worker does
 
 
 def test_a_torch_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:

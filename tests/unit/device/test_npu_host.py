@@ -1,0 +1,278 @@
+"""The checks of an installation on an NPU host find each fault and name its remedy.
+
+A folder with the files that the vendor's guides name stands in for `/`, and the outputs that the
+guides print stand in for npu-smi and hccn_tool.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf import packages
+from mindspeed_rlxf.device import npu_versions
+from mindspeed_rlxf.device.npu_versions import Checked, Host, Installed
+from tests.unit.device import npu_recorder
+
+THERE = Installed("2.7.1+cpu", "2.7.1.post8", "0.12.1", "0.12.1", "9.1.0")
+VERSIONS = {
+    "numpy": "2.4.6", "decorator": "5.2.1", "sympy": "1.14.0", "cffi": "2.0.0", "attrs": "26.1.0",
+    "cython": "3.2.0", "pyyaml": "6.0.3", "pathlib2": "2.3.7", "protobuf": "7.36.2",
+    "scipy": "1.17.1", "requests": "2.34.2", "psutil": "7.2.2", "absl-py": "2.3.1",
+    "transformers": "4.51.3",
+}  # fmt: skip
+BOARD = """
+        NPU ID                         : 0
+        Software Version               : 25.5.1
+        Firmware Version               : 7.8.0.5.216
+        Compatibility                  : {}
+"""
+
+
+def make_host(root: Path, **changed: str) -> Host:
+    """A host on which every line is fine. changed: variables of the environment"""
+    cann, atb = root / "cann", root / "atb"
+    for name in (*npu_versions.DEVICE_FILES, "/dev/davinci0", "/dev/davinci1"):
+        touch(root / name.lstrip("/"))
+    touch(root / npu_versions.DRIVER_VERSION.lstrip("/")).write_text("Version=25.5.1\n")
+    touch(root / npu_versions.SET_ENV[0].lstrip("/"))
+    (cann / "opp" / npu_versions.KERNELS / "ascend910b").mkdir(parents=True)
+    (cann / "python" / "site-packages").mkdir(parents=True)
+    atb.mkdir()
+    environment = {
+        "PYTHONPATH": str(cann / "python" / "site-packages"),
+        "ASCEND_HOME_PATH": str(cann),
+        "ATB_HOME_PATH": str(atb),
+    }
+    return Host(root, {**environment, **changed}, answer())
+
+
+def touch(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    return file
+
+
+def answer(
+    link: str = "UP", tls: str = "0", compatibility: str = "OK"
+) -> Callable[[Sequence[str]], str]:
+    """Outputs of the tools. link: of the last device; tls: of the last device"""
+
+    def run(command: Sequence[str]) -> str:
+        if command[0] == "npu-smi":
+            return BOARD.format(compatibility)
+        device, option = command[2], command[3]
+        if option == "-link":
+            return f"link status: {'UP' if device == '0' else link}\n"
+        return f"dev_id:{device}, tls switch[{'0' if device == '0' else tls}](0:disable, 1:enable)"
+
+    return run
+
+
+def bad(found: Iterable[Checked]) -> dict[str, Checked]:
+    return {each.name: each for each in found if not each.fine}
+
+
+def everything(host: Host, several_hosts: bool = True) -> dict[str, Checked]:
+    links = npu_versions.check_links(host, several_hosts)
+    return bad([*npu_versions.check_driver(host), *npu_versions.check_cann(host), *links])
+
+
+def test_a_whole_installation_has_no_findings(tmp_path: Path) -> None:
+    assert everything(make_host(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("missing", "check", "remedy"),
+    [
+        (npu_versions.DRIVER_VERSION, "npu.driver", "then the firmware"),
+        ("/dev/hisi_hdc", "npu.device_files", "--device /dev/hisi_hdc"),
+        ("/dev/davinci_manager", "npu.device_files", "--device /dev/davinci_manager"),
+    ],
+)
+def test_files_of_the_driver_that_are_missing_are_errors_with_the_mount(
+    tmp_path: Path, missing: str, check: str, remedy: str
+) -> None:
+    host = make_host(tmp_path)
+    host.path(missing).unlink()
+    ((name, found),) = everything(host).items()
+    assert (name, found.fatal) == (check, True)
+    assert missing in found.value and remedy in found.remedy
+
+
+def test_a_container_without_numbered_devices_is_an_error(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    for number in (0, 1):
+        host.path(f"/dev/davinci{number}").unlink()
+    assert "/dev/davinci<N>" in everything(host)["npu.device_files"].value
+
+
+def test_firmware_that_the_driver_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    host = make_host(tmp_path)._replace(run=answer(compatibility="NOK"))
+    found = everything(host)["npu.firmware"]
+    assert found.fatal and "7.8.0.5.216" in found.value and "NOK" in found.value
+
+
+@pytest.mark.parametrize("script", [*npu_versions.SET_ENV, "/home/me/Ascend/cann/set_env.sh"])
+def test_the_remedy_names_the_set_env_that_is_there(tmp_path: Path, script: str) -> None:
+    """CANN 8.5 and later have it in `cann`, older ones in `ascend-toolkit`."""
+    host = make_host(tmp_path, ASCEND_HOME_PATH="", HOME="/home/me")
+    host.path(npu_versions.SET_ENV[0]).unlink()
+    touch(host.path(script))
+    ((name, found),) = bad(npu_versions.check_cann(host)).items()
+    assert (name, found.fatal) == ("npu.set_env", True)
+    assert f"source {script}" in found.remedy
+
+
+def test_two_canns_in_one_environment_are_an_error(tmp_path: Path) -> None:
+    host = make_host(tmp_path, ASCEND_TOOLKIT_HOME=str(tmp_path / "older"))
+    found = everything(host)["npu.set_env"]
+    assert found.fatal and str(tmp_path / "older") in found.value
+    both = make_host(tmp_path / "b", ASCEND_TOOLKIT_HOME=str(tmp_path / "b" / "cann"))
+    assert everything(both) == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check", "remedy"),
+    [
+        ("PYTHONPATH", "/somewhere/Megatron-LM", "npu.cann_python", "keep $PYTHONPATH"),
+        ("ATB_HOME_PATH", "", "npu.atb", "install CANN's NNAL first"),
+        ("ASCEND_OPP_PATH", "/nowhere", "npu.operators", "Ascend-cann-A3-ops"),
+    ],
+)
+def test_an_environment_that_lost_a_part_is_named_with_its_remedy(
+    tmp_path: Path, variable: str, value: str, check: str, remedy: str
+) -> None:
+    ((name, found),) = everything(make_host(tmp_path, **{variable: value})).items()
+    assert name == check and remedy in found.remedy
+
+
+def test_an_installed_atb_has_only_to_be_sourced(tmp_path: Path) -> None:
+    host = make_host(tmp_path, ATB_HOME_PATH="")
+    touch(host.path(npu_versions.SET_ENV_ATB))
+    assert "install" not in everything(host)["npu.atb"].remedy
+
+
+def test_a_link_that_is_down_is_an_error_between_hosts_alone(tmp_path: Path) -> None:
+    host = make_host(tmp_path)._replace(run=answer(link="DOWN"))
+    found = everything(host)["npu.links"]
+    assert found.fatal and "1: DOWN" in found.value and "-link -g" in found.remedy
+    assert everything(host, several_hosts=False) == {}
+
+
+def test_links_of_different_encryption_are_an_error(tmp_path: Path) -> None:
+    host = make_host(tmp_path)._replace(run=answer(tls="1"))
+    assert everything(host)["npu.tls"].value == "switch 0, 1"
+
+
+def test_a_tool_that_does_not_tell_the_state_of_a_link_is_no_broken_cable(tmp_path: Path) -> None:
+    tell = answer()
+
+    def run(command: Sequence[str]) -> str:
+        if command[2] == "1":
+            raise ValueError("hccn_tool ended with 1: no right")
+        return tell(command)
+
+    host = make_host(tmp_path)._replace(run=run)
+    (found,) = everything(host).values()
+    assert (found.name, found.fatal, found.value) == ("npu.links", False, "1: unknown")
+    assert everything(host, several_hosts=False) == {}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An x86 host with the default set, whose checkouts are on the path."""
+    npu_recorder.install(monkeypatch, tmp_path)
+    (tmp_path / "MindSpeed" / "setup.py").write_text("__version__ = '0.12.1'\n")
+    monkeypatch.setattr(packages, "_installed", VERSIONS.get)
+    monkeypatch.setattr(npu_versions.platform, "machine", lambda: "x86_64")
+    return tmp_path
+
+
+def bad_python(versions: Installed = THERE) -> dict[str, Checked]:
+    return {each.name: each for each in npu_versions.check_python(versions) if not each.fine}
+
+
+def test_the_packages_of_the_default_set_have_no_findings(host: Path) -> None:
+    assert bad_python() == {}
+
+
+def test_a_python_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
+    found = bad_python()["npu.python"]
+    assert not found.fatal and found.remedy == "make the environment with Python 3.11"
+
+
+@pytest.mark.parametrize("torch", ["2.7.1", "2.7.1+cu128"])
+def test_on_x86_the_cpu_build_of_torch_is_asked_for_with_its_index(host: Path, torch: str) -> None:
+    ((name, found),) = bad_python(replace(THERE, torch=torch)).items()
+    wanted = "pip install torch==2.7.1+cpu --index-url https://download.pytorch.org/whl/cpu"
+    assert (name, found.remedy) == ("npu.torch_build", wanted)
+
+
+def test_on_arm_the_plain_torch_is_that_of_the_index(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npu_versions.platform, "machine", lambda: "aarch64")
+    assert bad_python() == bad_python(replace(THERE, torch="2.7.1")) == {}
+
+
+def test_a_package_that_cann_imports_is_an_error_with_the_command(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {**VERSIONS, "decorator": None, "absl-py": None}
+    monkeypatch.setattr(packages, "_installed", there.get)
+    found = bad_python()["npu.cann_packages"]
+    assert found.fatal and found.remedy == "pip install decorator absl-py"
+
+
+@pytest.mark.parametrize(
+    ("cann", "wrong"),
+    [
+        ("8.3.RC1", ["numpy 2.4.6, not <=1.24.0", "protobuf 7.36.2, not ==3.20.*"]),
+        ("8.5.0", ["numpy 2.4.6, not <2", "protobuf 7.36.2, not ==3.20.*"]),
+        ("9.0.0", ["protobuf 7.36.2, not ==3.20.*"]),
+        ("9.1.0", []),
+        ("9.2.0", []),
+    ],
+)
+def test_versions_that_a_cann_does_not_take_are_named(
+    host: Path, cann: str, wrong: list[str]
+) -> None:
+    found = bad_python(replace(THERE, cann=cann)).get("npu.cann_ranges")
+    assert (found.value.partition(": ")[2].split("; ") if found else []) == wrong
+
+
+def test_transformer_engine_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (host / "MindSpeed" / "transformer_engine").mkdir()
+    (host / "MindSpeed" / "transformer_engine" / "__init__.py").touch()
+    assert "pip uninstall transformer_engine" in bad_python()["npu.transformer_engine"].remedy
+
+
+@pytest.mark.parametrize(
+    ("ascend", "stock", "remedy"),
+    [
+        (None, None, "pip install triton-ascend==3.2.1 --extra-index-url="),
+        ("3.2.0", "3.5.0", "pip uninstall -y triton triton-ascend; pip install"),
+        ("3.2.0", None, ""),
+        ("3.2.1", "3.5.0", ""),
+    ],
+)
+def test_core_0_16_needs_triton_ascend_and_says_how(
+    host: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ascend: str | None,
+    stock: str | None,
+    remedy: str,
+) -> None:
+    there = {**VERSIONS, "triton-ascend": ascend, "triton": stock}
+    monkeypatch.setattr(packages, "_installed", there.get)
+    found = bad_python(Installed("2.7.1+cpu", "2.7.1.post4", "0.16.1", "0.16.0", "9.1.0"))
+    assert ("npu.triton" in found) is bool(remedy)
+    if remedy:
+        assert found["npu.triton"].fatal and found["npu.triton"].remedy.startswith(remedy)
+    assert "npu.triton" not in bad_python()  # core 0.12.1 imports none
