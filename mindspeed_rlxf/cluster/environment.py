@@ -10,8 +10,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.secret_words import withhold
-from mindspeed_rlxf.config.withheld import reveal
+from mindspeed_rlxf.config.secrets import Secret, reveal, variable_secret
 
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
 FORWARDED_NAMES = (  # torch on NPU, and what `training.deterministic` sets beside HCCL's
@@ -34,20 +33,20 @@ class Variable:
     source: str
 
 
-def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, Secret]:
     """Return the variables in `environment` that begin with FORWARDED or are in FORWARDED_NAMES.
 
     They are settings of communication libraries and of torch on NPU. Lists of visible devices are
-    left out. Secret values are withheld, see `config.withheld`.
+    left out.
     """
     return {
-        name: withhold(name, value)
+        name: variable_secret(name, value)
         for name, value in environment.items()
         if (name.startswith(FORWARDED) or name in FORWARDED_NAMES) and "VISIBLE_DEVICES" not in name
     }
 
 
-def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, str]:
+def worker_environment(given: Mapping[str, Secret], inherits: bool) -> dict[str, Secret]:
     """Return the variables to set for a worker: `forwarded_environment` of ours, and `given`.
 
     given:    `resource_pool.env`, which takes precedence over the driver's variables
@@ -56,13 +55,13 @@ def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, st
     return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
 
 
-def find_problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
+def find_problems(kind: DeviceKind, given: Mapping[str, Secret]) -> list[Problem]:
     """Return a Problem for each contradiction between the variables that workers would get.
 
     given: `resource_pool.env`, which takes precedence over the variables of this process
     """
-    given = reveal(worker_environment(given, inherits=False))
-    return [Problem(*found) for found in device.environment_problems(kind, given)]
+    variables = reveal(worker_environment(given, inherits=False))
+    return [Problem(*found) for found in device.environment_problems(kind, variables)]
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
@@ -80,7 +79,7 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
 
 
 def list_variables(
-    given: Mapping[str, str], offloading: Mapping[str, str] | None = None
+    given: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
 ) -> list[Variable]:
     """Return the variables that workers get, sorted by name, each with its source.
 
@@ -88,8 +87,8 @@ def list_variables(
     given:      `resource_pool.env`, which replaces the driver's variables of the same names
     offloading: what `offload_environment` returned
     """
-    found = [Variable(n, v, DRIVER) for n, v in forwarded_environment(os.environ).items()]
+    found = [Variable(n, str(v), DRIVER) for n, v in forwarded_environment(os.environ).items()]
     found = [variable for variable in found if variable.name not in given]
-    found += [Variable(name, value, POOL) for name, value in given.items()]
+    found += [Variable(name, str(value), POOL) for name, value in given.items()]
     found += [Variable(name, value, OFFLOAD) for name, value in (offloading or {}).items()]
     return sorted(found, key=lambda variable: variable.name)

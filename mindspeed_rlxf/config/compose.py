@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.quoting import quote
-from mindspeed_rlxf.config.secret_words import withhold_interpolated
+from mindspeed_rlxf.config.secrets import keep_interpolations
 from mindspeed_rlxf.config.suggest import closest
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ def compose(
     overrides:  in Hydra's grammar; `key=value` may also add a key that the YAML lacks
     config_dir: searched for the config before the built-in directory. Files that its defaults list
                 names are searched first in the directory that has the config, then in the other
-    Values of `resource_pool.env` that came from interpolations are wrapped as `Withheld`.
+    Secrets that came from interpolations are wrapped, see `keep_interpolations`.
     Errors: ConfigError for an unknown name, a config_dir that is no folder, a file in it that the
     built-in directory would hide, bad YAML, and overrides or interpolations that cannot be applied.
     """
@@ -66,8 +66,8 @@ def compose(
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
             config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        tree = {str(name): value for name, value in plain.items()}
-        withhold_interpolated(tree, config)
+        written: Any = OmegaConf.to_container(config, resolve=False)
+        tree = keep_interpolations({str(name): value for name, value in plain.items()}, written)
     except _REFUSED as error:
         raise ConfigError(_explain(error, config_name, directories)) from error
     return tree

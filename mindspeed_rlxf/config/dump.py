@@ -18,8 +18,8 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
     """Return the complete configuration, defaults included, as plain values under the YAML's keys.
 
     Architectures are under `model.<name>`, optimizer keys directly in their role's section. The
-    name of the config is left out, and `critic` where there is none. `Withheld` values of
-    `resource_pool.env` are their placeholders.
+    name of the config is left out, and `critic` where there is none. Secrets are shown
+    by their placeholders.
     """
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}

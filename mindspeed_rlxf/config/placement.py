@@ -6,10 +6,10 @@ from typing import Any
 
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role, RuntimeKind, Stage
-from mindspeed_rlxf.config.errors import ConfigError, Problem, ref
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.given import Given, Tree
 from mindspeed_rlxf.config.keys import unknown_key
-from mindspeed_rlxf.config.secret_words import read_variable
+from mindspeed_rlxf.config.secrets import MASK, SECRET_NAME, Secret, variable_secret
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 from mindspeed_rlxf.config.suggest import format_value, multiples_around, use
 
@@ -106,7 +106,7 @@ def _read_pools(given: Given, section: Tree, per_node: Any) -> dict[str, list[in
 
 
 def _read_environment(given: Given, settings: Tree) -> None:
-    """Replace the values of `resource_pool.env` by strings, secrets withheld."""
+    """Replace the values of `resource_pool.env` by secrets; numbers become strings."""
     if not isinstance(settings.get("env"), dict):
         return
     variables: Tree = {}
@@ -114,10 +114,20 @@ def _read_environment(given: Given, settings: Tree) -> None:
         if "VISIBLE_DEVICES" in str(name):
             rule = "must not be set, because Ray hands out the devices"
             given.problems.append(Problem(f"resource_pool.env.{name}", rule, remedy="remove it"))
-        try:
-            variables[str(name)] = read_variable(str(name), value)
-        except ConfigError as error:
-            given.problems += error.problems
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            variables[str(name)] = variable_secret(str(name), str(value))
+        elif SECRET_NAME.fullmatch(str(name)) and not isinstance(value, Secret):
+            # The error about the type would show the value.
+            remedy = "put it in quotes"
+            given.problems.append(
+                Problem(f"resource_pool.env.{name}", "must be text", None, remedy)
+            )
+        else:
+            variables[str(name)] = value
+        if isinstance(value, str) and MASK in value:
+            remedy = f"give it again, by ${{oc.env:{name}}}"
+            problem = Problem(f"resource_pool.env.{name}", "hides a secret", MASK, remedy)
+            given.problems.append(problem)
     settings["env"] = variables
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import RewardKind
@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
 from mindspeed_rlxf.config.reward_calls import BY_SOURCE, RULES_OF_PROGRAMS
 from mindspeed_rlxf.config.roles import RoleConfig
 from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.config.secrets import MASK, Secret, url_secret
 
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 OWN_METRICS = ("failed", "model")
@@ -33,11 +34,19 @@ class FunctionConfig(Section):
     sha256: str | None = key(
         None, "SHA-256 of the file's text; a run is not resumed with another text"
     )
-    url: str | None = key(None, "in place of function: a server that scores batches")
+    url: Secret | None = key(None, "in place of function: a server that scores batches", "free")
+    headers: dict[str, Secret] = key(
+        {}, "url: headers of each request, such as `Authorization: Bearer ${oc.env:KEY}`", "free"
+    )
     batch_size: int = key(16, "url: samples per request at most", ge=1)
     weight: float = key(1.0, "factor of its score in the sum")
     arguments: dict[str, Any] = key({}, "further keyword arguments of the function")
     data_sources: Strings = key((), "data sources that it scores; none = all")
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _hide_parts(cls, value: Any) -> Any:
+        return url_secret(value) if isinstance(value, str) else value
 
     def applies_to(self, data_source: str) -> bool:
         return not self.data_sources or data_source in self.data_sources
@@ -50,8 +59,20 @@ class FunctionConfig(Section):
             yield Problem(
                 "function", f"or {ref('url')} must be given, one of them", remedy="name one"
             )
-        if self.url is not None and not re.match(r"https?://[^/]", self.url):
-            yield Problem("url", "must begin with http:// or https://", self.url, "correct it")
+        if self.url is not None:
+            url, shown = self.url.get_secret_value(), str(self.url)
+            if not re.match(r"https?://[^/]", url):
+                yield Problem("url", "must begin with http:// or https://", shown, "correct it")
+            if re.search(r"\s", url):
+                yield Problem("url", "must have no white space", shown, "correct it")
+            if MASK in url:
+                yield Problem("url", "hides a secret", shown, "give it again, by ${oc.env:NAME}")
+        elif self.headers:
+            yield Problem("headers", f"need {ref('url')}", remedy="remove them")
+        for name, value in self.headers.items():
+            if MASK in value.get_secret_value():
+                remedy = "give it again, by ${oc.env:NAME}"
+                yield Problem(f"headers.{name}", "hides a secret", MASK, remedy)
         if self.url is not None and self.arguments:
             yield Problem(
                 "arguments", f"are those of a function, {ref('url')} is a server", remedy="remove"

@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
-from mindspeed_rlxf.config.withheld import Variable
+from mindspeed_rlxf.config.secrets import Secret
 
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
@@ -273,7 +273,7 @@ class PoolSettings(Section):
         gt=0,
         used_if="joins_cluster",
     )
-    env: dict[str, Variable] = key(
+    env: dict[str, Secret] = key(
         {}, "environment variables of every worker", "free", used_if="runtime.kind=ray"
     )
     bad_nodes: Literal["refuse", "leave_out"] = key(

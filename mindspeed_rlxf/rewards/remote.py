@@ -8,13 +8,15 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
+from mindspeed_rlxf.config.secrets import Secret, reveal
 from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoreFailure, to_result
 
@@ -27,6 +29,14 @@ READ = 2**16
 Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
 
 
+@dataclass(frozen=True)
+class Server:
+    """Address of a server, and the headers of each request."""
+
+    url: Secret
+    headers: dict[str, str] = field(repr=False)
+
+
 class RemoteRewards:
     """Sends samples to a server in batches, in threads that start with the first sample.
 
@@ -35,10 +45,12 @@ class RemoteRewards:
     with `score`, or {"error": text}.
     """
 
-    def __init__(self, url: str, batch_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, url: Secret, headers: Mapping[str, Secret], batch_size: int, timeout_s: float
+    ) -> None:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._arguments = url, batch_size, timeout_s, self._queue
+        self._arguments = Server(url, reveal(headers)), batch_size, timeout_s, self._queue
         weakref.finalize(self, _stop_threads, self._queue)
 
     def submit(self, sample: Sample) -> Future[Outcome]:
@@ -57,14 +69,16 @@ def _stop_threads(queue: SimpleQueue[Task | None]) -> None:
         queue.put(None)
 
 
-def _post_tasks(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task | None]) -> None:
+def _post_tasks(
+    server: Server, size: int, timeout_s: float, queue: SimpleQueue[Task | None]
+) -> None:
     """Take tasks from the queue, post them in batches of at most `size` and set their futures.
 
     Runs until it takes None from the queue, after the tasks before it.
     """
     while (first := queue.get()) is not None:
         tasks, has_ended = _gather_batch(first, size, queue)
-        outcomes = _ask_safely(url, [sample for sample, _ in tasks], timeout_s)
+        outcomes = _ask_safely(server, [sample for sample, _ in tasks], timeout_s)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
         if has_ended:
@@ -90,16 +104,16 @@ def _gather_batch(
     return tasks, False
 
 
-def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+def _ask_safely(server: Server, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
     """Call `_ask_server`; return a failure for each sample if it raises (bad address or sample)."""
     try:
-        return _ask_server(url, samples, timeout_s)
+        return _ask_server(server, samples, timeout_s)
     except Exception as error:
-        text = f"{url} cannot be asked: {type(error).__name__}: {error}"[:300]
+        text = f"{server.url} cannot be asked: {type(error).__name__}"
         return [Outcome(None, Cause.REMOTE, text)] * len(samples)
 
 
-def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+def _ask_server(server: Server, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
     """Send samples to the server until it answers or timeout_s passes; return their outcomes.
 
     Network errors and statuses 5xx and 429 are tried again after waits. Other statuses, answers of
@@ -111,7 +125,7 @@ def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
     reason, tries = "", 0
     while (left := deadline - time.monotonic()) > 0:
         try:
-            return _parse_answer(_post_once(url, body, deadline), len(samples))
+            return _parse_answer(_post_once(server, body, deadline), len(samples))
         except ScoreFailure as failure:
             return [Outcome(None, failure.cause, failure.message)] * len(samples)
         except (OSError, http.client.HTTPException) as error:
@@ -119,35 +133,42 @@ def _ask_server(url: str, samples: Sequence[Sample], timeout_s: float) -> list[O
         time.sleep(min(RETRY_S[min(tries, len(RETRY_S) - 1)], max(left, 0.0)))
         tries += 1
     if reason and "timed out" not in reason:
-        text = f"{url} did not answer within {timeout_s:g} s, the last of {tries} tries: {reason}"
+        said = f"did not answer within {timeout_s:g} s, the last of {tries} tries: {reason}"
+        text = f"{server.url} {said}"
         return [Outcome(None, Cause.REMOTE, text)] * len(samples)
-    text = f"{url} gave no score within {timeout_s:g} s"
+    text = f"{server.url} gave no score within {timeout_s:g} s"
     return [Outcome(None, Cause.TIMEOUT, text)] * len(samples)
 
 
-def _post_once(url: str, body: bytes, deadline: float) -> bytes:
+def _post_once(server: Server, body: bytes, deadline: float) -> bytes:
     """Send one POST request and return the body of an answer with status 200.
 
     Raises OSError or HTTPException if a retry may help, and ScoreFailure for a body over MAX_ANSWER
     or a status other than 200, 429 and 5xx.
     """
-    parts = urlsplit(url)
-    connection = _connect(parts.scheme, parts.netloc.rpartition("@")[2], deadline)
+    parts = urlsplit(server.url.get_secret_value())
+    headers = {"Content-Type": "application/json", **server.headers}
+    user, at, host = parts.netloc.rpartition("@")
+    if at:
+        headers["Authorization"] = f"Basic {b64encode(unquote(user).encode()).decode()}"
+    connection = _connect(parts.scheme, host, deadline)
     try:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request("POST", path, body, headers)
         _set_deadline(connection, deadline)
         answer = connection.getresponse()
         content = bytearray()
         while chunk := answer.read1(READ):
             content += chunk
             if len(content) > MAX_ANSWER:
-                raise ScoreFailure(Cause.OUTPUT, f"{url} answered more than {MAX_ANSWER} bytes")
+                raise ScoreFailure(
+                    Cause.OUTPUT, f"{server.url} answered more than {MAX_ANSWER} bytes"
+                )
             _set_deadline(connection, deadline)
         if answer.status >= 500 or answer.status == 429:
             raise http.client.HTTPException(f"status {answer.status} {answer.reason}")
         if answer.status != 200:
-            text = f"{url} answered with status {answer.status} {answer.reason}"
+            text = f"{server.url} answered with status {answer.status} {answer.reason}"
             raise ScoreFailure(Cause.REMOTE, text)
         return bytes(content)
     finally:

@@ -55,7 +55,7 @@ class StreamingRewards:
         self._pool = WorkerPool(self._plan, reward.processes, reward.timeout_s, memory)
         self._by_rule = reward.kind is RewardKind.RULE
         self._remote = [
-            (part, RemoteRewards(part.url, part.batch_size, reward.timeout_s))
+            (part, RemoteRewards(part.url, part.headers, part.batch_size, reward.timeout_s))
             for part in reward.parts
             if part.url is not None
         ]

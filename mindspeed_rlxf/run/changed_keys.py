@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.fields import Resume
 from mindspeed_rlxf.config.keys import find_field
-from mindspeed_rlxf.config.secret_words import mask_secret
+from mindspeed_rlxf.config.secrets import url_secret, variable_secret
 
 ABSENT = object()
 COMMAND_KEYS = {"training.new_run", "training.resume", "dry_run"}
@@ -51,12 +51,11 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
             default = _to_plain(field.get_default(call_default_factory=True))
             was, will = (default if v is ABSENT else v for v in (was, will))
         key = ".".join(path)
-        if path[:-1] == VARIABLES:  # an older version of the package wrote their values
-            was, will = mask_secret(path[-1], was), mask_secret(path[-1], will)
+        was, will = _hide_secrets(path, was), _hide_secrets(path, will)
         if was != will and key not in COMMAND_KEYS:
             allowed = now.get("reward", {}).get("allow_changed_function") is True
             change = Change(key, was, will, _find_rule(field))
-            free = allowed and is_function_text(change)
+            free = (allowed and is_function_text(change)) or _is_address(change)
             found.append(replace(change, rule="free") if free else change)
     return found
 
@@ -71,11 +70,38 @@ def is_function_text(change: Change) -> bool:
     both = change.before, change.now
     if change.key != "reward.functions" or not all(isinstance(side, list) for side in both):
         return False
-    return bool(_without_hashes(change.before) == _without_hashes(change.now))
+    return _without(change.before, "sha256") == _without(change.now, "sha256")
 
 
-def _without_hashes(entries: list[Any]) -> list[Any]:
-    return [{**e, "sha256": None} if isinstance(e, dict) else e for e in entries]
+def _is_address(change: Change) -> bool:
+    """Return whether only addresses and headers of reward servers differ."""
+    if change.key.startswith(("reward.function.url", "reward.function.headers")):
+        return change.before is not None and change.now is not None
+    both = change.before, change.now
+    if change.key != "reward.functions" or not all(isinstance(side, list) for side in both):
+        return False
+    kinds = [[isinstance(e, dict) and bool(e.get("url")) for e in side] for side in both]
+    before, now = (_without(side, "url", "headers") for side in both)
+    return kinds[0] == kinds[1] and before == now
+
+
+def _without(entries: list[Any], *keys: str) -> list[Any]:
+    return [{**e, **dict.fromkeys(keys)} if isinstance(e, dict) else e for e in entries]
+
+
+def _hide_secrets(path: tuple[str, ...], value: Any) -> Any:
+    """Hide secrets in the value of a key, which older versions of the package wrote to files."""
+    if isinstance(value, str) and "${" not in value:
+        if path[:-1] == VARIABLES:
+            return str(variable_secret(path[-1], value))
+        return str(url_secret(value)) if path == ("reward", "function", "url") else value
+    if path == ("reward", "functions") and isinstance(value, list):
+        address = ("reward", "function", "url")
+        return [
+            {**e, "url": _hide_secrets(address, e.get("url"))} if isinstance(e, dict) else e
+            for e in value
+        ]
+    return value
 
 
 def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

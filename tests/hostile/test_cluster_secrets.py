@@ -11,7 +11,7 @@ import yaml
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.withheld import reveal
+from mindspeed_rlxf.config.secrets import reveal
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.run.directory import RunDirectory
 
@@ -21,9 +21,7 @@ LITERAL = {
     "WANDB_API_KEY": CANARY,
     "db-password": CANARY,
     "OPENAI_KEY": f"sk-{CANARY}{CANARY}",
-    "PLAIN": f"ghp_{CANARY}{CANARY}",
     "MIRROR": f"https://user:{CANARY}@mirror/simple",
-    "HEADER": f"Bearer {CANARY}{CANARY}",
 }
 INTERPOLATED = {
     "PLAIN": ("${oc.env:RLXF_CANARY}", CANARY),

@@ -32,7 +32,7 @@ from mindspeed_rlxf.cluster.witness import (
 from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
-from mindspeed_rlxf.config.withheld import open_variables, secret_variables
+from mindspeed_rlxf.config.secrets import reveal
 from mindspeed_rlxf.files.safe import PRIVATE, mode_within
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,9 @@ class RayPools:
         self._resource = resource_name(device)
         self.log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
         environment = worker_environment(pool_settings.env, inherits=cluster.own)
-        self._environment = open_variables(environment)
-        self._secrets = secret_variables(environment)  # Ray shows and logs what it sets itself
+        # Ray shows and logs what it sets itself.
+        self._environment = reveal({n: v for n, v in environment.items() if v.is_open})
+        self._secrets = reveal({n: v for n, v in environment.items() if not v.is_open})
         self._node_check = node_check
         logical = cluster.own and self._kind is DeviceKind.CPU
         wait_s = None if cluster.own else pool_settings.wait_s

@@ -11,6 +11,7 @@ from mindspeed_rlxf.cluster.protocol import Pool
 from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster, resource_name
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
+from mindspeed_rlxf.config.secrets import Secret
 from mindspeed_rlxf.device import resolve_kind
 
 FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; our own cluster declares others
@@ -65,7 +66,8 @@ class RayRuntime:
         log_dir, run_file: see the constructor
         """
         pool = config.pool_settings
-        env = {**offload_environment(config), **pool.env}
+        offloading = {n: Secret(v, v) for n, v in offload_environment(config).items()}
+        env = {**offloading, **pool.env}
         return cls(
             config.device,
             config.runtime,

@@ -14,6 +14,7 @@ from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.cluster.ray.cluster import open_cluster
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.secrets import reveal
 from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.ops.doctor.checks import Subject, check_host
 from mindspeed_rlxf.ops.doctor.report import (
@@ -88,7 +89,8 @@ def _check_joined(subject: Subject, end: float, found: list[Finding]) -> None:
     kind = device.resolve_kind(subject.kind)
     resource = subject.resource or device.ray_resource(kind)
     nodes = live_nodes(resource)
-    environment = forwarded_environment(os.environ)
+    forwarded = forwarded_environment(os.environ).items()
+    environment = reveal({name: value for name, value in forwarded if value.is_open})
     limit = min(SURVEY_S, (end - time.monotonic()) / 2)
     tasks = [Task(node.id, survey_host, (subject,)) for node in nodes]
     replies = dict(zip(nodes, run_tasks(tasks, environment, limit), strict=True))

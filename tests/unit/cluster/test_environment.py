@@ -16,8 +16,12 @@ from mindspeed_rlxf.cluster.environment import (
 )
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.withheld import open_variables, secret_variables
+from mindspeed_rlxf.config.secrets import Secret, reveal
 from tests.unit.config.conftest import TREE
+
+
+def opened(variables: dict[str, str]) -> dict[str, Secret]:
+    return {name: Secret(value, value) for name, value in variables.items()}
 
 
 def test_settings_of_libraries_are_forwarded_but_no_visibility() -> None:
@@ -35,17 +39,17 @@ def test_settings_of_libraries_are_forwarded_but_no_visibility() -> None:
         "LCCL_DETERMINISTIC": "0",
     }
     hidden = {"ASCEND_RT_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}
-    assert forwarded_environment({**environment, **hidden}) == environment
+    assert reveal(forwarded_environment({**environment, **hidden})) == environment
 
 
 def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "200")
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
-    given = {"HCCL_BUFFSIZE": "256", "OMP_NUM_THREADS": "1"}
+    given = opened({"HCCL_BUFFSIZE": "256", "OMP_NUM_THREADS": "1"})
     found = worker_environment(given, inherits=False)
     assert {name: found[name] for name in (*given, "HCCL_CONNECT_TIMEOUT")} == {
         **given,
-        "HCCL_CONNECT_TIMEOUT": "60",
+        "HCCL_CONNECT_TIMEOUT": Secret("60"),
     }
     assert worker_environment(given, inherits=True) == given
     shown = [v for v in list_variables(given) if v.name in found]
@@ -56,17 +60,16 @@ def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.Monke
 
 def test_a_contradiction_is_found_between_driver_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
-    problem = str(*find_problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "3600"}))
+    problem = str(*find_problems(DeviceKind.NPU, opened({"HCCL_EXEC_TIMEOUT": "3600"})))
     assert problem.startswith("HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC_TIMEOUT=3600")
-    assert find_problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "60"}) == []
+    assert find_problems(DeviceKind.NPU, opened({"HCCL_EXEC_TIMEOUT": "60"})) == []
 
 
 def test_a_secret_of_the_driver_is_forwarded_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TP_TOKEN", "canary")
     assert Variable("TP_TOKEN", "***", "driver") in list_variables({})
     found = worker_environment({}, inherits=False)
-    assert secret_variables(found)["TP_TOKEN"] == "canary"
-    assert "TP_TOKEN" not in open_variables(found)
+    assert reveal(found)["TP_TOKEN"] == "canary" and not found["TP_TOKEN"].is_open
 
 
 def test_a_run_that_offloads_gets_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:

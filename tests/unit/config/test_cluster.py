@@ -13,6 +13,7 @@ import pytest
 from mindspeed_rlxf.config import cluster
 from mindspeed_rlxf.config.cluster import Cluster, choose_cluster
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.secrets import reveal
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_other_keys_of_resource_pool_are_no_pools(
     config = resolve(tree, "t")
     assert config.resource_pool == {"main": [8]}
     assert config.pool_settings.wait_s == 5.0
-    assert config.pool_settings.env == {"HCCL_BUFFSIZE": "256"}
+    assert reveal(config.pool_settings.env) == {"HCCL_BUFFSIZE": "256"}
     (problem,) = problems({"resource_pool.wait_s": -1})
     assert problem.startswith("resource_pool.wait_s=-1 must be greater than 0")
     (problem,) = problems({"resource_pool.env": {"A": True}})

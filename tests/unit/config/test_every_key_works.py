@@ -291,6 +291,9 @@ FUNCTION_KEYS: dict[str, Any] = {
     **dict.fromkeys(
         ("name", "function", "url", "weight", "arguments", "data_sources"), OF_FUNCTION
     ),
+    "headers": Shown(
+        "rewards/test_remote.py", "test_a_server_gets_secrets_and_no_failure_shows_them"
+    ),
     "sha256": Shown(
         FUNCTIONS, "test_a_function_stands_in_the_configuration_with_its_file_and_hash"
     ),

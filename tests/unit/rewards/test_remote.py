@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.config.secrets import Secret, url_secret
 from mindspeed_rlxf.rewards import remote
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
 from mindspeed_rlxf.rewards.remote import RemoteRewards
@@ -24,6 +26,7 @@ class Server:
     def __init__(self) -> None:
         self.answer: Answer = lambda samples: (200, {"scores": [1.0] * len(samples)})
         self.requests: list[list[dict[str, Any]]] = []
+        self.headers: dict[str, str] = {}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -31,6 +34,7 @@ class Server:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 samples = json.loads(body)["samples"]
                 outer.requests.append(samples)
+                outer.headers = dict(self.headers)
                 status, found = outer.answer(samples)
                 content = found if isinstance(found, bytes) else json.dumps(found).encode()
                 self.send_response(status)
@@ -55,8 +59,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made.http.server_close()
 
 
-def ask(url: str, count: int, batch_size: int = 4, timeout_s: float = 20.0) -> list[Outcome]:
-    rewards = RemoteRewards(url, batch_size, timeout_s)
+def ask(
+    url: str,
+    count: int,
+    batch_size: int = 4,
+    timeout_s: float = 20.0,
+    headers: dict[str, Secret] | None = None,
+) -> list[Outcome]:
+    rewards = RemoteRewards(url_secret(url), headers or {}, batch_size, timeout_s)
     samples = [Sample("p", str(i), "t", "s", {"level": i}) for i in range(count)]
     return [future.result(60) for future in [rewards.submit(sample) for sample in samples]]
 
@@ -143,9 +153,21 @@ def test_an_address_that_cannot_be_sent_fails_and_ends_no_thread(url: str) -> No
     assert f"{url} cannot be asked: Unicode" in found[-1].message
 
 
+def test_a_server_gets_secrets_and_no_failure_shows_them(server: Server) -> None:
+    """User info, query and headers are sent; the message of a failed sample has none of them."""
+    server.answer = lambda samples: (404, {})
+    address = server.url.replace("http://", "http://me:canary@").replace("?by=me", "?key=canary")
+    (outcome,) = ask(address, 1, headers={"X-Key": Secret("canary")})
+    assert server.headers["Authorization"] == f"Basic {b64encode(b'me:canary').decode()}"
+    assert server.headers["X-Key"] == "canary"
+    assert outcome.cause is Cause.REMOTE and "canary" not in outcome.message
+    (absent,) = ask("http://me:canary@127.0.0.1:1/?key=canary", 1, timeout_s=0.2)
+    assert absent.cause is Cause.REMOTE and "canary" not in absent.message
+
+
 def test_threads_end_with_the_rewards(server: Server) -> None:
     before = set(threading.enumerate())
-    rewards = RemoteRewards(server.url, 4, 20.0)
+    rewards = RemoteRewards(url_secret(server.url), {}, 4, 20.0)
     rewards.submit(Sample("", "", "", "")).result(60)
     new = set(threading.enumerate()) - before
     started = [t for t in new if t._target is remote._post_tasks]  # type: ignore[attr-defined]
