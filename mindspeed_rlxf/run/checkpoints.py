@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.sample_tokens import cut_token_files
-from mindspeed_rlxf.run import driver_state, host_files
+from mindspeed_rlxf.run import driver_state, host_files, lock
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.host_parts import HostParts
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
@@ -174,6 +174,7 @@ class RunCheckpoints:
         iteration = self.newest = content["iteration"]
         if not self.writes:
             return
+        lock.require(self.directory.path)
         hidden = self.store.hidden(iteration)
         texts = {
             f"{driver_state.TRAINER}/{driver_state.STATE}": json.dumps(content, indent=1),

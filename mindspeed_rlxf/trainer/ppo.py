@@ -12,6 +12,7 @@ from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
+from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.stopping import StopRequest
@@ -155,8 +156,9 @@ class PpoTrainer:
         phases:   name -> calls of the iteration
         all_s:    seconds of the iteration
         Raises Stopped or StoppedByRule, after saving, if the run has to end here (`StopRequest`);
-        never in the last iteration.
+        never in the last iteration. Raises LockLost before anything is written.
         """
+        lock.require(self.checkpoints.directory.path)  # first of all: the rest writes files there
         driver = {"iteration": (time.time() - all_s, all_s)}
         measured |= self._measure_ranks(collected, phases, all_s)
         self.recorder.write_samples(

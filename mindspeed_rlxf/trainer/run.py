@@ -29,6 +29,7 @@ from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
 from mindspeed_rlxf.run.exports import export_weights
+from mindspeed_rlxf.run.lock import LockLost
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.report import find_problem, write_report
 from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
@@ -193,6 +194,8 @@ class Run:
             raise
         except (KeyboardInterrupt, Stopped):
             self._end_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.work_lost}")
+        except LockLost as lost:
+            self._end_stopped(str(lost))
         except StoppedByRule as ill:
             supervised.report_facts(no_restart="logging.stop_on ended the run")
             failure.report(self._started, ill, self._stop)

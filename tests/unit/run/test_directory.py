@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import ValidationConfig
 from mindspeed_rlxf.reporting.metrics import MetricsWriter
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
-from mindspeed_rlxf.run import lock as run_lock
 from mindspeed_rlxf.run.directory import RunDirectory
 
 
@@ -138,62 +136,6 @@ def test_a_configuration_that_cannot_be_read_is_reported(make_config):
     directory.config.write_text("a: [")
     with pytest.raises(UserError, match="must be what the run wrote"):
         RunDirectory.create(make_config())
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from mindspeed_rlxf.run import lock
-lock.take(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_live_run_is_refused_until_the_first_is_killed(make_config, folder):
-    config = make_config()
-    (folder / "config.yaml").write_text(to_yaml(config))
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        problem = str(*RunDirectory.check(config))
-        assert f"must not be in use, process {holder.pid} on {socket.gethostname()} runs" in problem
-        with pytest.raises(UserError, match="must not be in use"):
-            RunDirectory.create(config)
-    finally:
-        holder.kill()
-        holder.communicate()
-    assert (folder / "run.lock").exists()  # nobody was left to remove it
-    assert RunDirectory.check(config) == []
-    RunDirectory.create(config).unlock()
-
-
-@pytest.mark.parametrize("note", ["", "[]", '{"host": "a"}', '{"host": "a", "pid": Infinity}'])
-def test_a_lock_file_that_cannot_be_read_belongs_to_nobody(tmp_path, note):
-    (tmp_path / run_lock.LOCK).write_text(note)
-    with open(tmp_path / run_lock.LOCK) as stream:
-        assert run_lock._read_holder(stream) == ("another host", 0)
-
-
-def test_a_lock_file_that_its_holder_removed_is_opened_again(tmp_path, monkeypatch):
-    """The holder removes the file after this process opened it, and before it locks it."""
-    lock, plain, opened = tmp_path / run_lock.LOCK, run_lock.fcntl.lockf, []
-
-    def removed_meanwhile(stream, how):
-        opened.append(os.fstat(stream.fileno()).st_ino)
-        if len(opened) == 1:
-            lock.rename(tmp_path / "removed")
-        return plain(stream, how)
-
-    monkeypatch.setattr(run_lock.fcntl, "lockf", removed_meanwhile)
-    run_lock.take(tmp_path)
-    try:
-        assert len(opened) == 2 and lock.stat().st_ino == opened[1]
-        assert str(os.getpid()) in lock.read_text()
-    finally:
-        run_lock.release(tmp_path)
-    assert not lock.exists()
 
 
 def test_a_folder_with_other_files_is_used(make_config, folder):
