@@ -43,6 +43,7 @@ class WorkerError(RuntimeError):
     cause: `ValueError: its message`, or how the process ended
     remote_traceback: of the cause, for the log; empty when the process died
     is_aftermath: the cause is a lost connection to another rank, so another failure came first
+    errno: of the cause, if that is an OSError
     """
 
     def __init__(
@@ -54,16 +55,22 @@ class WorkerError(RuntimeError):
         cause: str,
         remote_traceback: str = "",
         is_aftermath: bool = False,
+        errno: int | None = None,
     ) -> None:
         super().__init__(f"{role} rank {rank} on {host} failed in {phase}: {cause}")
         self.role, self.rank, self.host = role, rank, host
         self.phase, self.cause = phase, cause
         self.remote_traceback = remote_traceback
-        self.is_aftermath = is_aftermath
+        self.is_aftermath, self.errno = is_aftermath, errno
+
+    @property
+    def error(self) -> str:
+        """Return the class of the cause as text, `ValueError`, or DIED."""
+        return DIED if self.cause.startswith(DIED) else self.cause.partition(":")[0]
 
     def __reduce__(self) -> tuple[type[WorkerError], tuple[object, ...]]:
         state = (self.role, self.rank, self.host, self.phase, self.cause)
-        return type(self), (*state, self.remote_traceback, self.is_aftermath)
+        return type(self), (*state, self.remote_traceback, self.is_aftermath, self.errno)
 
 
 class RuntimeTimeout(RuntimeError):

@@ -136,6 +136,7 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
         cause=f"{type(error).__name__}: {message}" if message else type(error).__name__,
         remote_traceback=text,
         is_aftermath=lost_peer or isinstance(error, dist.DistNetworkError),
+        errno=getattr(error, "errno", None),
     )
 
 

@@ -6,18 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+FIRST_PAUSE_S = 5.0  # what the last attempt left is ended meanwhile
+LONGEST_PAUSE_S = 300.0
+
 
 @dataclass(frozen=True)
 class Failure:
     """A failure of the training.
 
     iteration: that failed; None = unknown
-    cause:     role, phase and cause as one text; equal texts = the same failure
+    cause:     role, phase, class of the error, errno; None = a mistake found by a restart, which
+               is not the same failure as any other
     saved:     iteration of the newest checkpoint; "" = none
     """
 
     iteration: int | None
-    cause: str
+    cause: tuple[Any, ...] | None
     saved: str
 
 
@@ -28,6 +32,11 @@ class Restarts:
         self.used = 0  # since the newest checkpoint, or since the first failure
         self._last: Failure | None = None
 
+    @property
+    def pause_s(self) -> float:
+        """Seconds before the next restart: 5, 10, 20, ... 300 since the newest checkpoint."""
+        return min(FIRST_PAUSE_S * 2.0 ** (self.used - 1), LONGEST_PAUSE_S)
+
     def decide(self, failure: Failure, allowed: int) -> tuple[bool, str]:
         """Return whether to start again, and the reason; count the restart if so.
 
@@ -36,10 +45,13 @@ class Restarts:
         Refuses a failure with the cause and the iteration of the failure before it. The count is
         set to 0 if there is a newer checkpoint than at that one.
         """
-        last, self._last = self._last, failure
+        last = self._last
+        if failure.cause is not None or last is None:
+            self._last = failure
         if last is not None and _is_newer(failure.saved, last.saved):
             self.used = 0
-        if last is not None and (last.iteration, last.cause) == (failure.iteration, failure.cause):
+        same = last is not None and last.cause is not None
+        if same and (last.iteration, last.cause) == (failure.iteration, failure.cause):
             place = "" if failure.iteration is None else f" in iteration {failure.iteration}"
             return False, f"it failed twice{place} with the same cause"
         if not allowed:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,7 +38,6 @@ from mindspeed_rlxf.run.supervised import (
 )
 
 POINTER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
-PAUSE_S = 5.0  # before a restart: what the last attempt left is ended meanwhile
 SHUTDOWN_S = 60.0  # beyond the grace, until a training process that does not stop is killed
 LEGAL_S = 300.0  # for the check of a smaller size
 LAST_LINES_BYTES = 64 * 1024
@@ -89,7 +88,7 @@ class Supervisor:
 
         command: starts the training process; on a restart, key=value arguments are appended
         """
-        self._command, self._started = list(command), time.time()
+        self._command, self._started = list(command), time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: int | None = None  # the first signal that asked for an end
         self._kill_at = float("inf")
@@ -113,8 +112,10 @@ class Supervisor:
     def _run_attempts(self) -> int:
         """Run attempts until no restart is needed or allowed; return the exit code.
 
-        Prints why a restart is made or not, and waits PAUSE_S before it. If devices are missing
-        after a restart, tries again with fewer processes, at once and without counting that.
+        Prints why a restart is made or not, and waits before it (`Restarts.pause_s`). If devices
+        are missing after a restart, tries again with fewer processes, at once and without counting
+        that. A mistake that only a restart finds counts as one more failure: storage may be away,
+        or another process not have ended yet.
         Returns EXIT_STOPPED also if a signal to this process ended the run, or devices are missing
         after a restart; EXIT_MISTAKE only for a mistake in the first attempt; EXIT_FAILED for a
         failure that is not restarted.
@@ -123,7 +124,6 @@ class Supervisor:
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
             write_facts(self._file, {})
-            began = time.time()
             code = self._run_attempt(changes)
             reported = read_facts(self._file)
             self._facts |= reported
@@ -137,12 +137,12 @@ class Supervisor:
                 continue
             if code in (EXIT_DONE, EXIT_STOPPED):
                 return code
-            if code == EXIT_MISTAKE:  # in a restart, the failure before it decides
-                return EXIT_FAILED if restarts.used else code
+            if code == EXIT_MISTAKE and not restarts.used:
+                return code
             if "no_restart" in reported:
                 _say(f"no restart: {reported['no_restart']}")
                 return EXIT_FAILED
-            failure = self._find_failure(code, began)
+            failure = self._find_failure(code, reported)
             if failure is None or self._stop is not None:
                 return EXIT_FAILED
             allowed, reason = restarts.decide(failure, int(self._facts.get("max_restarts", 0)))
@@ -150,7 +150,9 @@ class Supervisor:
                 _say(f"{'restart' if allowed else 'no restart'}: {reason}")
             if not allowed:
                 return EXIT_FAILED
-            time.sleep(PAUSE_S)
+            deadline = time.monotonic() + restarts.pause_s
+            while self._stop is None and time.monotonic() < deadline:
+                time.sleep(0.1)
             if self._stop is not None:
                 return EXIT_STOPPED
             changes = self._restart_overrides() + pools
@@ -212,13 +214,14 @@ class Supervisor:
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
         child.send_signal(number)
 
-    def _find_failure(self, code: int, began: float) -> Failure | None:
+    def _find_failure(self, code: int, reported: Mapping[str, Any]) -> Failure | None:
         """Return the failure that this attempt left in failure.json, else one of the exit code.
 
         The latter is printed and written to failure.json. None if no attempt has reported its run
         directory; it then prints how the process ended, unless the code is EXIT_FAILED.
 
-        began: start of the attempt, seconds since 1970; an older failure.json does not count
+        reported: facts of this attempt. It first moves an older failure.json away, then reports its
+                  directory; if it did not, failure.json is of an attempt before
         """
         if "directory" not in self._facts:
             if code != EXIT_FAILED:
@@ -228,12 +231,14 @@ class Supervisor:
         saved = ""
         with contextlib.suppress(OSError):
             saved = read_pointer(directory / POINTER)
+        if code == EXIT_MISTAKE:
+            return Failure(None, None, saved)
         file = directory / "failure.json"
-        found = read_facts(file) if file.exists() and file.stat().st_mtime >= began - 1.0 else {}
+        found = read_facts(file) if "directory" in reported else {}
         if not found:
             found = {
                 "message": f"driver: {describe_end(code)}",
-                "error": "ProcessDied",
+                "error": describe_end(code),
                 "role": "driver",
                 "phase": "driver",
                 "cause": describe_end(code),
@@ -244,7 +249,7 @@ class Supervisor:
                 write_facts(file, found)
             except OSError as error:
                 _say(f"warning: {file} cannot be written: {error}")
-        cause = " ".join(str(found.get(key, "")) for key in ("role", "phase", "cause"))
+        cause = tuple(found.get(key) for key in ("role", "phase", "error", "errno"))
         return Failure(found.get("iteration"), cause, saved)
 
     def _find_smaller_layout(self, free: Sequence[int]) -> list[str]:

@@ -15,7 +15,7 @@ from mindspeed_rlxf.files.safe import PRIVATE, open_file, replace_file
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import StoppedByRule, StopRequest
 
-NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
+NAMED = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing", "remote_traceback")
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
@@ -37,6 +37,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     details: dict[str, Any] = {
         "message": message,
         "error": type(error).__name__,
+        "errno": None,
         "role": "driver",
         "phase": "driver",
         "cause": message,
@@ -46,8 +47,6 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "traceback": "".join(traceback.format_exception(error)),
     }
-    if isinstance(error, RuntimeTimeout):
-        details["cause"] = "did not arrive in time"  # a repeated failure has the same cause
     text = json.dumps(details, indent=2, ensure_ascii=False, default=str) + "\n"
     try:
         content = text.encode("utf-8", "backslashreplace")

@@ -47,7 +47,7 @@ class StopRequest:
         grace_s: float,
         wall_s: float | None = None,
         started: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         history: int = HISTORY,
     ) -> None:
         """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`, None = no limit

@@ -29,7 +29,7 @@ def report_facts(**facts: Any) -> None:
 
 
 def find_command_start() -> float | None:
-    """Return the time at which the user gave the command (epoch seconds), from the supervisor.
+    """Return the time at which the user gave the command, by `time.monotonic` of this host.
 
     None without a supervisor.
     """

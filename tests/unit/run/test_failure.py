@@ -36,7 +36,7 @@ def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(
     found = json.loads((tmp_path / "failure.json").read_text())
     assert [found[k] for k in ("role", "rank", "host", "phase")] == ["critic", 3, "b", "values"]
     assert (found["iteration"], found["saved_iteration"]) == (5, 4)
-    assert found["cause"] == "ValueError: a\nbad number"
+    assert found["cause"] == "ValueError: a\nbad number" and found["error"] == "ValueError"
     assert (
         found["remote_traceback"] == "trace of the worker" and "WorkerError" in found["traceback"]
     )
@@ -48,7 +48,7 @@ def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(
         (
             LATE,  # the ranks that waited may differ from time to time, the cause does not
             {"role": "critic", "phase": "values", "rank": 2, "host": "b", "missing": [2, 3],
-             "cause": "did not arrive in time"},
+             "error": "RuntimeTimeout"},
         ),
         (
             HostError("c", "commit", "OSError: x"),
@@ -56,9 +56,9 @@ def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(
              "message": "commit on c failed: OSError: x"},
         ),
         (
-            OSError("no space left"),
-            {"role": "driver", "iteration": 0, "cause": "driver: OSError: no space left",
-             "message": "driver: OSError: no space left"},
+            OSError(28, "no space left"),
+            {"role": "driver", "iteration": 0, "error": "OSError", "errno": 28,
+             "message": "driver: OSError: [Errno 28] no space left"},
         ),
     ],
     ids=["late ranks", "host", "driver"],
