@@ -14,6 +14,9 @@ Tree: TypeAlias = dict[str, Any]
 
 VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs")
 """Sections whose keys are names that the user chose."""
+OLDER_ACTOR = "actor"
+NESTED = {"actor_rollout": "actor_rollout", OLDER_ACTOR: "actor_rollout", "ref": "ref"}
+"""Section below `actor_rollout_ref` -> role."""
 ROLES = tuple(role.value for role in CONFIGURED)
 
 
@@ -42,12 +45,18 @@ class Given:
         self.nested = NESTED_ROLES in sections
         if isinstance(sections.get("runtime"), str):
             sections["runtime"] = {"kind": sections["runtime"]}
+        older = sections.pop(OLDER_ACTOR, None)
         for name in sorted(sections.keys() - TOP_LEVEL):
             self.problems.append(unknown_key("", name, TOP_LEVEL))
         self.sections: Tree = {"dry_run": sections.get("dry_run", False)}
         for name in TOP_LEVEL - {"dry_run"}:
             self.sections[name] = self.as_section(name, sections.get(name))
-        self._unfold(self.sections.pop(NESTED_ROLES))
+        self._move(OLDER_ACTOR, "actor_rollout", older)
+        for role, values in self.sections.pop(NESTED_ROLES).items():
+            if role in NESTED:
+                self._move(f"{NESTED_ROLES}.{role}", NESTED[role], values)
+            else:
+                self.problems.append(unknown_key(NESTED_ROLES, role, {*NESTED.values()}))
         self.sections["model"] = {
             str(name): self._underscore(self.as_section(f"model.{name}", keys), f"model.{name}.")
             for name, keys in self.sections["model"].items()
@@ -126,16 +135,11 @@ class Given:
             result[name] = self._underscore(value, f"{prefix}{name}.") if deeper else value
         return result
 
-    def _unfold(self, nested: Tree) -> None:
-        """Move the roles under `actor_rollout_ref` to the top level."""
-        for role, values in nested.items():
-            if role not in ("actor_rollout", "ref"):
-                self.problems.append(unknown_key(NESTED_ROLES, role, {"actor_rollout", "ref"}))
-                continue
-            for key, value in self.as_section(f"{NESTED_ROLES}.{role}", values).items():
-                path = f"{NESTED_ROLES}.{role}.{key}"
-                kept = self.sections[role].setdefault(key, value)
-                if kept is not value and kept != value:  # `is` for NaN, which differs from itself
-                    rule = f"and {ref(f'{role}.{key}')} are the same key"
-                    self.problems.append(Problem(path, rule, remedy="keep one"))
-                self.renamed[f"{role}.{key}"] = path
+    def _move(self, path: str, role: str, values: Any) -> None:
+        """Move the keys of a section that the YAML has at `path` to the section of a role."""
+        for key, value in self.as_section(path, values).items():
+            kept = self.sections[role].setdefault(key, value)
+            if kept is not value and kept != value:  # `is` for NaN, which differs from itself
+                rule = f"and {ref(f'{role}.{key}')} are the same key"
+                self.problems.append(Problem(f"{path}.{key}", rule, remedy="keep one"))
+            self.renamed[f"{role}.{key}"] = f"{path}.{key}"

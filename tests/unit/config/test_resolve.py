@@ -104,6 +104,18 @@ def test_older_nesting_of_roles_means_the_same(make_tree: MakeTree) -> None:
     assert resolve(nested, "test") == resolve(tree, "test")
 
 
+@pytest.mark.parametrize("outer", [None, "actor_rollout_ref"])
+def test_the_older_section_actor_means_actor_rollout(
+    make_tree: MakeTree, problems: Problems, outer: str | None
+) -> None:
+    tree = make_tree({})
+    older = make_tree({})
+    (older.setdefault(outer, {}) if outer else older)["actor"] = older.pop("actor_rollout")
+    assert resolve(older, "test") == resolve(tree, "test")
+    path = f"{outer}.actor" if outer else "actor"
+    assert problems({f"{path}.lr_": 1})[0].startswith(f"{path}.lr_: unknown key")
+
+
 NESTED = "actor_rollout_ref.actor_rollout"
 
 
@@ -152,7 +164,7 @@ def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(
         ("algorithm.kl_ctrl.kl_coeff", "did you mean algorithm.kl_ctrl.kl_coef?"),
         ("model.small.num_layer", "did you mean model.small.num_layers?"),
         ("training.gamma", "did you mean algorithm.gamma?"),  # right word, wrong section
-        ("actor", "did you mean actor_rollout?"),
+        ("actor_rolout", "did you mean actor_rollout?"),
         ("placement.actor", "did you mean placement.actor_rollout?"),
         ("actor_rollout_ref.reff", "did you mean actor_rollout_ref.ref?"),
         ("ref.lr", "did you mean actor_rollout.lr?"),  # the reference has no optimizer
