@@ -141,7 +141,6 @@ def write_config(folder: Path, arguments: Any) -> list[str]:
         "critic": {**scorer, "critic_mini_batch_size": BATCH},
         "reward": {**scorer, "kind": "model"},
         "data": {"train_files": str(folder / "train.jsonl")},
-        "logging": {"samples_file_mb": 1},
         "device": {"kind": "cpu"},
         "runtime": arguments.runtime,
         "placement": dict.fromkeys(("actor_rollout", "ref", "critic", "reward"), "main"),

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.reporting.metrics import MetricsWriter, Sample, SampleWriter
-from mindspeed_rlxf.reporting.sample_tokens import TokenWriter
+from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record
+from mindspeed_rlxf.reporting.sample_tokens import write_tokens
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 
 CONFIG = """\
@@ -55,32 +55,34 @@ def sample_of(iteration: int, i: int, text: str, **more: Any) -> Sample:
 
 def write_run(
     run: Path, iterations: int = 40, samples: int = 4, rise: float = 0.5, lr: float = 0.5,
-    texts: tuple[str, ...] = (HAN, EVIL, "plain"), validations: int = 4, file_bytes: int = 0,
+    texts: tuple[str, ...] = (HAN, EVIL, "plain"), validations: int = 4,
 ) -> Path:  # fmt: skip
     """Write metrics, samples, tokens and timeline of a run that ended without failure."""
     run.mkdir(parents=True)
     config = CONFIG.format(iterations=iterations, name=run.name, lr=lr)
     (run / "config.yaml").write_text(config, encoding="utf-8")
-    metrics = MetricsWriter(run / "metrics.jsonl")
-    training = SampleWriter(run / "samples.jsonl", "all", file_bytes)
-    validation = SampleWriter(run / "val_samples.jsonl", "all")
-    tokens, timeline = TokenWriter(run / "samples_tokens", 0), Timeline(run / "timeline")
+    metrics = JsonlWriter(run / "metrics.jsonl")
+    training = JsonlWriter(run / "samples.jsonl")
+    validation = JsonlWriter(run / "val_samples.jsonl")
+    timeline = Timeline(run / "timeline")
     every = max(iterations // validations, 1)
     for iteration in range(iterations + 1):
         numbers = metrics_of(iteration, rise) if iteration else {}
         if iteration % every == 0:
             numbers["val/sums/score"] = metrics_of(iteration, rise)["critic/score/mean"]
-            validation.write(iteration, [
-                sample_of(iteration, i, f"{i + iteration}", prompt_id=i, ground_truth="7",
-                          answer=str(i))
-                for i in range(3)
-            ])  # fmt: skip
-        metrics.write(iteration, numbers, numbers.get("timing/all", 0.0))
+            for i in range(3):
+                more = {"prompt_id": i, "ground_truth": "7", "answer": str(i)}
+                sample = sample_of(iteration, i, f"{i + iteration}", **more)
+                validation.write(sample.record(iteration))
+        metrics.write(metrics_record(iteration, numbers, numbers.get("timing/all", 0.0)))
         if not iteration:
             continue
         written = [sample_of(iteration, i, texts[i % len(texts)]) for i in range(samples)]
-        training.write(iteration, written)
-        tokens.write(iteration, {s.sample_id: _numbers(s) for s in written})
+        for sample in written:
+            training.write(sample.record(iteration))
+        write_tokens(run / "samples_tokens", 0, iteration, {
+            s.sample_id: _numbers(s) for s in written
+        })  # fmt: skip
         timeline.write(iteration, spans_of(iteration))
     for writer in (metrics, training, validation):
         writer.close()

@@ -69,9 +69,9 @@ def _prepare(config: RunConfig) -> Run:
 
     For runtime=local, also claim the device and set its variables in this process.
     """
-    with phase("loading libraries"):
+    with phase("loading libraries", prints=False):
         from mindspeed_rlxf.trainer.preflight import prepare
-    with phase("reading tokenizer, prompts and headers of weights"):
+    with phase("reading tokenizer, prompts and headers of weights", prints=False):
         prepared = prepare(config)
     if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
         from mindspeed_rlxf.cluster.environment import offload_environment
@@ -79,7 +79,7 @@ def _prepare(config: RunConfig) -> Run:
 
         os.environ.update(offload_environment(config))  # read when the device starts
         claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
-    with phase("loading libraries"):
+    with phase("loading libraries", prints=False):
         from mindspeed_rlxf.trainer.run import Run
 
     from mindspeed_rlxf.ops.planning.peaks import find_peak

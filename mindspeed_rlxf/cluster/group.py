@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.data.batch import Rows
-from mindspeed_rlxf.reporting.phases import waiting
+from mindspeed_rlxf.reporting.phases import phase
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Pending:
             for other in self._before:
                 other.replies()
             asked = time.time()
-            with waiting(self.what[0] if self.what else ""):
+            with phase(self.what[0] if self.what else "", prints=False):
                 self._replies = self._call.wait()
             spans.record_call(self.pool, self.what, self._replies, asked)
         return self._replies
@@ -180,7 +180,7 @@ class RoleGroup:
         """Submit a method to all ranks. how: further fields of `Request`"""
         requests, num_rows = self._make_requests(method, args, **how)
         names = _name_calls(requests)
-        with waiting(names[0]):  # without Ray the work is done here
+        with phase(names[0], prints=False):  # without Ray the work is done here
             call = self.pool.submit(requests)
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, names)
 

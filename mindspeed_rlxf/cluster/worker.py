@@ -28,7 +28,7 @@ from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import residency, shared_groups
 from mindspeed_rlxf.files.printable import CODEC
 from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
-from mindspeed_rlxf.reporting.sample_tokens import TokenWriter
+from mindspeed_rlxf.reporting.sample_tokens import write_tokens
 
 # Messages of collectives that have lost another rank.
 LOST_PEER = (
@@ -146,8 +146,7 @@ def write_token_rows(rows: TokenRows, rank: int) -> None:
     Raises OSError.
     """
     log = rows.log
-    writer = TokenWriter(Path(log.folder), rank, log.file_bytes, log.file_mode)
-    writer.write(log.iteration, rows.as_lists())
+    write_tokens(Path(log.folder), rank, log.iteration, rows.as_lists())
 
 
 def to_host(rows: Rows) -> Rows:

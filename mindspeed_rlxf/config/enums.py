@@ -243,6 +243,3 @@ class ConsoleMode(str, Enum):
 
     AUTO = "auto"  # live on a terminal, else line
     LINE = "line"  # `iteration: i / N | key : value | ...`, as MindSpeed-LLM
-    SHORT = "short"  # one aligned line
-    LIVE = "live"  # a view that is redrawn
-    QUIET = "quiet"  # warnings, errors and the last line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REMOVED: dict[str, str] = {
+    "logging.samples_file_mb": "remove it: sample files are not compressed",
     "plan.calibration": "remove it: a plan predicts no times",
     "plan.device": "remove it: a plan predicts no times",
     "plan.prompt_tokens": "remove it: a plan predicts no times",

@@ -203,14 +203,6 @@ class LoggingConfig(Section):
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = key(
         32, "responses per iteration in samples.jsonl, or `all`", "free"
     )
-    samples_file_mb: int = key(
-        256,
-        "size at which samples.jsonl becomes samples.jsonl.N.gz, MB; 0 = never",
-        "free",
-        ge=0,
-        le=1024,
-        used_if="samples",
-    )
     sample_tokens: bool = key(
         True,
         "also log advantage, KL and value of each token of these responses, in samples_tokens/",
@@ -218,7 +210,7 @@ class LoggingConfig(Section):
     )
     console: Annotated[ConsoleMode, Word] = key(
         ConsoleMode.AUTO,
-        "auto (live on a terminal, else line), line, short, live, quiet; see docs/console.md",
+        "auto = a live view on a terminal, else a line per iteration; line",
         "free",
     )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")

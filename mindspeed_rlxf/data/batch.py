@@ -91,15 +91,11 @@ class TokenLog:
 
     folder:     gets one file per rank
     sample_ids: samples to log, over all ranks; each rank writes those of them that it has
-    file_bytes: size at which a file is compressed and a new one is begun; 0 = never
-    file_mode:  permission bits of the files
     """
 
     folder: str
     iteration: int
     sample_ids: frozenset[int]
-    file_bytes: int
-    file_mode: int
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Show a run on the console: full lines, short aligned lines, a live view, or warnings alone.
+"""Show a run on the console: a line per iteration, or a live view on a terminal.
 
 The command opens one console (`open_console`); the run writes to it.
 """
@@ -19,19 +19,6 @@ from mindspeed_rlxf.files.printable import CODEC, printable
 from mindspeed_rlxf.reporting.phases import PHASES
 
 WARNING = "warning:"
-HEADER_EVERY = 20  # short lines
-# Column of a short line -> metrics; the first one that the iteration has is shown.
-SHORT = {
-    "score": ("critic/score/mean",),
-    "KL": ("critic/kl",),
-    "entropy": ("actor/entropy",),
-    "loss": ("actor/pg_loss_abs", "actor/dpo_loss"),
-    "critic": ("critic/vf_loss",),
-    "length": ("response_length/mean",),
-    "tokens/s": ("throughput/tokens_per_s",),
-    "seconds": ("timing/all",),
-}
-WIDTH = 9  # of a column
 
 
 class Console:
@@ -97,40 +84,6 @@ class Console:
         print(printable(line), file=self._stream, flush=True)
 
 
-class ShortConsole(Console):
-    """Prints one aligned line per iteration, with a header before every HEADER_EVERY lines."""
-
-    _lines = 0
-
-    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        found = {
-            title: next((metrics[name] for name in names if name in metrics), None)
-            for title, names in SHORT.items()
-        }
-        if self._lines % HEADER_EVERY == 0:
-            self._print(self._row("iteration", list(found), "left"))
-        self._lines += 1
-        cells = ["-" if value is None else format_short(value) for value in found.values()]
-        place = f"{iteration} / {self._total}"
-        self._print(self._row(place, cells, str(self.time_left(iteration))))
-
-    def _row(self, first: str, cells: Sequence[str], last: str) -> str:
-        width = max(len("iteration"), 2 * len(str(self._total)) + 3)
-        return f"{first:>{width}} " + "".join(f"{c:>{WIDTH}}" for c in cells) + f"{last:>10}"
-
-
-class QuietConsole(Console):
-    """Prints only warnings."""
-
-    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Print nothing."""
-
-    def note(self, text: str) -> None:
-        """Print the text if it starts with WARNING; ignore it otherwise."""
-        if text.startswith(WARNING):
-            super().note(text)
-
-
 _open: Console | None = None
 
 
@@ -143,35 +96,27 @@ def current() -> Console:
 def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Console]:
     """Make a console and let `current` return it during the block; close it at the end.
 
-    stream: None = stdout. In quiet mode, and on ranks other than the first, the lines of PHASES
-    (what the driver waits for) are not written during the block.
+    stream: None = stdout. Phases are printed only without a live view, by the first rank.
     """
     global _open
-    stream = sys.stdout if stream is None else stream
-    before = PHASES.write
-    console = make_console(mode, stream)
-    if mode is ConsoleMode.QUIET or os.environ.get("RANK", "0") != "0":  # of torchrun
-        PHASES.write = None
+    console = make_console(mode, sys.stdout if stream is None else stream)
+    if type(console) is Console and os.environ.get("RANK", "0") == "0":  # of torchrun
+        PHASES.write = console.note
     _open = console
     try:
         yield console
     finally:
         console.close()
-        _open, PHASES.write = None, before
+        _open, PHASES.write = None, None
 
 
 def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
-    """Make a console of the mode: quiet, short, one line per iteration, or live.
+    """Make a live view, or a console of lines.
 
-    A live view needs a terminal that can move its cursor, and one rank only; otherwise one line per
-    iteration is printed.
+    A live view needs a terminal that can move its cursor, and one rank only.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
-    if mode is ConsoleMode.QUIET:
-        return QuietConsole(stream)
-    if mode is ConsoleMode.SHORT:
-        return ShortConsole(stream)
     if mode is ConsoleMode.LINE or not can_move:
         return Console(stream)
     from mindspeed_rlxf.reporting.live import LiveConsole  # rich is slow to import

@@ -1,19 +1,13 @@
-"""Append to the files of a run that have one JSON object per line; flush each line at once."""
+"""Append to and read the files of a run that have one JSON object per line."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
-
-from mindspeed_rlxf.files.plain import parse_json
-from mindspeed_rlxf.files.safe import PRIVATE, open_file
-from mindspeed_rlxf.reporting.health import Finding
-from mindspeed_rlxf.reporting.line_file import LineFile
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -48,134 +42,66 @@ class Sample:
     prompt_id: int | None = None
     answer: str | None = None
 
+    def record(self, iteration: int) -> dict[str, Any]:
+        """Return the line of samples.jsonl."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        return {"iteration": iteration, **fields}
 
-class _JsonLines:
-    """A UTF-8 file of JSON objects, one per line, without NaN and lone surrogates."""
 
-    def __init__(self, file: Path, mode: int = PRIVATE, limit: int = 0) -> None:
-        """Open the file for appending; create it if absent.
+class JsonlWriter:
+    """Appends JSON objects to a UTF-8 file, one per line, and flushes each line."""
 
-        mode: permission bits of a new file
-        limit: size in bytes from which `_rotate` compresses the file; 0 = never
-        """
-        self._file, self._mode = LineFile(file, limit), mode
-        self._stream = self._open_stream()
+    def __init__(self, file: Path) -> None:
+        # A lone surrogate is written as \udXXX, which JSON reads back as the same surrogate.
+        self._stream = file.open("a", encoding="utf-8", errors="backslashreplace")
 
-    def _open_stream(self) -> TextIO:
-        """Open the file for appending as UTF-8, with the permission bits `mode` if it is new.
-
-        A lone surrogate is written as `\\udXXX`. The null device can be opened too.
-        """
-        # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
-        text = {"encoding": "utf-8", "errors": "backslashreplace"}
-        if self._file.path == Path(os.devnull):  # a device, which `open_file` refuses
-            return open(os.devnull, "a", encoding="utf-8")
-        return cast(TextIO, open_file(self._file.path, "a", self._mode, **text))
-
-    def _append(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line; numbers that are not finite become null, inside dictionaries too."""
         line = json.dumps(_null_non_finite(record), ensure_ascii=False, allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
-
-    def _rotate(self) -> None:
-        """Compress the file and begin a new one if its size has reached the limit."""
-        if self._file.rotate():
-            self._stream.close()
-            self._stream = self._open_stream()
 
     def close(self) -> None:
         self._stream.close()
 
 
-class MetricsWriter(_JsonLines):
-    """Appends iterations to metrics.jsonl."""
+def metrics_record(iteration: int, metrics: dict[str, float], time_s: float) -> dict[str, Any]:
+    """Return a line of metrics.jsonl.
 
-    def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
-        """Append {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
+    Args:
+        iteration: from 1; 0 for a validation before training.
+        metrics: numbers by name.
+        time_s: seconds of the iteration.
+    """
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return {"iteration": iteration, "metrics": numbers, "time_s": float(time_s)}
 
-        iteration: from 1, 0 for a validation before training; time_s: seconds, by the caller's
-        clock
-        """
-        numbers = {name: float(value) for name, value in metrics.items()}
-        self._append({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})
 
+def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, oldest first; nothing if the file is absent.
 
-def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yield (iteration, metrics) of each readable line of metrics.jsonl, in the order of the file.
-
-    Nothing if it is absent. A metric that was not finite is None.
+    Skips lines that are not JSON objects, such as half a line of a killed process.
     """
     if not file.exists():
         return
-    for line in LineFile(file).lines():
-        try:
-            record = parse_json(line)
-            yield int(record["iteration"]), dict(record["metrics"])
-        except (ValueError, KeyError, TypeError):  # cut off by a kill, or edited
-            continue
+    with open(file, "rb") as stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
-class HealthWriter(_JsonLines):
-    """Appends findings (the begin or end of an illness) to health.jsonl."""
-
-    def write(self, finding: Finding) -> None:
-        """Append one line with the fields of the finding."""
-        self._append(asdict(finding))
-
-
-class LedgerWriter(_JsonLines):
-    """Appends the prompts that each iteration used to consumed.jsonl."""
-
-    def write(
-        self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
-    ) -> None:
-        """Append one line with these arguments.
-
-        prompts: indices in the data set; the ids of their samples count up from `first_sample_id`
-        """
-        self._append(
-            {
-                "iteration": iteration,
-                "first_sample_id": first_sample_id,
-                "samples_per_prompt": samples_per_prompt,
-                "prompts": list(prompts),
-            }
-        )
-
-
-class SampleWriter(_JsonLines):
-    """Appends samples to a file: the first `samples` of each iteration, or `all`."""
-
-    def __init__(
-        self, file: Path, samples: int | Literal["all"], file_bytes: int = 0, mode: int = PRIVATE
-    ) -> None:
-        """Open the file for appending.
-
-        file_bytes: size from which the file is compressed and a new one begun; 0 = never
-        """
-        super().__init__(file, mode, file_bytes)
-        self._samples = samples
-
-    def num_kept(self, num_samples: int) -> int:
-        """Return how many of an iteration's samples `write` keeps: the first ones."""
-        return num_samples if self._samples == "all" else min(self._samples, num_samples)
-
-    def write(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """Append one line per kept sample: "iteration", and its fields that are not None.
-
-        Then compress the file if it is full.
-        """
-        for sample in samples[: self.num_kept(len(samples))]:
-            fields = {k: v for k, v in asdict(sample).items() if v is not None}
-            self._append({"iteration": iteration, **fields})
-        self._rotate()
+def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """Yield (iteration, metrics) of each line of metrics.jsonl; None for a non-finite metric."""
+    for record in read_jsonl(file):
+        if isinstance(record.get("iteration"), int) and isinstance(record.get("metrics"), dict):
+            yield record["iteration"], record["metrics"]
 
 
 def _null_non_finite(value: Any) -> Any:
-    """Return a copy with None instead of NaN and infinite numbers, also inside dictionaries.
-
-    Lists stay as they are.
-    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

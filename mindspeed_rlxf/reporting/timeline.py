@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
-
 ITERATIONS = 100  # of a file
 KEPT = 5  # files
 MOST_RANKS = 64  # of a pool that are drawn, the first ones
@@ -54,8 +52,8 @@ class Span:
 class Timeline:
     """Writes the files of a folder, which are valid JSON after each write."""
 
-    def __init__(self, folder: Path, mode: int = PRIVATE) -> None:
-        self._folder, self._mode = folder, mode
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
         self._roles: dict[str, int] = {}  # of roles, likewise
         self._file = folder  # the last one that was written to
@@ -75,7 +73,7 @@ class Timeline:
         if file != self._file:
             self._file, self._named = file, set()
         if not file.exists():
-            make_private_folder(self._folder, self._mode)
+            self._folder.mkdir(parents=True, exist_ok=True)
             for old in sorted(self._folder.glob("iterations_*.json"))[: -(KEPT - 1)]:
                 old.unlink()
         events = [
@@ -84,7 +82,7 @@ class Timeline:
             if span.rank < MOST_RANKS
             for event in (*self._name_events(span), self._event(span, iteration))
         ]
-        _append_events(file, events, self._mode)
+        _append_events(file, events)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
         """Return the trace event of a span, with times in microseconds.
@@ -123,7 +121,7 @@ class Timeline:
         return self._roles.setdefault(span.role, len(self._roles)) * MOST_RANKS + span.rank
 
 
-def _append_events(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
+def _append_events(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
     """Append events to the JSON list in a file, which is created if absent and stays valid JSON.
 
     Bytes of an event that a kill left incomplete are overwritten. Does nothing without events.
@@ -131,9 +129,8 @@ def _append_events(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -
     new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
     if not new:
         return
-    if not file.exists():
-        open_file(file, "xb", mode).close()
-    with open_file(file, "r+b", mode) as stream:
+    file.touch()
+    with open(file, "r+b") as stream:
         kept = stream.seek(_append_offset(stream))
         stream.truncate()
         stream.write((BETWEEN if kept else HEAD) + new + TAIL)

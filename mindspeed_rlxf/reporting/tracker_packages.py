@@ -1,6 +1,6 @@
 """Trackers of other packages: TensorBoard, wandb, swanlab and trackio.
 
-A package is imported by the tracker's thread when a run begins that names it. Metrics and the
+A package is imported when a run begins that names it. Metrics and the
 configuration are sent; the console, the source code and the environment are not.
 """
 

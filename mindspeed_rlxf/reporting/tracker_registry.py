@@ -34,7 +34,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker; one thread calls it. Its exceptions are counted, and the first one is printed."""
+    """A tracker; its exceptions become warnings."""
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Record the finite metrics of an iteration; each number is larger than all before."""

@@ -98,7 +98,7 @@ class RunCheckpoints:
         """
         self.settle(note)
         started = time.monotonic()
-        with phase(f"writing the checkpoint of iteration {iteration}"):
+        with phase(f"writing the checkpoint of iteration {iteration}", prints=False):
             self._begin_write(iteration)
             self._files = [] if self.config.training.async_save else self._wait_for_files()
         return time.monotonic() - started

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import zlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.host_files import find_damage
 from mindspeed_rlxf.run.state_schema import read_driver_state
@@ -181,15 +180,16 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
     """Truncate each line file (metrics, health, samples, consumed) to its length at the checkpoint.
 
     positions: file name -> bytes; files that are not in it get 0. Missing files stay missing.
-    Raises ValueError where a file is shorter, UserError where a compressed part is damaged.
     """
     for file in _line_files(directory):
         if file.exists():  # removed samples stay away
-            file.cut(positions.get(file.path.name, 0))
+            with open(file, "r+b") as stream:
+                stream.truncate(positions.get(file.name, 0))
+                os.fsync(stream.fileno())
 
 
 def find_shortened_file(directory: RunDirectory, iteration: int, positions: dict[str, int]) -> str:
-    """Return a text on the first line file that is unreadable or shorter than at the checkpoint.
+    """Return a text on the first line file that is shorter than at the checkpoint.
 
     "" if there is none. Sample files that were removed whole do not count.
     iteration: of the checkpoint
@@ -197,13 +197,10 @@ def find_shortened_file(directory: RunDirectory, iteration: int, positions: dict
     """
     cleared = find_removed_samples(directory, iteration, positions)
     for file in _line_files(directory):
-        wanted = positions.get(file.path.name, 0)
-        try:
-            there = file.position()
-        except OSError as error:
-            return f"{error.filename or file.path} cannot be read ({error.strerror})"
-        if file.path not in cleared and there < wanted:
-            return f"{file.path} has {there} bytes, the checkpoint counts {wanted}"
+        wanted = positions.get(file.name, 0)
+        there = file.stat().st_size if file.exists() else 0
+        if file not in cleared and there < wanted:
+            return f"{file} has {there} bytes, the checkpoint counts {wanted}"
     return ""
 
 
@@ -225,33 +222,33 @@ def _begins_after(path: Path, iteration: int) -> bool:
 
     False if its first line cannot be read.
     """
+    if not path.exists():
+        return True
+    with open(path, "rb") as stream:
+        first = stream.readline()
+    if not first.endswith(b"\n"):  # no line, or the only one was cut by a kill
+        return True
     try:
-        first = next(LineFile(path).lines(), b"")
-        if not first.endswith(b"\n"):  # no line, or the only one was cut by a kill
-            return True
         return int(json.loads(first)["iteration"]) > iteration
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return False
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
-    """Fsync each line file; return file name -> bytes, uncompressed, of the file and older parts.
+    """Fsync each line file; return file name -> bytes. Missing files are left out."""
+    positions = {}
+    for file in _line_files(directory):
+        if file.exists():
+            with open(file, "rb") as stream:
+                os.fsync(stream.fileno())
+                positions[file.name] = stream.seek(0, os.SEEK_END)
+    return positions
 
-    Missing files are left out.
-    """
-    files = [file for file in _line_files(directory) if file.exists()]
-    for file in files:
-        file.sync()
-    return {file.path.name: file.position() for file in files}
 
-
-def _line_files(directory: RunDirectory) -> list[LineFile]:
+def _line_files(directory: RunDirectory) -> tuple[Path, ...]:
     """Return the files of the driver to which the run appends lines, whether they exist or not.
 
     They are those of metrics, health, samples, validation samples and consumed prompts.
     """
     samples = directory.samples, directory.val_samples
-    return [
-        LineFile(path)
-        for path in (directory.metrics, directory.health, *samples, directory.consumed)
-    ]
+    return directory.metrics, directory.health, *samples, directory.consumed

@@ -6,6 +6,7 @@ import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,11 @@ from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
-from mindspeed_rlxf.files.safe import make_private_folder, open_file, replace_file
+from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.reporting.console import Console, current
 from mindspeed_rlxf.reporting.health import Finding, Health
 from mindspeed_rlxf.reporting.health_rules import runaway_limit
-from mindspeed_rlxf.reporting.metrics import (
-    HealthWriter,
-    LedgerWriter,
-    MetricsWriter,
-    Sample,
-    SampleWriter,
-    read_metrics,
-)
-from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record, read_metrics
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers
 from mindspeed_rlxf.roles.reports import ScoreReport
@@ -48,16 +41,17 @@ class Recorder:
         writes: False on all but the first rank of torchrun, which then write nowhere
         """
         self.tokenizer = tokenizer
-        mode, nowhere = directory.file_mode, Path(os.devnull)
-        limit = config.logging.samples, config.logging.samples_file_mb * 10**6, mode
-        self._metrics = MetricsWriter(directory.metrics if writes else nowhere, mode)
-        self._ledger = LedgerWriter(directory.consumed if writes else nowhere, mode)
-        self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
-        self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
-        self._timeline = Timeline(directory.timeline, mode) if writes else None
+
+        def open_lines(file: Path) -> JsonlWriter:
+            return JsonlWriter(file if writes else Path(os.devnull))
+
+        self._metrics, self._ledger = open_lines(directory.metrics), open_lines(directory.consumed)
+        self._samples = open_lines(directory.samples)
+        self._val_samples = open_lines(directory.val_samples)
+        self._health_file = open_lines(directory.health)
+        self._timeline = Timeline(directory.timeline) if writes else None
         self._directory, self._logging = directory, config.logging
         spans.take_all()  # those of another run of this process
-        self._health_file = HealthWriter(directory.health if writes else nowhere, mode)
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
         self.health = Health(config.logging.stop_on, _kl_limit(config))
@@ -74,7 +68,7 @@ class Recorder:
         Warns, the first time, if all responses of a prompt group score the same. seconds: of the
         iteration
         """
-        self._metrics.write(iteration, metrics, seconds)
+        self._metrics.write(metrics_record(iteration, metrics, seconds))
         self._trackers.log(iteration, metrics)
         self.console.update(iteration, metrics)
         if alike := int(metrics.get("rollout/alike_groups", 0)):
@@ -93,7 +87,7 @@ class Recorder:
         """
         found = self.health.check(iteration, metrics)
         for finding in found:
-            self._health_file.write(finding)
+            self._health_file.write(asdict(finding))
             if finding.event == "began":
                 self.console.warn_once(finding.rule, finding.line.removeprefix("warning: "))
         return next((finding for finding in found if finding.stops), None)
@@ -147,7 +141,7 @@ class Recorder:
                   metrics.jsonl and the trackers, and pass them to the health rules as replayed ones
         """
         if own_line:
-            self._metrics.write(iteration, metrics, metrics["timing/val"])
+            self._metrics.write(metrics_record(iteration, metrics, metrics["timing/val"]))
             self._trackers.log(iteration, metrics)
             self.health.replay(iteration, metrics)
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
@@ -156,7 +150,12 @@ class Recorder:
     def write_consumed(self, iteration: int, taken: ConsumedPrompts) -> None:
         """Append the iteration's prompts to consumed.jsonl."""
         self._ledger.write(
-            iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
+            {
+                "iteration": iteration,
+                "first_sample_id": taken.first_sample_id,
+                "samples_per_prompt": taken.samples_per_prompt,
+                "prompts": list(taken.prompts),
+            }
         )
 
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
@@ -177,12 +176,16 @@ class Recorder:
         None without `logging.sample_tokens`, or if no sample is logged.
         sample_ids: of all samples of the iteration, in order; the first `logging.samples` count
         """
-        chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])
+        chosen = frozenset(sample_ids[: self._num_kept(len(sample_ids))])
         if not chosen or not self._logging.sample_tokens:
             return None
         folder = str(self._directory.samples_tokens)
-        limit = self._logging.samples_file_mb * 10**6
-        return TokenLog(folder, iteration, chosen, limit, self._directory.file_mode)
+        return TokenLog(folder, iteration, chosen)
+
+    def _num_kept(self, num_samples: int) -> int:
+        """Return how many of these samples are logged: the first ones."""
+        limit = self._logging.samples
+        return num_samples if limit == "all" else min(limit, num_samples)
 
     def close(self) -> None:
         for writer in (
@@ -193,8 +196,7 @@ class Recorder:
             self._health_file,
         ):
             writer.close()
-        with phase("waiting for the trackers"):
-            self._trackers.close()
+        self._trackers.close()
         self.console.close()
 
     def write_samples(
@@ -214,7 +216,7 @@ class Recorder:
                  samples of training
         """
         writer = self._samples if about is None else self._val_samples
-        count = writer.num_kept(rollouts.num_rows if about is None else len(about))
+        count = self._num_kept(rollouts.num_rows if about is None else len(about))
         if not count:
             return
         texts = actor.sample_texts(rollouts, count)
@@ -224,24 +226,20 @@ class Recorder:
         columns = (values, parts, sources, more)
         rows = zip(texts, *(column[:count] for column in columns), strict=True)
         decode = self.tokenizer.decode
-        writer.write(
-            iteration,
-            [
-                Sample(
-                    sample_id=text.sample_id,
-                    prompt=decode(text.prompt_ids),
-                    response=decode(text.response_ids),
-                    prompt_ids=text.prompt_ids,
-                    response_ids=text.response_ids,
-                    score=score,
-                    reward_parts=part,
-                    weights_version=text.weights_version,
-                    data_source=source,
-                    **fields,
-                )
-                for text, score, part, source, fields in rows
-            ],
-        )
+        for text, score, part, source, fields in rows:
+            sample = Sample(
+                sample_id=text.sample_id,
+                prompt=decode(text.prompt_ids),
+                response=decode(text.response_ids),
+                prompt_ids=text.prompt_ids,
+                response_ids=text.response_ids,
+                score=score,
+                reward_parts=part,
+                weights_version=text.weights_version,
+                data_source=source,
+                **fields,
+            )
+            writer.write(sample.record(iteration))
 
 
 def _kl_limit(config: RunConfig) -> float:
@@ -275,14 +273,13 @@ def _make_trackers(
         resumed=resumed,
         offline={"auto": None, "online": False, "offline": True}[logging.tracker_mode],
     )
-    return Trackers(names, run, warn, directory.file_mode)
+    return Trackers(names, run, warn)
 
 
 def _find_run_id(directory: RunDirectory) -> str:
     """Return the run's id for trackers; the first call writes a random one to trackers/run_id."""
     file = directory.trackers / "run_id"
     if not file.exists():
-        make_private_folder(directory.trackers, directory.file_mode)
-        replace_file(file, secrets.token_hex(8), directory.file_mode)
-    with open_file(file, "r", encoding="ascii") as stream:
-        return "".join(c for c in stream.read(64) if c.isalnum())
+        directory.trackers.mkdir(parents=True, exist_ok=True)
+        replace_file(file, secrets.token_hex(8))
+    return file.read_text(encoding="ascii").strip()

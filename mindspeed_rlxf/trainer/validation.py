@@ -62,7 +62,7 @@ class Validator:
         """
         if not self.prompts.num_rows:
             return {}
-        with phase(f"validating, {self.prompts.num_rows} responses"):
+        with phase(f"validating, {self.prompts.num_rows} responses", prints=False):
             self.roles.rollout.update_weights(self.roles.actor, version)
             generated = self.roles.rollout.answer_validation(self._padded, self.seed)
             rollouts = generated.rows()

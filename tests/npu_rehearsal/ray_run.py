@@ -154,7 +154,7 @@ def read_samples(out: Path) -> list[Any]:
     return [(line["iteration"], line["prompt"], line["response"]) for line in lines]
 
 
-def read_records(folder: Path) -> dict[str, list[str]]:
+def read_jsonl(folder: Path) -> dict[str, list[str]]:
     """Return pid -> records of each process: its device, its operators, restored random states."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
@@ -176,7 +176,7 @@ def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
     ours, theirs = train(scratch, name, "cpu"), train(scratch, name, kind)
     found = differences(ours, theirs)
     worst = max(found, key=lambda each: each[1])
-    workers = [found for found in read_records(scratch / "records").values() if len(found) > 1]
+    workers = [found for found in read_jsonl(scratch / "records").values() if len(found) > 1]
     devices = sorted(what for each in workers for what in each if what.startswith("device"))
     print(f"{name}: {len(found)} values, largest difference {worst[1]:.1e} ({worst[0]}); {devices}")
     lacking = [
@@ -210,7 +210,7 @@ def rehearse_bring_up(scratch: Path) -> bool:
     command = [sys.executable, "examples/tiny/bring_up.py", "--device", "npu"]
     code = run_command(command, environment, scratch / "bring_up.log")
     print((scratch / "bring_up.log").read_text(), end="", flush=True)
-    called = {what for each in read_records(scratch / "records").values() for what in each}
+    called = {what for each in read_jsonl(scratch / "records").values() for what in each}
     lacking = [operator for operator in OPERATORS if operator not in called]
     print("".join(f"  {operator} was never called\n" for operator in lacking), end="", flush=True)
     return code == 0 and not lacking

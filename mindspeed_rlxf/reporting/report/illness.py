@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.reporting.health_rules import KL_LIMIT
+from mindspeed_rlxf.reporting.metrics import read_jsonl
 from mindspeed_rlxf.reporting.report.checks import check_ranges, replay
-from mindspeed_rlxf.reporting.report.records import Iteration, read_records
+from mindspeed_rlxf.reporting.report.records import Iteration
 from mindspeed_rlxf.reporting.report.slowness import explain, find_slow_stretches
 
 HEALTH = "health.jsonl"
@@ -55,7 +56,7 @@ def _health_findings(
     kl_limit: of the health rules; not used if health.jsonl exists
     """
     if (run / HEALTH).exists():
-        events = list(read_records(run / HEALTH))
+        events = list(read_jsonl(run / HEALTH))
     else:
         events = [vars(finding) for finding in replay(iterations, kl_limit)[1]]
     begun: dict[str, int] = {}  # rule -> index of its beginning that has no end yet

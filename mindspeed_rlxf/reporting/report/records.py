@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mindspeed_rlxf.files.plain import MAX_JSON, open_plain, parse_json, read_json, read_pointer
+from mindspeed_rlxf.files.plain import MAX_JSON, open_plain, read_json, read_pointer
 from mindspeed_rlxf.files.plain_yaml import read_yaml
-from mindspeed_rlxf.reporting.line_file import LineFile
+from mindspeed_rlxf.reporting.metrics import read_jsonl
 
 LOG_TAIL = 4 * 2**20  # bytes at the end of driver.log that are searched
 RESUMED = "resumed from "
@@ -32,19 +30,6 @@ class Iteration:
     time_s: float
 
 
-def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file of lines and its older parts, oldest first.
-
-    Lines that are no JSON object are skipped. A part that cannot be read ends the reading, so that
-    newer parts are left out. Nothing for an absent file.
-    """
-    with contextlib.suppress(OSError, EOFError, zlib.error):
-        for line in LineFile(file).lines():
-            with contextlib.suppress(ValueError):  # half a line of a killed process
-                if isinstance(record := parse_json(line), dict):
-                    yield record
-
-
 def read_iterations(run: Path) -> list[Iteration]:
     """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged.
 
@@ -52,7 +37,7 @@ def read_iterations(run: Path) -> list[Iteration]:
     Metrics that are no finite number become None.
     """
     found: dict[int, Iteration] = {}
-    for record in read_records(run / "metrics.jsonl"):
+    for record in read_jsonl(run / "metrics.jsonl"):
         number, values = record.get("iteration"), record.get("metrics")
         if not isinstance(number, int) or not isinstance(values, dict):
             continue
@@ -96,7 +81,7 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
     The one of failure.json comes last and has `last`: True; the others, of failures.jsonl, have no
     `last`. Files that are absent or damaged are left out.
     """
-    found = list(read_records(run / "logs" / "failures.jsonl"))
+    found = list(read_jsonl(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
         if isinstance(last := read_json(run / "failure.json"), dict):
             found.append({**last, "last": True})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.printable import printable
-from mindspeed_rlxf.reporting.report.records import read_records
+from mindspeed_rlxf.reporting.metrics import read_jsonl
 from mindspeed_rlxf.reporting.sample_tokens import NUMBERS, token_files
 
 MAX_SAMPLES = 2000  # of a report
@@ -64,7 +63,7 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     Memory: at most about 4 * limit samples.
     """
     validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
-    has_training = next(read_records(run / "samples.jsonl"), None) is not None
+    has_training = next(read_jsonl(run / "samples.jsonl"), None) is not None
     share = int(limit * VALIDATION_SHARE) if has_training else limit
     while len(validation) > share and (prompts := {_prompt_of(s) for s in validation}):
         kept = set(sorted(prompts)[::2]) if len(prompts) > 1 else set()
@@ -98,8 +97,8 @@ def read_token_numbers(
     """
     found = {}
     for file in token_files(run / "samples_tokens"):
-        with contextlib.suppress(OSError, EOFError, zlib.error):
-            for line in file.lines():
+        with open(file, "rb") as lines:
+            for line in lines:
                 key = KEY.match(line)
                 if key is None or (place := (int(key[1]), int(key[2]))) not in wanted:
                     continue
@@ -116,7 +115,7 @@ def _choose_evenly(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
     """
     kept: list[dict[str, Any]] = []
     stride, count = 1, 0
-    for record in read_records(file):
+    for record in read_jsonl(file):
         if count % stride == 0:
             kept.append(record)
         count += 1
@@ -135,7 +134,7 @@ def _choose_prompts(file: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
     """
     kept: list[dict[str, Any]] = []
     step, count = 1, 0
-    for record in read_records(file):
+    for record in read_jsonl(file):
         count += 1
         if _prompt_of(record) % step == 0:
             kept.append(record)

@@ -354,7 +354,6 @@ VALIDATION: dict[str, Any] = {
 }
 LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),
-    "samples_file_mb": Case(7, see.recorded),
     "sample_tokens": Case(False, see.recorded),
     "console": Shown(CONSOLE, "test_the_mode_chooses_what_is_shown"),
     "console_metrics": Case(["critic/kl"], see.recorded),

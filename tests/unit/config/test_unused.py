@@ -70,8 +70,6 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "recompute=none", {"critic.recompute": "full"}),
     ({"logging.reference_kl": True}, "logging.reference_kl=true: no effect where a reward or a "
      "loss reads the reference anyway", {"algorithm.kl_ctrl.kl_coef": 0.0}),
-    ({"logging.samples_file_mb": 9, "logging.samples": 0}, "logging.samples_file_mb=9: no effect "
-     "with logging.samples=0", {"logging.samples": "all"}),
     ({"training.async_save": True, "training.save_interval_s": 0.0}, "training.async_save=true: no "
      "effect without a save before the last iteration", {"training.save_interval": 2}),
     (

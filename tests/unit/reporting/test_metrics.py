@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.reporting.metrics import MetricsWriter, Sample, SampleWriter
+from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record, read_metrics
 
 SAMPLE = Sample(
     sample_id=7,
@@ -35,12 +35,12 @@ def lines(file: Path) -> list[dict]:
 def test_an_iteration_is_one_line_at_once(tmp_path):
     """Read before the writer is closed."""
     file = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(file)
-    writer.write(1, {"critic/kl": 0.5, "actor/lr": 1}, 2.5)
+    writer = JsonlWriter(file)
+    writer.write(metrics_record(1, {"critic/kl": 0.5, "actor/lr": 1}, 2.5))
     assert lines(file) == [
         {"iteration": 1, "metrics": {"critic/kl": 0.5, "actor/lr": 1.0}, "time_s": 2.5}
     ]
-    writer.write(2, {"critic/kl": 0.25}, 3)
+    writer.write(metrics_record(2, {"critic/kl": 0.25}, 3))
     assert [line["iteration"] for line in lines(file)] == [1, 2]
     writer.close()
 
@@ -56,7 +56,7 @@ def test_an_iteration_is_one_line_at_once(tmp_path):
     ],
 )
 def test_numbers_are_numbers_of_json_and_others_are_null(given, written, tmp_path):
-    MetricsWriter(tmp_path / "metrics.jsonl").write(1, {"a": given}, np.float64(1.5))
+    JsonlWriter(tmp_path / "metrics.jsonl").write(metrics_record(1, {"a": given}, np.float64(1.5)))
     assert lines(tmp_path / "metrics.jsonl") == [
         {"iteration": 1, "metrics": {"a": written}, "time_s": 1.5}
     ]
@@ -64,8 +64,8 @@ def test_numbers_are_numbers_of_json_and_others_are_null(given, written, tmp_pat
 
 def test_a_file_that_exists_is_continued(tmp_path):
     for iteration in (1, 2):
-        writer = MetricsWriter(tmp_path / "metrics.jsonl")
-        writer.write(iteration, {}, 0.0)
+        writer = JsonlWriter(tmp_path / "metrics.jsonl")
+        writer.write(metrics_record(iteration, {}, 0.0))
         writer.close()
     assert [line["iteration"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
@@ -95,24 +95,22 @@ FIELDS = {
     ],
 )
 def test_a_sample_has_the_fields_of_the_contract(changes, written, tmp_path):
-    SampleWriter(tmp_path / "samples.jsonl", 32).write(3, [replace(SAMPLE, **changes)])
+    JsonlWriter(tmp_path / "samples.jsonl").write(replace(SAMPLE, **changes).record(3))
     assert lines(tmp_path / "samples.jsonl") == [{**FIELDS, **written}]
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (2, 2), (32, 5), ("all", 5)])
-def test_the_first_samples_are_kept(limit, kept, tmp_path):
-    writer = SampleWriter(tmp_path / "samples.jsonl", limit)
-    assert writer.num_kept(5) == kept
-    writer.write(1, [replace(SAMPLE, sample_id=i) for i in range(5)])
-    assert [line["sample_id"] for line in lines(tmp_path / "samples.jsonl")] == list(range(kept))
 
 
 def test_text_is_utf8_and_one_line(tmp_path):
     """Line ends inside a text, characters beyond ASCII, and a half character."""
     text = "größe 数学\r\n\u2028\ud800"
-    writer = SampleWriter(tmp_path / "samples.jsonl", "all")
-    writer.write(1, [replace(SAMPLE, response=text)])
+    JsonlWriter(tmp_path / "samples.jsonl").write(replace(SAMPLE, response=text).record(1))
     raw = (tmp_path / "samples.jsonl").read_bytes()
     assert raw.count(b"\n") == 1
     assert "größe 数学".encode() in raw
     assert json.loads(raw)["response"] == text
+
+
+def test_lines_that_a_kill_cut_are_skipped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    JsonlWriter(file).write(metrics_record(1, {"a": float("nan")}, 1.0))
+    file.open("a").write('{"iteration": 2, "metr')
+    assert list(read_metrics(file)) == [(1, {"a": None})]

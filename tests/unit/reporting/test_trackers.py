@@ -1,14 +1,12 @@
-"""Trackers get every iteration once, in a thread; their failures are counted and stop nothing."""
+"""Trackers get every iteration once; their failures are warnings."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.reporting import trackers
 from mindspeed_rlxf.reporting.trackers import (
     TRACKERS,
     TrackedRun,
@@ -18,8 +16,6 @@ from mindspeed_rlxf.reporting.trackers import (
     register_tracker,
 )
 from tests.registries import restored_registries
-
-SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Kept(Tracker):
@@ -35,7 +31,7 @@ class Kept(Tracker):
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         if iteration in self.fails_at:
-            raise ConnectionError(f"POST https://me:{SECRET}@host/api: key {SECRET} is refused")
+            raise ConnectionError(f"refused {iteration}")
         self.got.append((iteration, dict(metrics)))
 
     def finish(self) -> None:
@@ -84,19 +80,12 @@ def test_a_tracker_that_rewinds_gets_the_iterations_again(tmp_path: Path, kept: 
     assert [i for i, _ in kept.got] == [1, 2, 3, 4, 5, 4, 5, 6]
 
 
-def test_a_failure_is_warned_of_once_counted_and_shows_no_secret(
-    tmp_path: Path, kept: type[Kept]
-) -> None:
+def test_a_failure_is_warned_of_once(tmp_path: Path, kept: type[Kept]) -> None:
     kept.fails_at = (2, 3, 5)
-    first, last = track(tmp_path, range(1, 7))
-    assert [i for i, _ in kept.got] == [1, 4, 6]
-    assert first == (
-        "tracker kept failed: ConnectionError: POST https://***host/api: key *** is refused; "
-        "training goes on, metrics.jsonl has all"
-    )
-    assert last == "tracker kept lacks 3 iterations; metrics.jsonl has all"
+    (warning,) = track(tmp_path, range(1, 7))
+    assert [i for i, _ in kept.got] == [1, 4, 6] and "refused" in warning
     kept.fails_at = ()
-    track(tmp_path, range(5, 9), 4)  # what failed is recorded when it comes again
+    track(tmp_path, range(5, 9), 4)
     assert [i for i, _ in kept.got] == [1, 4, 6, 7, 8]
 
 
@@ -108,44 +97,9 @@ def test_a_tracker_that_does_not_start_is_warned_of_once(
         raise error
 
     register_tracker("broken")(broken)
-    first, last = track(tmp_path, range(1, 4), 0, "broken", "kept")
-    assert first.startswith(f"tracker broken failed: {type(error).__name__}") and "3 iter" in last
+    (warning,) = track(tmp_path, range(1, 4), 0, "broken", "kept")
+    assert warning.startswith(f"tracker broken failed: {type(error).__name__}")
     assert len(kept.got) == 3, "the others go on"
-
-
-def register_waiting(name: str, kept: type[Kept]) -> threading.Event:
-    """Register a tracker that starts when the returned event is set, after 10 s at most."""
-    free = threading.Event()
-
-    def wait(run: TrackedRun) -> Tracker:
-        free.wait(10.0)
-        return kept(run)
-
-    register_tracker(name)(wait)
-    return free
-
-
-def test_a_tracker_that_hangs_holds_up_nothing(
-    tmp_path: Path, kept: type[Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.1)
-    monkeypatch.setattr(trackers, "WAITING", 3)
-    free = register_waiting("hanging", kept)
-    warnings = track(tmp_path, range(1, 9), 0, "hanging")
-    free.set()
-    assert warnings[0].startswith("tracker hanging failed: it is 3 iterations behind")
-    assert warnings[1].startswith("tracker hanging did not end in time, 3 iterations may")
-
-
-def test_a_tracker_with_a_full_queue_is_finished_when_it_has_caught_up(
-    tmp_path: Path, kept: type[Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "CLOSE_S", 5.0)
-    monkeypatch.setattr(trackers, "WAITING", 3)
-    free = register_waiting("late", kept)
-    threading.Timer(0.2, free.set).start()  # during `close`
-    assert track(tmp_path, range(1, 4), 0, "late") == []
-    assert [i for i, _ in kept.got] == [1, 2, 3] and kept.ended == 1
 
 
 def test_unknown_trackers_and_missing_packages_are_problems(kept: type[Kept]) -> None:

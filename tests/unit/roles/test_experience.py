@@ -91,7 +91,7 @@ def output_of(
 
 def test_logged_tokens_have_the_numbers_of_the_experience() -> None:
     ids = rollouts_of(LENGTHS, HAS_EOS).sample_ids
-    log = TokenLog("folder", 7, frozenset(ids[1:3]), 0, 0o600)
+    log = TokenLog("folder", 7, frozenset(ids[1:3]))
     output, difference = output_of(AdvEstimator.GRPO, token_log=log)
     assert output.token_rows is not None and isinstance(output.rows, Experience)
     lists = output.token_rows.as_lists()

@@ -14,8 +14,6 @@ from pydantic import ValidationError
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import ValidationConfig
-from mindspeed_rlxf.reporting.metrics import MetricsWriter
-from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.run.directory import RunDirectory
 
 
@@ -212,15 +210,11 @@ def test_files_have_the_mode_of_the_configuration(make_config, umask, given, fol
     before = os.umask(umask)
     try:
         directory = RunDirectory.create(config)
-        MetricsWriter(directory.metrics, directory.file_mode).close()
-        Timeline(directory.timeline, directory.file_mode).write(1, [Span("x", "p", 0, 1.0, 1.0)])
     finally:
         os.umask(before)
     directory.unlock()
     found = modes(directory.path)
-    assert found.pop("logs") == found.pop("timeline") == folder
-    assert set(found) == {"config.yaml", "metrics.jsonl", "timeline/iterations_0000001.json"}
-    assert set(found.values()) == {file}
+    assert found == {"logs": folder, "config.yaml": file}
     own = directory.path.stat().st_mode & 0o777  # weights are in it: to be passed through, unlisted
     assert own == folder | (0o011 & ~umask)
 

@@ -117,6 +117,12 @@ class Mine(Tracker):
         pass
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(0, None), (2, [4, 9]), ("all", [4, 9, 1])])
+def test_the_first_samples_are_logged(make: Make, limit: Any, kept: list[int] | None) -> None:
+    log = make(samples=limit).token_log(1, [4, 9, 1])
+    assert (log and sorted(log.sample_ids)) == (kept and sorted(kept))
+
+
 def test_a_tracker_gets_project_mode_and_metrics(make: Make, tmp_path: Path) -> None:
     with restored_registries():
         mine = type("Made", (Mine,), {"runs": [], "got": []})

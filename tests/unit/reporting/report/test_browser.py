@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.reporting.metrics import MetricsWriter
+from mindspeed_rlxf.reporting.metrics import JsonlWriter, metrics_record
 from mindspeed_rlxf.reporting.report.content import RunFolder
 from mindspeed_rlxf.reporting.report.page import make_report
 from mindspeed_rlxf.reporting.report.server import LiveRun, LiveServer
@@ -303,7 +303,7 @@ def test_a_live_page_shows_what_the_run_writes(browser: Any, tmp_path: Path) -> 
         said: list[str] = []
         page = open_page(browser, server.url, said)
         assert "6 of 6 iterations" in page.locator("#summary").inner_text()
-        MetricsWriter(run / "metrics.jsonl").write(7, metrics_of(7), 1.0)
+        JsonlWriter(run / "metrics.jsonl").write(metrics_record(7, metrics_of(7), 1.0))
         page.locator("#summary", has_text="7 of 6 iterations").wait_for()
         assert not [line for line in said if not line.startswith(server.url)]
         page.close()

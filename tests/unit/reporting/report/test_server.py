@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.watch import main
-from mindspeed_rlxf.reporting.metrics import MetricsWriter
+from mindspeed_rlxf.reporting.metrics import JsonlWriter, metrics_record
 from mindspeed_rlxf.reporting.report.content import RunFolder
 from mindspeed_rlxf.reporting.report.server import LiveRun, LiveServer
 from tests.report_run import metrics_of, write_run
@@ -52,7 +52,7 @@ def test_the_page_and_its_data_follow_the_files(server: LiveServer, tmp_path: Pa
     before = ask(server, "/version")[2]
     assert before == ask(server, "/version")[2]
     done = [json.loads(gzip.decompress(ask(server, "/data/main")[2]))["runs"][0]["done"]]
-    MetricsWriter(tmp_path / "run" / "metrics.jsonl").write(6, metrics_of(6), 1.0)
+    JsonlWriter(tmp_path / "run" / "metrics.jsonl").write(metrics_record(6, metrics_of(6), 1.0))
     assert ask(server, "/version")[2] != before
     done += [json.loads(gzip.decompress(ask(server, "/data/main")[2]))["runs"][0]["done"]]
     (samples,) = json.loads(gzip.decompress(ask(server, "/data/samples")[2]))
