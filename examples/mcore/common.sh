@@ -55,13 +55,14 @@ make_token() {
   fi
 }
 
-# Require a token: anyone who can connect to a Ray without one can run code in it.
-need_token() {
-  export RAY_AUTH_MODE=token
-  [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -n "$DRY_RUN" ] ||
-    [ -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] ||
-    fail "no token for Ray: run '(umask 077; ray get-auth-token --generate)' once, and put its file" \
-      "$HOME/.ray/auth_token on every node"
+# Use the token for Ray if there is one: anyone who can connect to a Ray without one can run code in it.
+use_token() {
+  if [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -s "${RAY_AUTH_TOKEN_PATH:-${HOME:-}/.ray/auth_token}" ]; then
+    export RAY_AUTH_MODE=token
+  else
+    echo "note: no token for Ray, so its cluster is open; '(umask 077; ray get-auth-token --generate)'" \
+      "makes ~/.ray/auth_token, to put on every node" >&2
+  fi
 }
 
 # Make a folder for Ray's files that no other user can enter, because Ray makes them readable to all.
@@ -71,15 +72,15 @@ make_private_folder() {
   export RAY_TMPDIR=$own_folder
 }
 
-# Handle signals from now on, check DEVICE, raise the limit of open files, load CANN, and require a
-# token.
+# Handle signals from now on, check DEVICE, raise the limit of open files, load CANN, and use the
+# token for Ray.
 prepare_host() {
   trap forward INT TERM
   case $DEVICE in npu | cuda | cpu) ;; *) fail "DEVICE=$DEVICE must be npu, cuda or cpu" ;; esac
   ulimit -n 32768 2>/dev/null ||
     echo "note: 'ulimit -n 32768' is not allowed here, the limit stays at $(ulimit -n)" >&2
   if [ "$DEVICE" = npu ]; then source_cann; fi
-  need_token
+  use_token
 }
 
 # Print the option of `ray start` that declares the devices of this node.

@@ -293,12 +293,6 @@ class RuntimeConfig(Section):
         "free",
         used_if="kind=ray",
     )
-    allow_unauthenticated: bool = key(
-        False,
-        "join a Ray cluster without tokens that others can reach, or one of another user",
-        "free",
-        used_if="kind=ray",
-    )
     timeout_s: float = key(
         1800.0,
         "longest wait for one call, seconds; the shortest deadline of a call is a tenth of it",

@@ -1,4 +1,4 @@
-"""A run joins a Ray that was started by the commands of the documents, with and without tokens."""
+"""A run joins a Ray that was started by the commands of the documents, with tokens."""
 
 from __future__ import annotations
 
@@ -101,16 +101,6 @@ def test_the_commands_of_the_documents_start_a_cluster_with_tokens(
         other = {**environment, "RAY_AUTH_TOKEN": "another", "RAY_ADDRESS": f"127.0.0.1:{port}"}
         (refused,) = [line for line in join(other).splitlines() if line.startswith("error: ")]
         assert "must be that of a running Ray cluster" in refused
-
-
-def test_a_cluster_without_tokens_is_joined_with_a_warning(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    line = documented("npu.md", "ray start --head").replace("6344", str(free_port()))
-    with running(line, {**environment, "RAY_AUTH_MODE": "disabled"}, tmp_path / "head"):
-        warning, joined = join(environment).splitlines()
-    assert warning.startswith("WARNING the Ray cluster at") and "asks for no token" in warning
-    assert joined.startswith("INFO joined the Ray cluster at")
 
 
 def test_a_listener_that_is_not_ray_is_refused_within_seconds(environment: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +24,6 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device as device_facade
-from mindspeed_rlxf.cluster.ray import trust as ray_trust
 from mindspeed_rlxf.cluster.ray.orphans import OrphanGuard
 from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -41,6 +41,7 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
+PROBE_S = 60.0
 START_ATTEMPTS = 2  # of our own cluster
 # In what Ray raises when its processes do not answer within 30 s, most of which has no option.
 START_TIMED_OUT = "timed out during startup", "Timed out waiting for file", "Failed to start GCS"
@@ -91,16 +92,13 @@ def resource_name(device: DeviceConfig) -> str:
     return device.resource_name or device_facade.ray_resource(device.kind)
 
 
-def open_cluster(
-    address: str | None, resources: dict[str, float], allow_unauthenticated: bool = False
-) -> RayCluster:
+def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster:
     """Join the cluster that `config.cluster.choose_cluster` names; if it names none, start our own.
 
     Sets the environment variables in QUIET that are not set yet. Raises UserError where the cluster
-    cannot or must not be joined, and what Ray raises where our own does not start.
+    cannot be joined, and what Ray raises where our own does not start.
     address:   `runtime.address`
     resources: devices that our own cluster registers beside those that Ray finds; not used to join
-    allow_unauthenticated: also join a cluster that asks for no token (see `trust.check_trust`)
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -112,24 +110,24 @@ def open_cluster(
             cluster.address, resources or "its devices", chosen.source,
         )  # fmt: skip
         return cluster
-    cluster = _join_cluster(chosen.address, allow_unauthenticated)
+    cluster = _join_cluster(chosen.address)
     logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
     return cluster
 
 
-def _join_cluster(address: str, allow_unauthenticated: bool) -> RayCluster:
+def _join_cluster(address: str) -> RayCluster:
     """Connect this process to a running cluster, which must accept a TCP connection in KNOCK_S.
 
     Switches Ray to tokens if the cluster uses them and RAY_AUTH_MODE is not set. Patches Ray (see
-    `_keep_quiet`). Raises UserError where none answers (also if `auto` found none), it refuses, or
-    it is not trusted.
+    `_keep_quiet`). Raises UserError if none answers (also if `auto` found none), or it refuses.
     """
     try:
         if address == AUTO:
             raise ValueError("no `ray start` of this user runs on this host")
         connect_once(address, KNOCK_S)
-        has_tokens = ray_trust.check_trust(address, allow_unauthenticated)
-        if has_tokens and "RAY_AUTH_MODE" not in os.environ:
+        if not asks_for_token(address):
+            logger.info("the cluster is open: whoever reaches it can run code in this run")
+        elif "RAY_AUTH_MODE" not in os.environ:
             _set_token_mode()  # Ray looks for the user's token by itself for `auto` only
         import ray
 
@@ -153,6 +151,33 @@ def _join_cluster(address: str, allow_unauthenticated: bool) -> RayCluster:
             )
         ) from error
     return RayCluster(own=False, address=context.address_info["address"])
+
+
+def asks_for_token(address: str) -> bool:
+    """Ask a cluster for its nodes without a token, in a child process; return whether it refuses.
+
+    Raises ConnectionError if it does not answer as Ray does, or not within PROBE_S.
+    """
+    private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in private}
+    try:
+        found = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("probe.py")), address],
+            env={**environment, "RAY_AUTH_MODE": "disabled"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
+    if found.returncode == -signal.SIGALRM:
+        raise ConnectionError("it does not answer as Ray does")
+    answer = found.stdout.strip()
+    if answer not in ("open", "tokens"):
+        said = found.stderr.strip().splitlines()[-1:] or ["it gave no message"]
+        raise ConnectionError(said[0][:300])
+    return answer == "tokens"
 
 
 def _set_token_mode(**token: str) -> None:

@@ -43,9 +43,7 @@ class RayRuntime:
         """
         resource = resource_name(device)
         declared = {} if resource in FOUND_BY_RAY else {resource: float(num_devices)}
-        self.cluster: RayCluster = open_cluster(
-            settings.address, declared, settings.allow_unauthenticated
-        )
+        self.cluster: RayCluster = open_cluster(settings.address, declared)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
         from mindspeed_rlxf.cluster.node_check import NodeCheck
         from mindspeed_rlxf.cluster.ray.agent import RayAgents

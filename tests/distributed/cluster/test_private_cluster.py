@@ -6,7 +6,7 @@ import os
 import stat
 from typing import Any
 
-from mindspeed_rlxf.cluster.ray.trust import View, ask_without_token
+from mindspeed_rlxf.cluster.ray.cluster import asks_for_token
 
 SOCKET_BYTES = 107  # of the path of a unix socket
 
@@ -23,4 +23,4 @@ def test_no_other_user_enters_the_folder_of_an_own_cluster(ray_runtime: Any) -> 
 
 
 def test_an_own_cluster_asks_for_a_token(ray_runtime: Any) -> None:
-    assert ask_without_token(ray_runtime.cluster.address) == View(tokens=True)
+    assert asks_for_token(ray_runtime.cluster.address)

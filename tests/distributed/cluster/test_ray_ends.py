@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from mindspeed_rlxf.cluster.ray import trust as ray_trust
+from mindspeed_rlxf.cluster.ray.cluster import asks_for_token
 from tests.distributed.cluster.group_checks import build
 from tests.distributed.cluster.stand_ins import StandIn
 
@@ -54,9 +54,7 @@ def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill()
     with driver(RAY_ADDRESS="local", RAY_AUTH_MODE="disabled") as process:
         for number in (signal.SIGINT, signal.SIGKILL):
             facts = next_facts(process)
-            assert ray_trust.ask_without_token(
-                facts["address"]
-            ).tokens  # the mode is for clusters to join
+            assert asks_for_token(facts["address"])  # the mode is for clusters to join
             children = psutil.Process(process.pid).children(recursive=True)
             assert facts["own"]
             assert {facts["worker"], facts["agent"]} <= {child.pid for child in children}

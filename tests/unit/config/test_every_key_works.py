@@ -381,10 +381,6 @@ POOL_SETTINGS: dict[str, Any] = {
 RUNTIME: dict[str, Any] = {
     "kind": Case("local", base={"resource_pool.main": 1}),
     "address": Case("head:6379"),
-    "allow_unauthenticated": Shown(
-        "cluster/ray/test_cluster.py",
-        "test_the_key_for_clusters_without_tokens_reaches_the_one_that_joins",
-    ),
     "timeout_s": Case(7.0, see.joined),
     "start_timeout_s": Case(7.0, see.joined),
 }

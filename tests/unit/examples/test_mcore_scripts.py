@@ -130,12 +130,12 @@ def test_a_dashboard_is_for_this_host_alone() -> None:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_several_nodes_need_a_token_that_all_have(tmp_path: Path, rank: str) -> None:
+def test_several_nodes_without_a_token_say_that_the_cluster_is_open(
+    tmp_path: Path, rank: str
+) -> None:
     variables = {"HOME": str(tmp_path), "DEVICE": "cpu", "MASTER_ADDR": "127.0.0.1"}
-    done = start(MULTI_NODE, NODE_RANK=rank, **variables)
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
-    assert done.returncode == 2
-    assert line.startswith("error: no token for Ray: run '(umask 077; ray get-auth-token")
+    done = start(MULTI_NODE, NODE_RANK=rank, DRY_RUN="1", **variables)
+    assert done.returncode == 0 and "its cluster is open" in done.stderr
 
 
 def test_other_nodes_only_join() -> None:
