@@ -1,15 +1,8 @@
-"""Predicted memory of generation: the rows of `docs/memory.md` about it, and its limits.
-
-itemsize: bytes of a weight or an activation (2 in bf16, 4 in fp32)
-a:        architecture of the model
-tp:       tensor-parallel size
-Results are for one rank.
-"""
+"""Size of the KV cache, and how many rows generate at once; for the plan and the rollout."""
 
 from __future__ import annotations
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.config.memory import FP32
 from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank
 
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
@@ -58,59 +51,3 @@ def kv_cache_rows(
         row = min(round_to_pages(prompt + response // 2), prompt + response)
         limit = waiting if tokens is None else max(1, tokens // row)
     return min(limit, waiting)
-
-
-def kv_cache_most_tokens(rows: int, length: int, tokens: int | None) -> int:
-    """Return the most tokens that the KV cache of `rows` sequences of up to `length` tokens takes.
-
-    tokens: limit of the cache, which always holds one sequence; None = no limit
-    """
-    return rows * length if tokens is None else min(rows * length, max(tokens, length))
-
-
-def prefill_tokens(rows: int, longest: int) -> int:
-    """Return the tokens of the largest prefill pass over `rows` sequences.
-
-    longest: tokens of a sequence at its prefill: the prompt, and the response so far if it waited
-    """
-    return min(rows * longest, max(PREFILL_TOKENS, longest))
-
-
-def exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
-    """Return the bytes, beside weights, of a layer's experts in generation, shared by `ep` ranks.
-
-    For all tokens: the routing and the results. For the tokens of one exchange (of all ranks,
-    together about EXCHANGE_TOKENS at most): themselves, and their results in fp32. In addition, for
-    each expert that such a token is sent to, 40 bytes to sort by and the largest of these three:
-    the result, and again in fp32; a hidden state and two parts of the gated MLP; three parts of the
-    MLP, and one of them again in fp32.
-    tokens: of the rank that has the most
-    """
-    routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
-    own = tokens * (a.hidden_size * itemsize + routing)
-    together = ep * min(tokens, max(1, EXCHANGE_TOKENS // ep))
-    width = a.mlp_hidden_size // tp
-    result = a.hidden_size * (itemsize + FP32)
-    widened = a.hidden_size * itemsize + 2 * width * itemsize
-    choice = 40 + max(result, widened, width * (3 * itemsize + FP32))
-    gathered = together * a.hidden_size * (itemsize + FP32)
-    return own + gathered + together * a.moe_router_topk * choice
-
-
-def sampling_bytes(rows: int, vocab: int, do_sample: bool, sorts: bool = False) -> int:
-    """Return the peak bytes of choosing the next token of each row.
-
-    Greedy: 3 fp32 arrays: logits, scaled logits, log-softmax. Sampling: 7, with the filtered
-    logits and weights. With top_p also token ids of 8 bytes.
-    vocab: the whole vocabulary, which every tensor-parallel rank gathers
-    sorts: whether top_p is below 1
-    """
-    return rows * vocab * ((7 if do_sample else 3) * FP32 + (8 if sorts else 0))
-
-
-def row_state_bytes(rows: int, response: int) -> int:
-    """Return the bytes of the token ids, log-probs and random numbers of responses on the device.
-
-    8, 4 and 4 bytes for each of response + 1 positions of a row.
-    """
-    return 16 * rows * (response + 1)

@@ -95,5 +95,5 @@ def test_plan_is_what_is_allocated(
         ranks = group.call(Measured.measure).result()[0]
         for rank, real in enumerate(ranks):
             planned = role_memory(config, role, config.layout(role).pp_rank(rank))
-            wanted = (planned.weights, planned.gradients, planned.optimizer)
+            wanted = tuple(planned.state)
             assert wanted == pytest.approx(real, rel=0.05), f"{name}, rank {rank}"

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.config.memory import (
-    chunk_activation_bytes,
-    layer_activation_bytes,
-    mlp_activation_bytes,
-)
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.ops.planning.stage import layer_bytes, recompute_bytes
 from tests.distributed.groups import build_group, layout_of
 from tests.distributed.llamas import PLAIN, QWEN3_MOE, SHARES_GROUPS, make_llama
 from tests.distributed.samples import make_rollouts
@@ -130,10 +126,7 @@ def test_layers_keep_what_is_planned(warm_runtime: Any, tmp_path: Path) -> None:
         role = role_of(tmp_path, DENSE, keys)
         group = build_group(warm_runtime, layout_of(role), Learner, role)
         kept, tokens = group.call(Learner.kept_bytes, make_rollouts()).result()[0]
-        sizes = DENSE, tokens, 1, False, 4
-        planned, _ = chunk_activation_bytes(
-            role, layer_activation_bytes(*sizes), mlp_activation_bytes(*sizes), tokens * 64 * 4
-        )
+        planned, _ = recompute_bytes(role, layer_bytes(DENSE, tokens, 1, False, 4))
         # The final norm's input, its normed value, and cosines and sines, which all layers share.
         planned += tokens * (2 * 64 * 4 + 2 * 16 * 4)
         # megatron-core 0.12 keeps a little less than the plan counts.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.host import HostMemory, disk_needed, host_memory_needed
-from mindspeed_rlxf.ops.planning.memory import PoolMemory, State, pool_memories
-from mindspeed_rlxf.ops.planning.pipeline_stage import Phase
+from mindspeed_rlxf.ops.planning.host import ALWAYS, PHASES, disk_needed, host_memory_needed
+from mindspeed_rlxf.ops.planning.memory import PoolMemory, pool_memories
 from mindspeed_rlxf.ops.planning.remedies import find_remedy
+from mindspeed_rlxf.ops.planning.stage import Phase, State
 from mindspeed_rlxf.ops.sizes import format_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -101,7 +101,7 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
         rows += [_memory_row(name, role.on_device(phase), other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
     if pool.peak is None:
-        return [*rows, _memory_row("together", (0, 0, 0), other, Phase("-"))]
+        return [*rows, _memory_row("together", State(0, 0, 0), other, Phase("-"))]
     return [*rows, _memory_row("together", pool.on_device(*pool.peak), other, pool.peak[1])]
 
 
@@ -131,61 +131,33 @@ def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
-    """Return the table of the host's memory by phase, and the host's need.
+    """Return the table of the host's memory, a part per row and a phase per column, and the need.
 
     A line below the table has the page cache of the weights, which the need does not include.
     """
     host = host_memory_needed(config, pools)
-    remedy = "use fewer processes, smaller micro-batches, or more hosts"
-    if host.offloaded:
-        remedy = f"offload less, {remedy}"
-    unknown = "memory of the hosts of a cluster is unknown here"
-    there = available.host_memory(config)
-    need = Need("resource_pool", "the host ", host.total, there, remedy, unknown)
+    rows: list[list[object]] = [["part", *PHASES]]
+    for part in host.parts:
+        sizes = [part.bytes if each in part.phases else 0 for each in ALWAYS]
+        rows.append([part.name, *map(format_bytes, sizes)])
+    rows.append(["together", *map(format_bytes, host.phases)])
     cache = (
         f"  page cache of the weights that are loaded: {format_bytes(host.page_cache)}, not in the "
         "sums, as the system gives it back"
     )
-    return f"{table(_host_rows(host))}\n{cache}", need
-
-
-def _host_rows(host: HostMemory) -> list[list[object]]:
-    """Return the rows of the host's memory table: a part per row, a phase of the run per column.
-
-    A heading row comes first, a row of sums last. Parts of 0 bytes are left out.
-    """
-    load, iteration, checkpoint, final = range(4)
-    always = (load, iteration, checkpoint, final)
-    parts: list[tuple[str, int, tuple[int, ...]]] = [
-        (f"processes ({host.num_processes})", host.processes, always),
-        ("driver", host.driver, always),
-        ("what the roles hold", host.devices, always),
-        ("rows, and those of the iteration before", host.rows, (iteration, checkpoint)),
-    ]
-    for role, count in host.copies.items():
-        parts.append((f"{role.value}: copies of what it offloads", count, always))
-    for role, count in host.checkpoints.items():
-        parts.append((f"{role.value}: a checkpoint while it is written", count, (checkpoint,)))
-    for role, count in host.exports.items():
-        parts.append((f"{role.value}: final weights while they are written", count, (final,)))
-    rows: list[list[object]] = [["part", *host.phases]]
-    for name, count, phases in parts:
-        if count:
-            rows.append([name, *(format_bytes(count if each in phases else 0) for each in always)])
-    return [*rows, ["together", *map(format_bytes, host.phases.values())]]
+    remedy = "use fewer processes, smaller micro-batches, or more hosts"
+    if host.offloads:
+        remedy = f"offload less, {remedy}"
+    unknown = "memory of the hosts of a cluster is unknown here"
+    there = available.host_memory(config)
+    need = Need("resource_pool", "the host ", host.total, there, remedy, unknown)
+    return f"{table(rows)}\n{cache}", need
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:
     """Return the table of the disk space of final weights and checkpoints, and the need in all."""
-    disk, folder = disk_needed(config), RunDirectory.choose(config).path
-    rows = {f"final weights of {role.value}": count for role, count in disk.exports.items()}
-    checkpoints = f"checkpoints ({disk.num_checkpoints}, one being written)"
-    rows[checkpoints] = disk.num_checkpoints * disk.checkpoint
+    sizes, folder = disk_needed(config), RunDirectory.choose(config).path
     key = f"training.output_dir={str(folder)!r}"
     remedy = "free some space, or set training.output_dir to another disk"
-    return _rows(rows), Need(key, "", disk.total, available.free_disk(folder), remedy)
-
-
-def _rows(sizes: dict[str, int]) -> str:
-    """Format names and bytes as aligned lines."""
-    return pairs([(name, format_bytes(count)) for name, count in sizes.items()])
+    need = Need(key, "", sum(sizes.values()), available.free_disk(folder), remedy)
+    return pairs([(name, format_bytes(count)) for name, count in sizes.items()]), need

@@ -8,89 +8,55 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.rules.host import PROCESS_BYTES
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.models.sizes import HEADS, model_numbers
 from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
+from mindspeed_rlxf.ops.planning.stage import itemsize, optimizer_itemsize
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 
+LOAD, ITERATION, CHECKPOINT, FINAL = range(4)
+PHASES = ("load", "iteration", "checkpoint", "final weights")
+ALWAYS = (LOAD, ITERATION, CHECKPOINT, FINAL)
 
-def _trained_roles(config: RunConfig) -> list[Role]:
-    return [role for role in (Role.ACTOR_ROLLOUT, Role.CRITIC) if role in config.roles]
+
+@dataclass(frozen=True)
+class HostPart:
+    """Bytes of one consumer of host memory, and the phases of the run (of PHASES) that it is in."""
+
+    name: str
+    bytes: int
+    phases: tuple[int, ...] = ALWAYS
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes on the host with most processes, if it also has the driver and all rows.
+    """Memory of the host with most processes, if it also has the driver and all rows.
 
-    devices:     memory of the roles if the device is a CPU, else 0
-    rows:        samples of an iteration that the ranks keep
-    exports:     copies of the final weights of each role while they are written
-    checkpoints: copies of the state of each role while it is written
-    copies:      offloaded state of each role, during the whole run
-    page_cache:  loaded weight files, which the system can drop; in no sum
+    offloads:   whether roles keep offloaded state there
+    page_cache: loaded weight files, which the system can drop; in no sum
     """
 
-    num_processes: int
-    processes: int
-    devices: int  # bytes of the roles if the device is a CPU
-    rows: int
-    driver: int
-    exports: dict[Role, int]
-    checkpoints: dict[Role, int]
-    copies: dict[Role, int]
+    parts: tuple[HostPart, ...]
+    offloads: bool
     page_cache: int
 
     @property
-    def export(self) -> int:
-        return sum(self.exports.values())
-
-    @property
-    def checkpoint(self) -> int:
-        return sum(self.checkpoints.values())
-
-    @property
-    def offloaded(self) -> int:
-        return sum(self.copies.values())
-
-    @property
-    def phases(self) -> dict[str, int]:
-        """Return name -> bytes of the phases load, iteration, checkpoint and final weights.
-
-        Rows count in iteration and checkpoint only: they are freed before the final weights are
-        written.
-        """
-        lasting = self.processes + self.driver + self.devices + self.offloaded
-        return {
-            "load": lasting,
-            "iteration": lasting + self.rows,
-            "checkpoint": lasting + self.rows + self.checkpoint,
-            "final weights": lasting + self.export,
-        }
+    def phases(self) -> list[int]:
+        """Return the bytes of each of PHASES."""
+        return [sum(part.bytes for part in self.parts if phase in part.phases) for phase in ALWAYS]
 
     @property
     def total(self) -> int:
         """Return the bytes of the phase that needs most."""
-        return max(self.phases.values())
+        return max(self.phases)
 
 
-@dataclass(frozen=True)
-class Disk:
-    """Bytes in the run directory: final weights of each role, and checkpoints.
-
-    checkpoint: bytes of one; num_checkpoints: those kept, plus the one being written
-    """
-
-    exports: dict[Role, int]
-    checkpoint: int
-    num_checkpoints: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.exports.values()) + self.num_checkpoints * self.checkpoint
+def trained_roles(config: RunConfig) -> list[Role]:
+    """Return the roles that learn: their weights and checkpoints are written."""
+    return [role for role in (Role.ACTOR_ROLLOUT, Role.CRITIC) if role in config.roles]
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
@@ -100,85 +66,76 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     of the largest pool count. Memory of devices and copies is added up for all pools.
     pools: memory of the pools' devices; it counts as host memory on CPU
     """
-    actor, samples = config.actor_rollout, config.samples_per_iteration
-    nodes = {need.pool: config.resource_pool[need.pool] for need in pools}
-    sizes = [_processes_on_one_host(config, processes) for processes in nodes.values()]
+    actor, algorithm = config.actor_rollout, config.algorithm
+    sizes = {
+        pool.pool: _processes_on_one_host(config, config.resource_pool[pool.pool]) for pool in pools
+    }
     shared = config.runtime.kind is RuntimeKind.LOCAL or is_joined(config)
-    count = max(sizes) if shared else sum(sizes)
-    devices = [need.total * _processes_on_one_host(config, need.processes) for need in pools]
-    row = memory.sample_bytes(actor.max_prompt_length, actor.max_new_tokens)
-    return HostMemory(
-        num_processes=count,
-        processes=count * PROCESS_BYTES,
-        devices=sum(devices) if on_cpu(config) else 0,
-        rows=memory.store_bytes(_num_responses(config), row),
-        driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
-        exports={r: _export_bytes_on_one_host(config, r) for r in _trained_roles(config)},
-        checkpoints={r: _checkpoint_bytes_on_one_host(config, r) for r in _trained_roles(config)},
-        copies=_copies_on_one_host(config, pools),
-        page_cache=_bytes_loaded(config),
-    )
-
-
-def _copies_on_one_host(config: RunConfig, pools: list[PoolMemory]) -> dict[Role, int]:
-    """Return role -> bytes of its offloaded state on the host with most of its processes.
-
-    Roles that offload nothing are left out.
-    """
-    found: dict[Role, int] = {}
-    for pool in pools:
-        count = _processes_on_one_host(config, pool.processes)
+    count = max(sizes.values()) if shared else sum(sizes.values())
+    per_pool = [_processes_on_one_host(config, pool.processes) for pool in pools]
+    devices = sum(pool.total * each for pool, each in zip(pools, per_pool, strict=True))
+    copies: dict[Role, int] = {}
+    for pool, each in zip(pools, per_pool, strict=True):
         for role in pool.roles:
-            if role.copies:
-                found[role.role] = found.get(role.role, 0) + role.copies * count
-    return found
+            copies[role.role] = copies.get(role.role, 0) + role.copies * each
+    # Rows of two iterations: the last ones are kept until the next ones replace them. Per prompt
+    # token 8 bytes for the id. Per response token 50: id 8; fp32 log-probs of rollout, actor and
+    # reference, KL, value; advantage, old and reference log-prob, return, value; two masks of 1.
+    # Three arrays and a mask have one slot more. Lengths, id, flag, score: 29.
+    row = 8 * actor.max_prompt_length + 50 * actor.max_new_tokens + 3 * 4 + 1 + 29
+    responses = config.samples_per_iteration
+    if algorithm.filter_groups:
+        responses *= algorithm.max_num_gen_batches
+    if algorithm.estimator.reads_greedy:
+        responses += config.training.global_batch_size
+    prompts = 8 * config.samples_per_iteration * actor.max_prompt_length
+    trained = trained_roles(config)
+    parts = [
+        HostPart(f"processes ({count})", count * PROCESS_BYTES),
+        HostPart("driver", PROCESS_BYTES + prompts),
+        HostPart("what the roles hold", devices if on_cpu(config) else 0),
+        HostPart(
+            "rows, and those of the iteration before", 2 * responses * row, (ITERATION, CHECKPOINT)
+        ),
+        *(HostPart(f"{role.value}: copies of what it offloads", n) for role, n in copies.items()),
+        *(
+            HostPart(
+                f"{role.value}: a checkpoint while it is written",
+                _checkpoint_on_one_host(config, role),
+                (CHECKPOINT,),
+            )
+            for role in trained
+        ),
+        *(
+            HostPart(
+                f"{role.value}: final weights while they are written",
+                _export_on_one_host(config, role),
+                (FINAL,),
+            )
+            for role in trained
+        ),
+    ]
+    # A folder that several roles load counts once.
+    folders = {
+        config.role(r).load: _stored(config, r) for r in config.roles if has_model(config, r)
+    }
+    offloads = any(copies.values())
+    return HostMemory(tuple(p for p in parts if p.bytes), offloads, sum(folders.values()))
 
 
-def _bytes_loaded(config: RunConfig) -> int:
-    """Return the bytes of the weights that all roles load, in the data type of their folders.
+def disk_needed(config: RunConfig) -> dict[str, int]:
+    """Return name -> bytes in the run directory: final weights in both formats, and checkpoints.
 
-    They are computed from the numbers of parameters. A folder that several roles load counts once.
+    One checkpoint more than `training.keep_last` is counted; each has all trained roles.
     """
-    folders: dict[str | None, int] = {}
-    for role in config.roles:
-        section = config.role(role)
-        if has_model(config, role):
-            stored = stored_itemsize(section.load, memory.itemsize(section))
-            folders[section.load] = memory.weight_bytes(_numbers(config, role), stored)
-    return sum(folders.values())
-
-
-def _checkpoint_bytes_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's checkpoint that the host with most of its ranks writes.
-
-    A checkpoint has weights and optimizer; all ranks of the role write equal parts.
-    """
-    whole = memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
-    ranks = config.processes_of(role)
-    return whole * _processes_on_one_host(config, ranks) // sum(ranks)
-
-
-def _num_responses(config: RunConfig) -> int:
-    """Return the most responses of an iteration, also those that are not trained on.
-
-    With `filter_groups` it is `max_num_gen_batches` times the samples. An estimator that needs
-    greedy responses adds `global_batch_size` once: they are made for the prompts that are kept.
-    """
-    algorithm, samples = config.algorithm, config.samples_per_iteration
-    batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
-    greedy = algorithm.estimator.reads_greedy
-    return batches * samples + (config.training.global_batch_size if greedy else 0)
-
-
-def disk_needed(config: RunConfig) -> Disk:
-    """Return the disk space for final weights and checkpoints of the trained roles.
-
-    A checkpoint has all trained roles; one more than `training.keep_last` is counted.
-    """
-    itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
-    checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
-    exports = {role: _export_bytes(config, role) for role in itemsizes}
-    return Disk(exports, sum(checkpoints), config.training.keep_last + 1)
+    trained, count = trained_roles(config), config.training.keep_last + 1
+    found = {
+        f"final weights of {role.value}": _stored(config, role)
+        + _numbers(config, role) * itemsize(config.role(role))
+        for role in trained
+    }
+    one = sum(_checkpoint_bytes(config, role) for role in trained)
+    return {**found, f"checkpoints ({count}, one being written)": count * one}
 
 
 def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
@@ -191,7 +148,25 @@ def _numbers(config: RunConfig, role: Role) -> int:
     return model_numbers(config.role(role).architecture, HEADS[role])
 
 
-def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
+def _stored(config: RunConfig, role: Role) -> int:
+    """Return the bytes of a role's weights in Hugging Face format, as in the folder it loads."""
+    section = config.role(role)
+    return _numbers(config, role) * stored_itemsize(section.load, itemsize(section))
+
+
+def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
+    section = config.role(role)
+    return _numbers(config, role) * (itemsize(section) + optimizer_itemsize(section))
+
+
+def _checkpoint_on_one_host(config: RunConfig, role: Role) -> int:
+    """Return the bytes that the host with most ranks writes; all ranks write equal parts."""
+    ranks = config.processes_of(role)
+    mine = _processes_on_one_host(config, ranks)
+    return _checkpoint_bytes(config, role) * mine // sum(ranks)
+
+
+def _export_on_one_host(config: RunConfig, role: Role) -> int:
     """Return the bytes of final weights that are written on the host with most writers.
 
     The writers are the first rank of each pipeline stage and, with experts, of each group of
@@ -199,8 +174,7 @@ def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
     """
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
-    numbers = _numbers(config, role) // (layout.pp * ep)
-    share = memory.weight_bytes(numbers, memory.itemsize(section))
+    share = _numbers(config, role) // (layout.pp * ep) * itemsize(section)
     sizes = config.resource_pool[config.pool_of(role)]
     ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
     writers = [
@@ -210,13 +184,6 @@ def _export_bytes_on_one_host(config: RunConfig, role: Role) -> int:
     ]
     hosts = Counter(bisect_right(ends, rank) for rank in writers)
     return share * max(hosts.values())
-
-
-def _export_bytes(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's final weights on disk, in Megatron and Hugging Face format."""
-    itemsize = memory.itemsize(config.role(role))
-    stored = stored_itemsize(config.role(role).load, itemsize)
-    return memory.export_bytes(_numbers(config, role), itemsize, stored)
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rlxf.cluster.environment import list_variables, offload_environment
-from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import OldLogProbs, Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem
@@ -13,6 +12,7 @@ from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
+from mindspeed_rlxf.ops.planning.stage import micro_batches
 from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest, usable_bytes
 from mindspeed_rlxf.ops.planning.topology import topology
 from mindspeed_rlxf.reporting.table import pairs, table
@@ -226,7 +226,7 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
     For example ("4", "8"); ("<= 4096 tokens", "<= 8") if the role limits their tokens.
     """
     section, actor = config.role(role), config.actor_rollout
-    count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
+    count = micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch
     if limit is None:
         return str(min(section.micro_batch_size, samples)), str(count)

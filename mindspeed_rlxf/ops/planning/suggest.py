@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from mindspeed_rlxf.config import generation_memory, memory
+from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model, pool_memories
+from mindspeed_rlxf.ops.planning.stage import itemsize
 from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
@@ -227,7 +228,7 @@ def _row_bytes(config: RunConfig) -> int:
     """
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
-    return generation_memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
+    return generation_memory.kv_cache_bytes(length, actor.architecture, tp, itemsize(actor))
 
 
 def show_suggestions(config: RunConfig, found: list[Suggestion], nested: bool, limit: int) -> str:

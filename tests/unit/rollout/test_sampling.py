@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from mindspeed_rlxf.config.generation_memory import sampling_bytes
+from mindspeed_rlxf.ops.planning.memory import sampling_itemsize
 from mindspeed_rlxf.rollout.sampling import (
     BLOCK,
     SamplingSettings,
@@ -225,7 +225,7 @@ def test_sampling_takes_the_memory_that_is_planned(
         live.see(logits)
         asked = settings(**keys, temperature=0.7)
         draw_tokens(logits, uniforms, torch.zeros(rows), asked, torch.tensor(EOS))
-    planned = sampling_bytes(rows, vocab, True, top_p < 1)
+    planned = rows * vocab * sampling_itemsize(True, top_p < 1)
     assert 0.5 * planned < live.most < 1.01 * planned
 
 

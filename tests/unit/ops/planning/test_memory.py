@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config import generation_memory, memory
+from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.rules.host import GIB
@@ -20,6 +20,7 @@ from mindspeed_rlxf.ops.planning.memory import (
     pool_memory,
     role_memory,
 )
+from mindspeed_rlxf.ops.planning.stage import layer_bytes
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 
 EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 32}
@@ -71,8 +72,8 @@ def test_a_prefill_holds_what_a_row_has_when_it_enters(
 ) -> None:
     run = config(rows)
     assert cache_rows(run) == 12
-    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 12 * known, 1, False, 4)
-    expected = layer + generation_memory.row_state_bytes(12, 16)
+    layer = layer_bytes(run.actor_rollout.architecture, 12 * known, 1, False, 4).kept
+    expected = layer + 12 * 17 * (8 + 4 + 4)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
@@ -92,13 +93,13 @@ def test_sampling_sorts_where_a_top_p_is_used(
     large = {"actor_rollout.num_samples_per_step": 12, "model.small.vocab_size": 100_000}
     large |= {"actor_rollout.do_sample": True}
     run = config({**large, **changes})
-    expected = 12 * 100_000 * per_logit + generation_memory.row_state_bytes(12, 16)
+    expected = 12 * 100_000 * per_logit + 12 * 17 * (8 + 4 + 4)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
 def test_frozen_roles_hold_weights_only(config: Callable[..., RunConfig]) -> None:
     ref = role_memory(config(), Role.REF, 0)
-    assert ref.weights > 0 and (ref.gradients, ref.optimizer) == (0, 0)
+    assert ref.state.weights > 0 and (ref.state.gradients, ref.state.optimizer) == (0, 0)
     assert [p.name for p in ref.phases] == ["forward"]
 
 
@@ -117,7 +118,7 @@ def test_what_is_offloaded_counts_in_the_phases_that_use_it(
     """Peaks of all modes: kept by all roles, and the largest phase with what it brings back."""
     actor, ref, critic = pool_memory(config(), "main").roles
     states = [sum(role.state) for role in (actor, ref, critic)]
-    weights = [role.weights for role in (actor, ref, critic)]
+    weights = [role.state.weights for role in (actor, ref, critic)]
     for changes in ({}, {"optimizer": True}, {"weights": True, "optimizer": True}):
         keys = {f"training.offload.{name}": value for name, value in changes.items()}
         pool = pool_memory(config(keys), "main")
@@ -130,8 +131,9 @@ def test_what_is_offloaded_counts_in_the_phases_that_use_it(
                 kept[number] = states[number] if learns or not changes else weights[number]
                 found.append(sum(kept) + each.total)
         assert pool.total == max(found) + sum(role.other for role in (actor, ref, critic))
-        both, optimizers = sum(weights), actor.optimizer + critic.optimizer
-        assert pool.copies == [0, optimizers, optimizers + both][len(changes)]
+        both, optimizers = sum(weights), actor.state.optimizer + critic.state.optimizer
+        copies = sum(role.copies for role in pool.roles)
+        assert copies == [0, optimizers, optimizers + both][len(changes)]
 
 
 def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(
@@ -140,21 +142,21 @@ def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(
     changes = {"algorithm.kl_penalty": "full", "training.offload.weights": True}
     pool = pool_memory(config(changes), "main")
     actor, ref, _ = pool.roles
-    assert pool.on_device(ref, ref.phases[0])[0] == actor.weights + ref.weights
-    assert pool.on_device(actor, actor.phases[0])[0] == actor.weights
+    assert pool.on_device(ref, ref.phases[0])[0] == actor.state.weights + ref.state.weights
+    assert pool.on_device(actor, actor.phases[0])[0] == actor.state.weights
 
 
 def test_pipeline_receives_weights_for_generation(config: Callable[..., RunConfig]) -> None:
     assert phase(config(), Role.ACTOR_ROLLOUT, "generate").other == 0
     received = phase(config(PP2), Role.ACTOR_ROLLOUT, "generate").other
-    layers = role_memory(config(), Role.ACTOR_ROLLOUT, 0).weights
-    assert received == layers - role_memory(config(PP2), Role.ACTOR_ROLLOUT, 0).weights
+    layers = role_memory(config(), Role.ACTOR_ROLLOUT, 0).state.weights
+    assert received == layers - role_memory(config(PP2), Role.ACTOR_ROLLOUT, 0).state.weights
 
 
 def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -> None:
     # tokens 24; half of 4 layers twice, and hidden states in and out: 2 x 24 x 64 x 4 each time
     run = config(PP2)
-    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 24, 1, False, 4)
+    layer = layer_bytes(run.actor_rollout.architecture, 24, 1, False, 4).kept
     expected = 2 * (2 * layer + 2 * 24 * 64 * 4)
     assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
 
@@ -162,7 +164,7 @@ def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -
 def test_interleaved_stages_hold_more(config: Callable[..., RunConfig]) -> None:
     # two chunks of one layer each; a step of 48 / 4 replicas = 12 micro-batches holds 5 chunks
     run = config({**PP2, "actor_rollout.num_layers_per_virtual_pipeline_stage": 1})
-    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 24, 1, False, 4)
+    layer = layer_bytes(run.actor_rollout.architecture, 24, 1, False, 4).kept
     expected = 5 * (layer + 2 * 24 * 64 * 4)
     assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
 
@@ -174,8 +176,8 @@ def test_a_micro_batch_takes_the_limit_of_tokens(config: Callable[..., RunConfig
         run = config({"critic.max_tokens_per_micro_batch": limit})
         # values are read at 16 + 1 slots of each sample
         read = min(limit, 12 * 17)
-        layer = memory.layer_forward_bytes(a, tokens, 1, False, 4)
-        head = memory.last_hidden_bytes(tokens, read, 64, 4) + memory.score_head_bytes(read, 64)
+        layer = layer_bytes(a, tokens, 1, False, 4).forward
+        head = 64 * (tokens * (4 + 4 + 4) + read * 4) + read * 64 * 4
         assert phase(run, Role.CRITIC, "forward").activations == max(layer, head)
 
 
@@ -198,8 +200,8 @@ def test_a_gradient_reduced_early_needs_a_sum_of_the_heads_beside_it(
 def test_distributed_optimizer_is_shared_by_the_replicas(config: Callable[..., RunConfig]) -> None:
     whole = role_memory(config(), Role.CRITIC, 0)
     shared = role_memory(config({"critic.use_distributed_optimizer": True}), Role.CRITIC, 0)
-    assert shared.optimizer * 8 == shared.weights * 2  # two moments of an eighth
-    assert shared.gradients == pytest.approx(whole.gradients, rel=0.05)
+    assert shared.state.optimizer * 8 == shared.state.weights * 2  # two moments of an eighth
+    assert shared.state.gradients == pytest.approx(whole.state.gradients, rel=0.05)
 
 
 def expert_bytes(config: RunConfig, share: int) -> int:
@@ -214,7 +216,7 @@ def test_expert_ranks_hold_their_share_in_training_and_generation(
     whole, shared = config(EXPERTS), config(EP4)
     saved = expert_bytes(whole, 1) - expert_bytes(whole, 4)
     for role in (Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC):
-        one, four = (role_memory(run, role, 0) for run in (whole, shared))
+        one, four = (role_memory(run, role, 0).state for run in (whole, shared))
         assert one.weights - four.weights == saved
         assert one.optimizer - four.optimizer == (2 * saved if one.optimizer else 0)
     assert phase(whole, Role.ACTOR_ROLLOUT, "generate").other == 0
@@ -233,15 +235,15 @@ def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(
     run = config({**EP4, "critic.use_distributed_optimizer": True})
     experts = expert_bytes(run, 4)
     critic = role_memory(run, Role.CRITIC, 0)
-    dense = critic.weights - experts  # every expert matrix fills whole blocks of 64
-    assert critic.optimizer == 2 * (dense // 8 + experts // 2)
+    dense = critic.state.weights - experts  # every expert matrix fills whole blocks of 64
+    assert critic.state.optimizer == 2 * (dense // 8 + experts // 2)
 
 
 def test_each_chosen_expert_keeps_its_tokens(config: Callable[..., RunConfig]) -> None:
     a = config(EXPERTS).critic.architecture
     dense = a.model_copy(update={"num_experts": None})
     many = a.model_copy(update={"moe_router_topk": 4})
-    one, two, four = (memory.layer_activation_bytes(x, 10, 1, False, 4) for x in (dense, a, many))
+    one, two, four = (layer_bytes(x, 10, 1, False, 4).kept for x in (dense, a, many))
     # 10 tokens; a choice keeps a hidden state of 64, six times 32, and 12 bytes of routing
     choice = 10 * (4 * (64 + 6 * 32) + 12)
     assert four - two == 2 * choice
@@ -252,9 +254,9 @@ def test_without_sequence_parallel_each_rank_sends_every_token(
     config: Callable[..., RunConfig],
 ) -> None:
     a = config(EXPERTS).critic.architecture
-    assert memory.dispatched_tokens(a, 10, 4, True) == 20
-    assert memory.dispatched_tokens(a, 10, 4, False) == 80
-    assert memory.dispatch_bytes(a, 10, 4, True, 2) == 3 * 20 * 64 * 2
+    # three copies of two choices of 10 tokens, 64 wide, in bf16
+    assert layer_bytes(a, 10, 4, True, 2).sent == 3 * 20 * 64 * 2
+    assert layer_bytes(a, 10, 4, False, 2).sent == 3 * 80 * 64 * 2
 
 
 SPLIT = {
@@ -275,22 +277,22 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., 
     run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
     trains, generates = pool_memories(run, "actor")
     [learning], [rollout] = trains.roles, generates.roles
-    assert learning.optimizer > 0
+    assert learning.state.optimizer > 0
     assert [p.name for p in learning.phases] == [
         "forward", "update", "optimizer step", "send weights",
     ]  # fmt: skip
     assert all(p.kv_cache == 0 for p in learning.phases)
-    assert (rollout.gradients, rollout.optimizer) == (0, 0)
+    assert (rollout.state.gradients, rollout.state.optimizer) == (0, 0)
     norms = 9 * 64 * 4  # on both ranks: two of each of four layers, and the last
-    assert rollout.weights == (whole.weights - norms) // 2 + norms
+    assert rollout.state.weights == (whole.state.weights - norms) // 2 + norms
     shared, all_experts = (
         pool_memories(config(SPLIT | ONE_TP | EXPERTS | keys), "actor")[1]
         for keys in ({"rollout.expert_model_parallel_size": 2}, {})
     )
-    saved = all_experts.roles[0].weights - shared.roles[0].weights
+    saved = all_experts.roles[0].state.weights - shared.roles[0].state.weights
     assert saved == expert_bytes(config(EXPERTS), 2)
     [receive, generate] = rollout.phases
-    assert (receive.name, receive.total) == ("receive weights", rollout.weights)
+    assert (receive.name, receive.total) == ("receive weights", rollout.state.weights)
     # all 96 samples on one replica, 4 layers, 2 of 4 groups of width 8, 24 tokens, keys and values
     assert generate.kv_cache == 96 * 4 * 2 * 8 * 24 * 2 * 4
     assert (trains.rank, trains.processes) == (0, (6,))
@@ -314,11 +316,11 @@ def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_shar
     keys = {"actor_rollout.num_samples_per_step": 12, "actor_rollout.bf16": True}
     run = config({**EP4, **keys, "model.small.moe_ffn_hidden_size": width})
     a = run.actor_rollout.architecture
-    dense = memory.layer_activation_bytes(a, 96, 1, False, 2)  # 12 prompts of 8
-    dense -= memory.mlp_activation_bytes(a, 96, 1, False, 2)
+    dense = layer_bytes(a, 96, 1, False, 2).kept  # 12 prompts of 8
+    dense -= layer_bytes(a, 96, 1, False, 2).mlp
     # results, 8 probabilities and choices, two numbers of 4 and 12 bytes of a choice
     own = 96 * (64 * 2 + 5 * 8 + 20 * 2)
     # tokens in bf16, results in fp32; two choices with five numbers of 8 bytes
     shared = together * (64 * 6 + 2 * (40 + choice))
-    expected = dense + own + shared + generation_memory.row_state_bytes(12, 16)
+    expected = dense + own + shared + 12 * 17 * (8 + 4 + 4)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
