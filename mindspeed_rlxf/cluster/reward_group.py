@@ -37,7 +37,8 @@ class RewardGroup:
         by_model = config.reward.kind is not RewardKind.RULE
         if beside is not None:
             self.scorers = RoleGroup(Role.SCORER, beside.layout, beside.pool)
-        self.streams = beside is not None and (not by_model or bool(config.reward.parts))
+        by_rules = not by_model or bool(config.reward.parts) or config.reward.chooses_by_label
+        self.streams = beside is not None and by_rules
         self.group = self.scorers if self.scorers and not by_model else self._own_group(pool)
 
     def _own_group(self, pool: Pool) -> RoleGroup:

@@ -128,6 +128,11 @@ class RewardConfig(RoleConfig):
         return self.kind is RewardKind.RULE or bool(self.parts)
 
     @property
+    def chooses_by_label(self) -> bool:
+        """Whether a row's `reward_model.style` chooses between the model and rules."""
+        return self.kind is not RewardKind.RULE and bool(self.parts or self.rules)
+
+    @property
     def runs_programs(self) -> bool:
         """Whether some rule or function in the section is one of RULES_OF_PROGRAMS.
 

@@ -20,7 +20,7 @@ from mindspeed_rlxf.data.files import (
     read_rows,
     unicode_problem,
 )
-from mindspeed_rlxf.data.prompt_store import Labels
+from mindspeed_rlxf.data.prompt_store import STYLE, STYLES, Labels
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,12 @@ def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | No
     if isinstance(own, dict):
         del extra[EXTRA]
         extra |= own
+    style = look_up(row, f"{STYLE}.style")
+    if style not in (*STYLES, None):
+        rule = f"{STYLE}.style must be rule or model, this one is {style!r:.60}"
+        return {}, fault(rule, "correct it, or remove it")
+    if style is not None:
+        extra[STYLE] = {**dict(extra.get(STYLE) or {}), "style": style}
     return extra, None
 
 

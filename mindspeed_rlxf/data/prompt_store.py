@@ -7,7 +7,7 @@ import os
 import struct
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, overload
 
@@ -19,6 +19,16 @@ Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 HEAD = struct.Struct("<I")  # number of token ids; they follow, then JSON
 ENDS_AT_ONCE = 4096  # ends of prompts that are written together
+
+
+STYLE = "reward_model"
+STYLES = ("rule", "model")
+
+
+def reward_style(extra_info: Mapping[str, Any]) -> str | None:
+    """Return what scores the row, `rule` or `model`, by its label `reward_model.style`, if any."""
+    label = extra_info.get(STYLE)
+    return label.get("style") if isinstance(label, dict) else None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from mindspeed_rlxf.config.reward_calls import BY_SOURCE, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig, RewardConfig
 from mindspeed_rlxf.config.sources import find_carried
 from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES
 from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.rewards.scorer import Part, Plan
@@ -53,6 +54,14 @@ def _part(function: FunctionConfig) -> Part:
     )
 
 
+def scores_row(reward: RewardConfig, extra_info: Mapping[str, Any]) -> bool:
+    """Whether rules or functions score a row in training, alone or beside the model."""
+    if reward.kind is RewardKind.RULE:
+        return True
+    style = reward_style(extra_info) if reward.chooses_by_label else None
+    return style == "rule" or (style is None and bool(reward.parts))
+
+
 def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool:
     """Whether samples of these data sources must be scored in separate processes.
 
@@ -79,16 +88,16 @@ def try_sandbox(reward: RewardConfig) -> str | None:
         return sandbox.describe()
 
 
-def rule_decides(reward: RewardConfig, data_source: str) -> bool:
+def rule_decides(reward: RewardConfig, data_source: str, style: str | None = None) -> bool:
     """Whether the rule of the data source scores its samples, alone or with reward functions.
 
-    True if one of the functions that apply to the source is the rule. Where no function applies,
-    True unless a reward model is used with functions: with a reward model alone, the rule scores
-    validation samples.
+    True if one of the functions that apply to the source is the rule. If no function applies, True
+    with the style `rule`, and unless a reward model is used with functions: with a reward model
+    alone, the rule scores validation samples.
     """
     applying = [part for part in reward.parts if part.applies_to(data_source)]
     if not applying:
-        return reward.kind is RewardKind.RULE or not reward.parts
+        return style == "rule" or reward.kind is RewardKind.RULE or not reward.parts
     return any(part.function == BY_SOURCE for part in applying)
 
 

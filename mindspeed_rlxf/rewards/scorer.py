@@ -90,11 +90,10 @@ class SampleScorer:
 
         The parts of the result are each function's score under its name, and the other numbers that
         it returned under `name/key`. If no function applies, the rule of the data source scores the
-        sample where `Plan.defaults` is set, and the score is 0 where it is not. Raises what a
-        function raises, and ScoreFailure for a return value that is no score.
+        sample. Raises what a function raises, and ScoreFailure for a return value that is no score.
         """
         wanted = [(p, score) for p, score in self._parts if p.applies_to(sample.data_source)]
-        if not wanted and self._plan.defaults:
+        if not wanted:
             return self._by_source(sample)
         return weighted_sum([(part.name, part.weight, score(sample)) for part, score in wanted])
 

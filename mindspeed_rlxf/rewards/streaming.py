@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.plans import make_plan
 from mindspeed_rlxf.rewards.remote import RemoteRewards
@@ -64,7 +65,7 @@ class StreamingRewards:
         """Start to score a sample, and return at once; wait with `Scoring.outcome`.
 
         Uses the functions and servers that apply to its data source. If none applies, uses the rule
-        of the data source where the plan's `defaults` is set, else the score is 0.
+        of the data source with the plan's `defaults` or the label `rule`, else the score is 0.
 
         Raises ScoringBroken when the pool of scoring processes is closed; if the processes do not
         work, `Scoring.outcome` raises it.
@@ -72,6 +73,7 @@ class StreamingRewards:
         source = sample.data_source
         remote = [(p, server) for p, server in self._remote if p.applies_to(source)]
         local = any(part.applies_to(source) for part in self._plan.parts)
-        by_default = not remote and self._plan.defaults
+        by_label = reward_style(sample.extra_info) == "rule"
+        by_default = not remote and (self._plan.defaults or by_label)
         own = self._pool.submit(sample) if local or by_default else None
         return Scoring(own, [(p.name, p.weight, server.submit(sample)) for p, server in remote])

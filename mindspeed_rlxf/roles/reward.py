@@ -7,6 +7,7 @@ import torch
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
+from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
@@ -59,7 +60,9 @@ class RewardRole:
         return texts
 
     def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
-        """Score by the model, and return model_weight * its score + the functions' score.
+        """Score by the model, the functions, or by both: by the row's `reward_model.style`.
+
+        Without a style the score is model_weight * the model's + the functions'.
 
         Rows: Scores. Report: ScoreReport, with the model's score as the part `model`. Neither on
         ranks other than the leader.
@@ -72,11 +75,17 @@ class RewardRole:
         weight = self.config.model_weight
         scores, parts = [], []
         rows = zip(
-            output.report.scores, rules.scores.tolist(), rules.parts, rules.failures, strict=True
+            output.report.scores,
+            rules.scores.tolist(),
+            rules.parts,
+            rules.failures,
+            rollouts.extra_infos,
+            strict=True,
         )
-        for of_model, of_rules, named, failure in rows:
-            scores.append(of_rules if failure else weight * of_model + of_rules)
-            parts.append({**named, "model": of_model})
+        for of_model, of_rules, named, failure, extra_info in rows:
+            by_rule = reward_style(extra_info) == "rule"
+            scores.append(of_rules if failure or by_rule else weight * of_model + of_rules)
+            parts.append(named if by_rule else {**named, "model": of_model})
         report = ScoreReport(scores, parts, rules.failures)
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
 

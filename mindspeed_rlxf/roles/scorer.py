@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
+from mindspeed_rlxf.rewards.plans import scores_row
 from mindspeed_rlxf.rewards.streaming import Scoring, StreamingRewards
 from mindspeed_rlxf.rewards.votes import AnswerFinder
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
@@ -32,8 +32,6 @@ class ScorerRole:
         self.rewards = StreamingRewards(config.reward)
         self.answers = AnswerFinder(dict(config.reward.rules), config.verifiers)
         self.is_leader = True  # whether this rank scores for its replica; set by RolloutRole
-        by_rule = config.reward.kind is RewardKind.RULE
-        self._streams = by_rule or bool(config.reward.parts)  # else it only scores validation
         self._started: list[dict[tuple[int, ...], Scoring]] = []  # one for each call of `follow`
 
     def follow(
@@ -42,15 +40,15 @@ class ScorerRole:
         """Yield the results unchanged; start to score each one first, on a leader rank.
 
         `score` takes the scorings of the last KEPT_GENERATIONS calls; older ones are forgotten.
-        Does not score if a model alone gives the reward.
+        Does not score rows that a model alone scores.
         """
         begun: dict[tuple[int, ...], Scoring] = {}
         self._started = [*self._started, begun][-KEPT_GENERATIONS:]
         for result in results:
-            if not (self.is_leader and self._streams):
+            place = result.place
+            if not (self.is_leader and scores_row(self.reward, prompts.extra_infos[place])):
                 yield result
                 continue
-            place = result.place
             sample = self._sample(
                 prompts.token_ids[place].tolist(),
                 result.tokens,
@@ -61,11 +59,13 @@ class ScorerRole:
             begun[_key(prompts.sample_ids[place], result.tokens)] = self.rewards.submit(sample)
             yield result
 
-    def score(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
+    def score(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
         """Wait for the score of each row; `reward.failed_score` where scoring failed.
 
+        Rows that a model alone scores get 0.
+
         Rows: RuleScores. Report: ScoreReport with parts and failures. Both only on a leader rank.
-        find_answers: also report the answer extracted from each response
+        validates: score every row, and report the answer extracted from each response
         Errors: ScoringBroken where the scoring processes cannot score any sample.
         """
         if not self.is_leader:
@@ -73,6 +73,8 @@ class ScorerRole:
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         scorings = [
             self._take_scoring(rollouts, row, prompts[row], responses[row])
+            if validates or scores_row(self.reward, rollouts.extra_infos[row])
+            else Scoring(None, [])
             for row in range(rollouts.num_rows)
         ]
         outcomes = [scoring.outcome() for scoring in scorings]
@@ -81,7 +83,7 @@ class ScorerRole:
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
         failures = _list_failures(rollouts.sample_ids, outcomes)
         rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
-        answers = self._find_answers(rollouts) if find_answers else []
+        answers = self._find_answers(rollouts) if validates else []
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
 
     def _find_answers(self, rollouts: Rollouts) -> list[str | None]:

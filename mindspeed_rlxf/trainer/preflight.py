@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
+from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.data.tokenizer import (
     check_vocabulary,
@@ -33,6 +34,7 @@ from mindspeed_rlxf.rewards.plans import (
     find_idle_sources,
     needs_processes,
     rule_decides,
+    scores_row,
     try_sandbox,
 )
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
@@ -52,6 +54,9 @@ from mindspeed_rlxf.weights.hf_folder import shape_problems
 T = TypeVar("T")
 TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py
 MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few show which model it is
+
+UNNAMED = "unnamed"
+"""Data source of rows without one that a model scores."""
 
 
 @dataclass
@@ -214,7 +219,10 @@ def _load_prompts(
     Only for indexed data sets has the result stop tokens. Appends load errors to `problems`; the
     result is empty then.
     """
-    arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
+    data = config.data
+    if config.reward.kind is not RewardKind.RULE and data.default_data_source is None:
+        data = data.model_copy(update={"default_data_source": UNNAMED})  # a model needs none
+    arguments = prepared.tokenizer, data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))
         return indexed or IndexedPrompts()
@@ -349,11 +357,22 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     validated = prepared.val_prompts if validates_by_rule else ()
     scored = chain(*parts) if by_rule else validated
     prepared.scores_in_processes = needs_processes(reward, {p.data_source for p in scored})
+    by_label = (p for p in prepared.train_prompts if scores_row(reward, p.extra_info))
+    prepared.scores_in_processes |= reward.chooses_by_label and any(True for _ in by_label)
     if reward.parts:
-        found = manager.check(p for p in chain(*parts) if rule_decides(reward, p.data_source))
+        found = manager.check(
+            p
+            for p in chain(*parts)
+            if scores_row(reward, p.extra_info)
+            and rule_decides(reward, p.data_source, reward_style(p.extra_info))
+        )
         return found if by_rule else [*found, *_find_unscored_sources(reward, validated)]
     if by_rule:
         return manager.check(chain(*parts))
+    if reward.chooses_by_label and (
+        found := manager.check(p for p in parts[0] if scores_row(reward, p.extra_info))
+    ):
+        return found
     remedy = "use validation.reward=model"
     return [replace(p, remedy=f"{p.remedy}, or {remedy}") for p in manager.check(validated)]
 

@@ -176,6 +176,21 @@ def test_scores_of_model_and_functions_are_added(monkeypatch: pytest.MonkeyPatch
         assert role.score_beside_rules(rollouts(), rules).rows is None, "not the leader"
 
 
+def test_the_label_of_a_row_chooses_between_model_and_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`rule` leaves the model out; the rules gave 0 to a row labelled `model`."""
+    role = role_of(monkeypatch)
+    rules = RuleScores(torch.tensor([1.0, 0.0]), [{"mine": 1.0}, {}], [None, None])
+    of_model = RoleOutput(Scores(torch.tensor([4.0, 5.0])), ScoreReport([4.0, 5.0]))
+    rows = rollouts()
+    rows.extra_infos[:] = [{"reward_model": {"style": style}} for style in ("rule", "model")]
+    with patch.object(role, "score", return_value=of_model):
+        output = role.score_beside_rules(rows, rules)
+    assert output.report.scores == [1.0, 5.0]
+    assert output.report.parts == [{"mine": 1.0}, {"model": 5.0}]
+
+
 @pytest.mark.parametrize(("positions", "limit"), [(-1, None), (None, None), (512, 512)])
 def test_a_number_that_is_no_length_is_no_limit(positions: int | None, limit: int | None) -> None:
     """XLNet has -1 positions, and a tokenizer without a limit says 10**30."""

@@ -126,6 +126,21 @@ def test_a_failure_is_that_of_one_sample(role: ScorerRole) -> None:
     assert failure.message == "KeyError: 'flag'"
 
 
+def test_rules_beside_a_model_score_the_rows_that_are_labelled_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `rules` alone a row without a label is the model's; validation by rules scores all."""
+    monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
+    keys = {"kind": "huggingface", "rules": {"a": "gsm8k"}, "worker_memory_gib": 4.0}
+    role = ScorerRole(_config(RewardConfig.model_validate(keys)))
+    prompts = prompts_of(["2", "2", "2"])
+    prompts.extra_infos[:] = [{"reward_model": {"style": s}} for s in ("rule", "model")] + [{}]
+    rollouts = gather_rollouts(prompts, role.follow(prompts, results_of(["2", "2", "2"])))
+    assert role.score(rollouts).report.scores == [1.0, 0.0, 0.0]
+    assert role.score(rollouts, True).report.scores == [1.0, 1.0, 1.0]
+    role.rewards._pool.close()
+
+
 def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role: ScorerRole) -> None:
     texts = ["2", "3"]
     prompts = prompts_of(texts)

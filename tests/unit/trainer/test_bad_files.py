@@ -235,6 +235,24 @@ def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(
     assert [prompt.data_source for prompt in found.val_prompts] == ["chess"]
 
 
+def test_a_row_that_a_model_scores_needs_a_prompt_alone_and_a_labelled_row_its_rule(
+    tmp_path: Path, good: Path, problems: Problems
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    plain = '{"prompt": "1"}\n{"prompt": "2", "reward_model": {"style": "model"}}\n'
+    rule = '{"prompt": "3", "data_source": "mine", "reward_model": {"style": "STYLE"}}'
+    file.write_text(plain)
+    keys = [f"data.train_files={file}", "data.extra_columns=[]", "+reward.rules={mine: gsm8k}"]
+    found = prepare(load_config(good, *keys))
+    assert len(found.train_prompts) == 2 and not found.scores_in_processes
+    file.write_text(plain + rule.replace("STYLE", "ruler"))
+    assert "reward_model.style must be rule or model" in problems(*keys)[0]
+    file.write_text(plain + rule.replace("STYLE", "rule"))
+    assert "data source 'mine' must have a ground truth" in problems(*keys)[0]
+    file.write_text(plain + rule.replace("STYLE", "rule").replace("3", '3", "ground_truth": "1', 1))
+    assert prepare(load_config(good, *keys)).scores_in_processes
+
+
 def test_functions_beside_a_model_score_every_data_source_of_validation(
     tmp_path: Path, good: Path, problems: Problems
 ) -> None:
