@@ -89,7 +89,8 @@ class Recorder:
         for finding in found:
             self._health_file.write(asdict(finding))
             if finding.event == "began":
-                self.console.warn_once(finding.rule, finding.line.removeprefix("warning: "))
+                text = f"{finding.rule}: {finding.text}; {finding.remedy}"
+                self.console.warn_once(finding.rule, text)
         return next((finding for finding in found if finding.stops), None)
 
     def _warn_of_tracker(self, text: str) -> None:
@@ -103,7 +104,7 @@ class Recorder:
         """
         last = 0
         for last, metrics in read_metrics(directory.metrics):
-            self.health.replay(last, metrics)
+            self.health.check(last, metrics)
         for rule, finding in self.health.active.items():
             if finding.stops and finding.iteration == last:
                 self.note(
@@ -143,7 +144,7 @@ class Recorder:
         if own_line:
             self._metrics.write(metrics_record(iteration, metrics, metrics["timing/val"]))
             self._trackers.log(iteration, metrics)
-            self.health.replay(iteration, metrics)
+            self.health.check(iteration, metrics)
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
         self.note(f"validation after iteration {iteration} | {shown}")
 

@@ -50,7 +50,7 @@ def test_a_far_too_high_learning_rate_without_kl_penalty_shows_four_illnesses() 
     ]
     kl, cut, entropy, _ = found
     assert kl.metric == "critic/kl" and kl.value == pytest.approx((4.893 + 7.663 + 7.553) / 3)
-    assert "6.7 nats per token" in kl.line and kl.line.endswith("lower actor_rollout.lr")
+    assert "6.7 nats per token" in kl.text and kl.remedy.endswith("lower actor_rollout.lr")
     assert cut.value == pytest.approx((0.9688 + 0.7188 + 1 + 1 + 1) / 5)
     assert entropy.value < 0.02
 
@@ -148,7 +148,7 @@ def test_a_resumed_run_finds_what_an_uninterrupted_one_finds() -> None:
     for cut in (4, 8, 25):
         resumed = Health()
         for line in lines[:cut]:
-            resumed.replay(*line)
+            resumed.check(*line)
         rest = [found for line in lines[cut:] for found in resumed.check(*line)]
         assert rest == [f for f in findings("far_too_high_learning_rate") if f.iteration > cut]
 
