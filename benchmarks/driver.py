@@ -274,7 +274,7 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
         for rank in range(size)
     ]
     pools = runtime.pools
-    return RayPool("main", workers, setups, [SimpleNamespace()] * size, pools.deadlines, pools)
+    return RayPool("main", workers, setups, [SimpleNamespace()] * size, pools.timeout_s, pools)
 
 
 def memory_mib(pool: Any) -> int:

@@ -6,7 +6,6 @@ the other. Rows and reports are exchanged between the ranks at the end of each c
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import json
 import os
@@ -22,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster.deadlines import collective_timeout_s
+from mindspeed_rlxf.cluster.diagnosis import stacks_when_late
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import (
     Function,
@@ -32,7 +31,7 @@ from mindspeed_rlxf.cluster.host_agent import (
     collect_outcomes,
 )
 from mindspeed_rlxf.cluster.nodes import machine_id
-from mindspeed_rlxf.cluster.protocol import Reply, Request
+from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S, Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -87,7 +86,7 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        device.setup(kind, threads, local_rank, deadline_s=collective_timeout_s(timeout_s))
+        device.setup(kind, threads, local_rank, deadline_s=timeout_s + COLLECTIVE_MARGIN_S)
     except ValueError as error:
         raise UserError(Problem("", str(error))) from error
 
@@ -124,7 +123,7 @@ class LocalWorld:
         self._store: Store = HashStore()
         if self.size > 1:
             self._store, _, _ = next(rendezvous("env://", self.rank, self.size))
-        timeout = timedelta(seconds=collective_timeout_s(timeout_s))
+        timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
         store = PrefixStore("world", self._store)
         worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -260,14 +259,11 @@ class LocalPool:
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
         outcome: Outcome | WorkerError
-        # A rank that hangs, even in C, writes its stack before the collectives of the others end.
-        faulthandler.dump_traceback_later(self._world.timeout_s, file=2)
         try:
-            outcome = self._host.run(mine)
+            with stacks_when_late(self._world.timeout_s):
+                outcome = self._host.run(mine)
         except WorkerError as error:
             outcome = error
-        finally:
-            faulthandler.cancel_dump_traceback_later()
         return LocalCall(
             requests, self._world.exchange(outcome, f"{mine.role.value}.{mine.method}")
         )

@@ -20,6 +20,7 @@ from mindspeed_rlxf.cluster.refs import Handle
 from mindspeed_rlxf.config.enums import Role
 
 BUILD = "build"
+COLLECTIVE_MARGIN_S = 60.0  # the driver's deadline passes first, and its message names the ranks
 
 
 @dataclass(frozen=True)

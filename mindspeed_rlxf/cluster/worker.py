@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import gc
 import os
 import socket
@@ -18,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.cluster.diagnosis import STDERR, stacks_when_late
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.protocol import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
-from mindspeed_rlxf.cluster.witness import show_stacks_on_signal
 from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows, TokenRows
 from mindspeed_rlxf.device import worlds
@@ -180,6 +181,7 @@ class ProcessSetup:
     world_size: int
     device_kind: DeviceKind
     threads: int
+    timeout_s: float  # the driver's deadline of a call
     collective_timeout_s: float  # longest wait of ranks for each other
     log_dir: str | None  # of the run; None leaves stdout and stderr alone
     ip: str  # of this process's node, as the cluster knows it: collectives use its interface
@@ -201,6 +203,7 @@ class WorkerProcess:
         self._fetch = fetch
         self._host: RoleHost | None = None
         self._store: dist.TCPStore | None = None
+        self._timeout_s = 0.0
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         """Open and keep the rendezvous store of the pool, which listens on `ip`; return its port.
@@ -215,8 +218,8 @@ class WorkerProcess:
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
         """Redirect output to the log, set up network and device, and join the torch world.
 
-        Variables of the network that are set already stay. STACK_SIGNAL then makes the process
-        write its stacks. The world is that of the pool or of this rank's part. Waits until all
+        Variables of the network that are set already stay. A crash in C then writes the stacks. The
+        world is that of the pool or of this rank's part. Waits until all
         ranks of the pool join. Raises ValueError where the device cannot be set up.
 
         ip, port: of the rendezvous store, which rank 0 opened
@@ -226,19 +229,23 @@ class WorkerProcess:
             redirect_output(Path(log), setup.log_mode)
         for name, value in device.network_environment(setup.device_kind, setup.ip).items():
             os.environ.setdefault(name, value)
-        show_stacks_on_signal()
+        faulthandler.enable(STDERR)
         deadline_s = setup.collective_timeout_s
         device.setup(setup.device_kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
         timeout = timedelta(seconds=deadline_s)
         store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
         parts = setup.parts or (setup.world_size,)
         worlds.join(device.backend(setup.device_kind), store, setup.rank, parts, timeout)
-        self._host = RoleHost(setup.rank, self._fetch)
+        self._host, self._timeout_s = RoleHost(setup.rank, self._fetch), setup.timeout_s
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """Run a request (see `RoleHost.run`); asserts that this process belongs to a pool."""
+        """Run a request (see `RoleHost.run`); a late one writes the stacks to the log.
+
+        Asserts that this process belongs to a pool.
+        """
         assert self._host is not None, "this process belongs to no pool"
-        return self._host.run(request)
+        with stacks_when_late(self._timeout_s):
+            return self._host.run(request)
 
     def reset(self) -> None:
         """Leave the pool: drop all roles, the store, groups and the torch world.

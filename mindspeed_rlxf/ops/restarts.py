@@ -50,8 +50,8 @@ class Restarts:
             self._last = failure
         if last is not None and _is_newer(failure.saved, last.saved):
             self.used = 0
-        same = last is not None and last.cause is not None
-        if same and (last.iteration, last.cause) == (failure.iteration, failure.cause):
+        before = None if last is None or last.cause is None else (last.iteration, last.cause)
+        if before == (failure.iteration, failure.cause):
             place = "" if failure.iteration is None else f" in iteration {failure.iteration}"
             return False, f"it failed twice{place} with the same cause"
         if not allowed:

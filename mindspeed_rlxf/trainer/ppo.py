@@ -141,7 +141,11 @@ class PpoTrainer:
             slot_limit=self._slot_limit(collected),
             token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
         )
-        return (self.critic or self.actor).make_experience(inputs)
+        experience = (self.critic or self.actor).make_experience(inputs)
+        for producer in (old, ref, values):
+            if producer is not None:
+                experience.after(producer)  # whose time is no part of this phase's deadline
+        return experience
 
     def _finish_iteration(
         self,

@@ -263,7 +263,7 @@ class Run:
 def _diagnose_worker_errors(runtime: RayRuntime) -> Iterator[None]:
     """In the block, raise a WorkerError anew with what the worker's host shows (`explain_death`).
 
-    For use while the cluster runs; on such an error the logs of other hosts are copied here.
+    For use while the cluster runs.
     """
     try:
         yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from mindspeed_rlxf import device as device_facade
-from mindspeed_rlxf.cluster.deadlines import Deadlines
+from mindspeed_rlxf.cluster.diagnosis import explain_timeout, oom_kills
 from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
@@ -24,7 +23,6 @@ from mindspeed_rlxf.cluster.ray.message import Message, make_messages, read_requ
 from mindspeed_rlxf.cluster.ray.rows import READERS, CallRows, RayHandle, WorkerRows, find_missing
 from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.refs import find_refs
-from mindspeed_rlxf.cluster.witness import Watched, oom_kills
 from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
 
@@ -71,7 +69,7 @@ class RayWorker(WorkerProcess):
         secrets:  environment variables that are not given to Ray as such: it would show them
         """
         os.environ.update(secrets)
-        self._rank, self._rows.timeout_s = setup.rank, setup.collective_timeout_s
+        self._rank, self._rows.timeout_s = setup.rank, setup.timeout_s
         try:
             self.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
@@ -178,20 +176,16 @@ class RayCall:
     def wait(self) -> list[Reply]:
         """Wait for the replies of all ranks and return them in order; call it only once.
 
-        The deadline counts from here. The time of this wait, or of the slowest rank if that is
-        longer, counts for the deadlines of later calls. Raises WorkerError, or after the deadline,
-        and the inspection of the workers, RuntimeTimeout with the states of the late ranks.
+        The deadline counts from here. Raises WorkerError, or after the deadline RuntimeTimeout with
+        what the late ranks do, as their logs show it.
         """
-        deadlines, started = self._pool.deadlines, time.monotonic()
-        requests = self._pool.under_way[self._key]
         tasks = list(zip(self._rows.replies, self._origins, strict=True))
         try:
-            replies: list[Reply] = gather(tasks, deadlines.seconds_for(requests))
+            replies: list[Reply] = gather(tasks, self._pool.timeout_s)
         except RuntimeTimeout as error:
-            inputs = self._late_inputs(error.missing)
-            raise self._pool.owner.explain_timeout(self._pool, error, inputs) from None
-        took_s = max(time.monotonic() - started, *(reply.seconds for reply in replies))
-        deadlines.record(requests, took_s)
+            late = [origin for origin in self._origins if origin.rank in error.missing]
+            producers = [handle.origin for handle in self._late_inputs(error.missing)]
+            raise explain_timeout(error, late, producers) from None
         self._rows.replies.clear()
         del self._pool.under_way[self._key]
         return replies
@@ -218,11 +212,11 @@ class RayPool:
         workers: RayWorkers,
         setups: Sequence[ProcessSetup],
         hosts: Sequence[HostAgent],
-        deadlines: Deadlines,
+        timeout_s: float,
         owner: RayPools,
     ) -> None:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
-        self.hosts, self.deadlines = hosts, deadlines
+        self.hosts, self.timeout_s = hosts, timeout_s
         self._setups, self.owner = setups, owner
         # Requests by key, until their call has ended without error: they keep the rows they read.
         self.under_way: dict[int, Sequence[Request]] = {}
@@ -266,19 +260,6 @@ class RayPool:
         """Return where a call runs, for messages. phase: name of the method"""
         host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
         return Origin(role, rank, host, phase, log, self.name)
-
-    def list_input_origins(self) -> list[Origin]:
-        """Return the Origins of all rows that unfinished calls of this pool read, with repeats.
-
-        In the order of the calls; a row's rank may still be computing it.
-        """
-        requests = [request for call in list(self.under_way.values()) for request in call]
-        return [handle.origin for handle in _list_inputs(requests)]
-
-    def list_workers(self) -> list[Watched]:
-        """Return the workers of this pool for diagnosis, in the order of ranks."""
-        ranks = zip(self._setups, self.workers.places, self.hosts, strict=True)
-        return [Watched(self.name, s.rank, at, log_of(s) or "", agent) for s, at, agent in ranks]
 
     def shutdown(self) -> None:
         """Kill the processes, or give them to the runtime if it keeps warm processes."""

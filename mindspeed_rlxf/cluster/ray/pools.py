@@ -11,24 +11,17 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rlxf import device as device_facade
-from mindspeed_rlxf.cluster.deadlines import Deadlines, collective_timeout_s
+from mindspeed_rlxf.cluster.diagnosis import explain_death, oom_kills
 from mindspeed_rlxf.cluster.environment import worker_environment
-from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, HostError, Origin, WorkerError
 from mindspeed_rlxf.cluster.node_check import NodeCheck
 from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
+from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S
 from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
 from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorkers, start_worker
-from mindspeed_rlxf.cluster.ray.rows import RayHandle
 from mindspeed_rlxf.cluster.ray.wait import gather
-from mindspeed_rlxf.cluster.witness import (
-    Sighting,
-    copy_logs,
-    explain_death,
-    explain_timeout,
-    inspect_hosts,
-)
 from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
@@ -36,6 +29,8 @@ from mindspeed_rlxf.config.secrets import reveal
 from mindspeed_rlxf.files.safe import PRIVATE, mode_within
 
 logger = logging.getLogger(__name__)
+
+ANSWER_S = 30.0  # of a host, whose agent may have to start first
 
 
 class RayPools:
@@ -62,7 +57,7 @@ class RayPools:
         """
         self._agents = agents
         self._cluster, self._threads = cluster, device.cpu_threads
-        self.deadlines = Deadlines(settings.timeout_s)
+        self.timeout_s = settings.timeout_s
         self.start_timeout_s = settings.start_timeout_s
         self._kind = device_facade.resolve_kind(device.kind)
         self._resource = resource_name(device)
@@ -120,7 +115,7 @@ class RayPools:
                 claimed[name],
                 setups[name],
                 self._agents_of(claimed[name]),
-                self.deadlines,
+                self.timeout_s,
                 self,
             )
             for name in processes_per_node
@@ -143,52 +138,22 @@ class RayPools:
         self._warm.clear()
         self._agents.end()
 
-    def inspect_workers(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
-        """Inspect every worker and copy the logs of other hosts here; return what was seen.
-
-        The key is (pool, rank). Empty where inspection fails, which is logged: the failure under
-        diagnosis must not be lost.
-
-        stacks: True = make each worker write the stacks of its threads to its log
-        """
-        watched = [worker for pool in self._pools for worker in pool.list_workers()]
-        try:
-            seen = inspect_hosts(watched, stacks)
-            copy_logs(watched, seen)
-            return seen
-        except Exception:  # of Ray, or a disk that is full
-            logger.exception("the workers could not be inspected")
-            return {}
-
-    def explain_timeout(
-        self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
-    ) -> RuntimeTimeout:
-        """Inspect the workers of all pools and their stacks; return a timeout that describes them.
-
-        `witness.explain_timeout` makes it, and chooses the ranks that it names as late.
-        pool:   of the late ranks
-        inputs: handles of rows that these ranks wait for
-        """
-        producers = [handle.origin for handle in inputs]
-        made = dict.fromkeys(origin for each in self._pools for origin in each.list_input_origins())
-        keepers = [origin for origin in made if origin not in producers]
-        seen = self.inspect_workers(stacks=True)
-        return explain_timeout(error, pool.name, producers, seen, keepers)
-
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Inspect all workers; return `error`, or a new one that says its host ran out of memory.
+        """Return `error`, or a new one that says its host ran out of memory.
 
         It did if the process died and the kernel has killed processes of the host since the workers
-        started. Copies the logs of other hosts to this one.
+        started.
         """
-        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
-        seen = self.inspect_workers(stacks=False)
-        new_kills = [
-            sighting.oom_kills - watched[key].place.oom_kills
-            for key, sighting in seen.items()
-            if watched[key].place.host == error.host
-        ]
-        return explain_death(error, max(new_kills, default=0))
+        places = [place for pool in self._pools for place in pool.workers.places]
+        there = [place for place in places if place.host == error.host]
+        if not error.cause.startswith(DIED) or not there:
+            return error
+        agent = self._agents.on(there[0].node, error.host)
+        try:
+            kills = agent.call(oom_kills, timeout_s=ANSWER_S)
+        except HostError:  # the host went away
+            return error
+        return explain_death(error, max(kills - place.oom_kills for place in there))
 
     def release(self, pool: RayPool) -> None:
         """End a pool: kill its processes, or with `keep_warm` reset them for another pool.
@@ -306,9 +271,9 @@ class RayPools:
                 world_size=len(workers.places),
                 device_kind=self._kind,
                 threads=self._threads,
-                collective_timeout_s=collective_timeout_s(
-                    self.deadlines.longest_s, self.start_timeout_s
-                ),
+                timeout_s=self.timeout_s,
+                collective_timeout_s=max(self.timeout_s, self.start_timeout_s)
+                + COLLECTIVE_MARGIN_S,
                 log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
                 ip=LOOPBACK if self._cluster.own else place.ip,
                 log_mode=mode_within(self.log_dir) if self.log_dir is not None else PRIVATE,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from mindspeed_rlxf.cluster.diagnosis import EARLY
 from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError
 from mindspeed_rlxf.cluster.kept_rows import KeptRows, Outcome, copy_rows, count_bytes
 from mindspeed_rlxf.cluster.ray.wait import KILLED, as_worker_error, make_death_error
@@ -151,22 +152,19 @@ class WorkerRows:
     def fetch_rows(self, handles: Sequence[KeptHandle]) -> list[Any]:
         """Wait until the rows of all these handles are here; return them in the order of `handles`.
 
-        Raises TimeoutError if some are missing after `timeout_s`. When all have come, raises the
-        WorkerError of a rank that failed or died, or whose rows Ray could not deliver.
+        The driver has the deadline of the call that makes them. When all have come, raises the
+        WorkerError of a rank that failed or died, gave no answer within `timeout_s`, or whose rows
+        Ray could not deliver.
         """
-        deadline = time.monotonic() + self.timeout_s
         waiting = _by_process(handles)
         values: dict[KeptHandle, Any] = {}
         for handle in waiting.pop(self.process, []):
             values[handle] = self._read_own(handle)
         while waiting:
-            found = self._ask_processes(waiting, deadline)
+            found = self._ask_processes(waiting)
             values |= found
             left = {p: [h for h in asked if h not in values] for p, asked in waiting.items()}
             waiting = {process: asked for process, asked in left.items() if asked}
-            if waiting and time.monotonic() >= deadline:
-                late = ", ".join(repr(h) for h in handles if h not in values)
-                raise TimeoutError(f"{late} did not arrive within {self.timeout_s:g} s")
             if waiting and not found:
                 time.sleep(PAUSE_S)
         for value in values.values():
@@ -187,13 +185,12 @@ class WorkerRows:
             return ray.get(outcome)
         return copy_rows(outcome) if isinstance(outcome, Rows) else outcome
 
-    def _ask_processes(
-        self, waiting: dict[str, list[KeptHandle]], deadline: float
-    ) -> dict[KeptHandle, Outcome]:
-        """Ask each process once for its rows; return the outcomes that arrive by the deadline.
+    def _ask_processes(self, waiting: dict[str, list[KeptHandle]]) -> dict[KeptHandle, Outcome]:
+        """Ask each process once for its rows; return the outcomes.
 
         The key is the handle. Rows that a process does not have yet are left out. If a process has
-        died, or Ray raises another error, the outcome of its rows is a WorkerError.
+        died or does not answer, or Ray raises another error, the outcome of its rows is a
+        WorkerError.
         waiting: actor name -> handles
         """
         values: dict[KeptHandle, Any] = {}
@@ -208,10 +205,12 @@ class WorkerRows:
             asked[actor.give_rows.remote([h.key for h in handles])] = handles
         if not asked:
             return values
-        left_s = max(deadline - time.monotonic(), 0)
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left_s)
+        limit_s = EARLY * self.timeout_s + 2 * ASK_S  # before the driver's, which knows less
+        ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
         for ref in ready:
-            values |= _read_answer(ref, asked[ref], deadline)
+            values |= _read_answer(ref, asked[ref], limit_s)
+        for ref in silent:
+            values |= {h: _no_answer(h, limit_s) for h in asked[ref]}
         return values
 
 
@@ -223,21 +222,23 @@ def _by_process(handles: Sequence[KeptHandle]) -> dict[str, list[KeptHandle]]:
     return found
 
 
-def _read_answer(ref: Any, handles: Sequence[KeptHandle], deadline: float) -> dict[KeptHandle, Any]:
+def _no_answer(handle: KeptHandle, limit_s: float) -> WorkerError:
+    return handle.origin.make_error(f"its process gave no rows within {limit_s:g} s (stopped?)")
+
+
+def _read_answer(ref: Any, handles: Sequence[KeptHandle], limit_s: float) -> dict[KeptHandle, Any]:
     """Return the outcomes that a process sent, by handle.
 
-    After any error of Ray, as when the process died, the outcome of every handle is a WorkerError.
-    Handles without an outcome are left out. Empty where rows in shared memory do not arrive before
-    the deadline.
-    ref: of an answer that is here: the deadline does not cover reading it
+    After any error of Ray, as when the process died, and if rows in shared memory do not arrive
+    within `limit_s`, the outcome of every handle is a WorkerError. Handles without an outcome are
+    left out. ref: of an answer that is here
     """
     try:
         answer = ray.get(ref)
         shared = {key: each for key, each in answer.items() if isinstance(each, ray.ObjectRef)}
-        left_s = max(deadline - time.monotonic(), 0)
-        answer |= dict(zip(shared, ray.get(list(shared.values()), timeout=left_s), strict=True))
+        answer |= dict(zip(shared, ray.get(list(shared.values()), timeout=limit_s), strict=True))
     except GetTimeoutError:
-        return {}
+        return {handle: _no_answer(handle, limit_s) for handle in handles}
     except RayError as error:
         return {handle: as_worker_error(error, handle.origin) for handle in handles}
     return {handle: answer[handle.key] for handle in handles if handle.key in answer}

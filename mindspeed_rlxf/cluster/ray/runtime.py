@@ -98,7 +98,7 @@ class RayRuntime:
     def explain_death(self, error: WorkerError) -> WorkerError:
         """Return `error`, or a new one that says its host ran out of memory.
 
-        See `RayPools.explain_death`. Copies the logs of other hosts to this one.
+        See `RayPools.explain_death`.
         """
         return self.pools.explain_death(error)
 

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.deadlines import Deadlines
 from mindspeed_rlxf.cluster.errors import DevicesMissing, HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.enums import Role
@@ -175,21 +174,30 @@ def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
     assert caught.value.cause == "ValueError: no rows today"
 
 
+def make_hasty(
+    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch, *sizes: int
+) -> list[Any]:
+    """Pools whose workers write their stacks after 1.8 s; the driver's deadline stays long."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_runtime.pools, "timeout_s", 2.0)
+        pools = make_pools(*sizes)
+    for pool in pools:
+        pool.timeout_s = ray_runtime.pools.timeout_s
+    return pools
+
+
 def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
-    make_pools: MakePools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    one, two = make_pools(1, 2)
+    one, two = make_hasty(ray_runtime, make_pools, monkeypatch, 1, 2)
     producer, consumer = build(one), build(two, Role.CRITIC)
-    for pool in (one, two):
-        monkeypatch.setattr(pool, "deadlines", Deadlines(1.0))
+    one.timeout_s = two.timeout_s = 2.0
     parts, end = Sharded([Numbers(torch.arange(2))]), tmp_path / "end"
     rows = producer.call(StandIn.make_late, parts, 20.0, str(end)).rows()
     with pytest.raises(RuntimeTimeout) as hang:
         consumer.call(StandIn.read, rows).result()
-    hang.match(
-        r"^actor_rollout\.make_late: rank 0 did not arrive within 1 s; critic\.read: each of "
-    )
-    hang.match(r"waiting for rows of actor_rollout.make_late from rank 0; pool_0 rank 0 is in ")
+    hang.match(r"^actor_rollout\.make_late: rank 0 did not arrive within 2 s; ")
+    hang.match(r"critic\.read ranks 0, 1: waits for rows; actor_rollout\.make_late rank 0: is in ")
     assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
     end.touch()  # so that the processes can be used again
 
@@ -248,13 +256,13 @@ def test_an_exception_arrives_as_one_worker_error(
 def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
     ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (pool,) = make_pools(2)
+    (pool,) = make_hasty(ray_runtime, make_pools, monkeypatch, 2)
     group = build(pool)
-    monkeypatch.setattr(pool, "deadlines", Deadlines(1.0))
+    pool.timeout_s = 2.0
     with pytest.raises(RuntimeTimeout) as hang:
         group.call(StandIn.stop_on, 1).result()
-    hang.match(r"stop_on: rank 1 did not arrive within 1 s; rank 0 waits for others in barrier; ")
-    assert hang.value.missing == [1] and "rank 1 is stopped" in str(hang.value)
+    hang.match(r"stop_on: rank 1 did not arrive within 2 s; .* rank 0: waits for others in barrier")
+    assert hang.value.missing == [1]
     log = ray_runtime.pools.log_dir / "pool_0" / "rank_00000.log"
     assert "in stop_on" in log.read_text(encoding="utf-8")
     os.kill(pool.workers.places[1].pid, signal.SIGCONT)  # so that the processes can be used again

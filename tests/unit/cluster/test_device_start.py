@@ -32,7 +32,7 @@ def setups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_worker_hands_on_its_device_and_how_long_it_waits(setups: list[Any]) -> None:
-    setup = ProcessSetup("main", 0, 1, DeviceKind.NPU, 2, 1860.0, None, "")
+    setup = ProcessSetup("main", 0, 1, DeviceKind.NPU, 2, 1800.0, 1860.0, None, "")
     with pytest.raises(Stop):
         WorkerProcess(lambda handles: []).start(setup, "127.0.0.1", 1, "5")
     # longer than the driver waits, whose message names the ranks

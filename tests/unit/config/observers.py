@@ -443,6 +443,6 @@ def joined(config: RunConfig) -> Any:
     with opens as opened, patch.object(node_check, "NodeCheck") as check:
         made = ray_runtime.RayRuntime.from_config(config, Path("logs"), Path("file"))
     pools: Any = made.pools
-    waits = pools.deadlines.longest_s, pools.start_timeout_s, pools.claim._wait_s
+    waits = pools.timeout_s, pools.start_timeout_s, pools.claim._wait_s
     environment = sorted(pools._environment.items())
     return opened.call_args, check.call_args.args[3:], waits, pools._threads, environment

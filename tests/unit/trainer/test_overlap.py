@@ -19,6 +19,13 @@ class Waited(Exception):
 
 
 class Call:
+    def __init__(self, name: str) -> None:
+        self.name, self.producers = name, list[str]()
+
+    def after(self, other: Call) -> Call:
+        self.producers.append(other.name)
+        return self
+
     def rows(self) -> RowsRef:
         return RowsRef((Piece("somewhere", 4),))
 
@@ -31,11 +38,13 @@ class Scripted:
 
     def __init__(self, role: str, called: list[str]) -> None:
         self._role, self._called = role, called
+        self._calls: list[Call] = []
 
     def __getattr__(self, method: str) -> Any:
         def call(*_arguments: Any, **_named: Any) -> Call:
-            self._called.append(f"{self._role}.{method}")
-            return Call()
+            self._calls.append(Call(f"{self._role}.{method}"))
+            self._called.append(self._calls[-1].name)
+            return self._calls[-1]
 
         return call
 
@@ -65,6 +74,9 @@ def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> N
     # TRL's limit is the length of the longest response, which has to be known first
     by_width = limit is ScoreSlotLimit.BATCH_WIDTH
     assert called == scoring + ([] if by_width else updates)
+    if not by_width:  # the deadline of experience does not count the time of what it is made of
+        experience = roles.critic._calls[1]
+        assert experience.producers == ["actor.log_probs", "ref.log_probs", "critic.values"]
 
 
 def test_a_stop_names_the_checkpoint_that_an_asynchronous_save_published() -> None:

@@ -1,0 +1,123 @@
+"""The logs of late ranks say which of them the others wait for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.cluster import diagnosis
+from mindspeed_rlxf.cluster.diagnosis import explain_death, explain_timeout, read_stack
+from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
+
+WORKER = """
+import sys, time
+from mindspeed_rlxf.cluster.diagnosis import stacks_when_late
+def hang(seconds):
+    time.sleep(seconds)
+with stacks_when_late(100):
+    hang(0)
+with stacks_when_late(0.1):
+    hang(float(sys.argv[1]))
+print("after", file=sys.stderr)
+"""
+
+
+def frames(*names: str) -> str:
+    """A stack dump as faulthandler writes it, the innermost frame first."""
+    lines = [f'  File "/x/{name.rpartition(":")[0]}", line 1 in {name.rpartition(":")[2]}\n'
+             for name in names]  # fmt: skip
+    other = 'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'
+    return f"{other}Current thread 0x2 (most recent call first):\n{''.join(lines)}"
+
+
+HOST = ("mindspeed_rlxf/cluster/worker.py:run", "default_worker.py:<module>")
+
+
+@pytest.mark.parametrize(
+    ("stack", "state", "waits"),
+    [
+        (
+            ("torch/distributed/distributed_c10d.py:all_reduce",
+             "torch/distributed/c10d_logger.py:wrapper", "mindspeed_rlxf/engine/a.py:step", *HOST),
+            "waits for others in all_reduce", True,
+        ),
+        (
+            ("json/decoder.py:decode", "mindspeed_rlxf/rewards/rules.py:score", *HOST),
+            "is in decoder.decode from rules.score", False,
+        ),
+        (("mindspeed_rlxf/rewards/rules.py:score", *HOST), "is in rules.score", False),
+        (
+            ("ray/worker.py:wait", "mindspeed_rlxf/cluster/ray/wait.py:fetch_rows", *HOST),
+            "waits for rows", True,
+        ),
+        (("default_worker.py:<module>",), "has no call to work on", False),
+    ],
+)  # fmt: skip
+def test_a_stack_shows_whether_its_rank_waits(
+    stack: tuple[str, ...], state: str, waits: bool
+) -> None:
+    assert diagnosis.describe_stack(frames(*stack)) == (state, waits)
+
+
+WAITS = frames("torch/distributed/distributed_c10d.py:all_reduce", *HOST)
+BUSY = frames("mindspeed_rlxf/rewards/rules.py:score", *HOST)
+
+
+def test_a_late_call_writes_its_stacks_until_it_has_ended(tmp_path: Path) -> None:
+    for seconds, is_late in ((600.0, True), (0.3, False)):
+        log = tmp_path / f"{seconds}.log"
+        with open(log, "wb") as stream:
+            process = subprocess.Popen([sys.executable, "-c", WORKER, str(seconds)], stderr=stream)
+        wanted, deadline = ("in hang" if is_late else "after"), time.monotonic() + 30
+        while wanted not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert ("in hang" in read_stack(str(log))) == is_late
+        process.kill()
+        process.wait()
+
+
+def ranks(folder: Path, call: str, *stacks: str) -> list[Origin]:
+    """Ranks of a call, with these stacks in their logs."""
+    found = []
+    role, phase = call.split(".")
+    for rank, stack in enumerate(stacks):
+        log = folder / f"{role}_{rank}.log"
+        log.write_text(f"some output\nTimeout (0:00:27)!\n{stack}" if stack else "")
+        found.append(Origin(role, rank, f"host{rank}", phase, str(log), "main"))
+    return found
+
+
+def late(*missing: int) -> RuntimeTimeout:
+    return RuntimeTimeout("critic.values", 30, missing)
+
+
+def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "LOOK_S", 0.1)
+    for stacks, missing in (
+        ([WAITS, WAITS, ""], [2]),  # the last one is stopped, or gone
+        ([WAITS, BUSY, WAITS], [1]),
+        ([WAITS, WAITS], [0, 1]),
+    ):
+        found = explain_timeout(late(0, 1, 2), ranks(tmp_path, "critic.values", *stacks), [])
+        assert (found.missing, found.role) == (missing, "critic")
+        assert found.hosts == [f"host{rank}" for rank in missing]
+
+
+def test_ranks_that_wait_for_rows_name_the_rank_that_makes_them(tmp_path: Path) -> None:
+    waits = ranks(tmp_path, "critic.values", frames("x/rows.py:fetch_rows", *HOST))
+    makers = ranks(tmp_path, "actor.generate", WAITS, BUSY)
+    found = explain_timeout(late(0), waits, makers)
+    assert (found.what, found.missing) == ("actor.generate", [1])
+
+
+def test_a_death_on_a_host_without_memory_says_so() -> None:
+    died = WorkerError("critic", 1, "b", "values", f"{DIED} (killed)", "all that is known")
+    assert explain_death(died, 0) is died
+    assert "ran out of memory: the kernel killed 2" in explain_death(died, 2).cause
