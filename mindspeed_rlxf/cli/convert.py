@@ -84,6 +84,7 @@ OPTIONS = (
     option("--add-qkv-bias", action="store_true", help="must agree with config.json"),
     option("--shard-size-gb", type=float, default=4.0, help="largest Hugging Face file (4)"),
     option("--force", action="store_true", help="replace the target"),
+    option("--trust-files", action="store_true", help="read pickled files with torch before 2.10"),
 )
 
 

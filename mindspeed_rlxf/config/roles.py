@@ -85,6 +85,11 @@ class RoleConfig(Section):
     load: FilePath | None = key(
         None, "folder of the initial weights, Hugging Face's or Megatron's", "free"
     )
+    trust_files: bool = key(
+        False,
+        "also read pickled weights with torch before 2.10, which they can make run code",
+        "free",
+    )
     tensor_model_parallel_size: int = key(1, "ranks that share a layer", "reshard", ge=1)
     pipeline_model_parallel_size: int = key(1, "ranks that share the layers", "reshard", ge=1)
     num_layers_per_virtual_pipeline_stage: int | None = key(

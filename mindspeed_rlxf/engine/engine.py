@@ -107,6 +107,7 @@ class MegatronEngine:
                 self.groups.pp,
                 self.groups.ep,
                 role.model_chunks,
+                role.trust_files,
             )
             self._load_weights(seed)
             self.optimizer: MegatronOptimizer | None = None
@@ -179,7 +180,8 @@ class MegatronEngine:
         Its numbers have the standard deviation `init_method_std`.
         """
         assert self.role.load is not None, "checked beforehand"
-        absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
+        folder = open_weights(self.role.load, self.role.architecture, self.role.trust_files)
+        absent = self.weights.load(folder)
         if absent:
             generator = torch.Generator().manual_seed(seed)
             head = self.chunks[-1].score.weight

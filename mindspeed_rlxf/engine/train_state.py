@@ -276,7 +276,8 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
     step: optimizer steps taken, from which the optimizer counts on
     """
     make_slots(state.optimizer, step)
-    reader = open_state(folder, state.weights.architecture, state.weights.head)
+    ours = state.weights
+    reader = open_state(folder, ours.architecture, ours.head, ours.trust_files)
     by_parameter = {}
     try:
         for shard in shards(state.weights, state.groups):

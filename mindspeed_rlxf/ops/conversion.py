@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.files.plain_yaml import read_yaml
-from mindspeed_rlxf.weights.formats import Format, find_weights
+from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.weights.convert import Conversion
@@ -60,7 +60,7 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
         to=to,
         architecture=architecture,
         head=head,
-        weights=open_source(source, architecture, head),
+        weights=open_source(source, architecture, head, arguments.trust_files),
         layout=layout,
         dtype=DTYPE_NAMES.get(arguments.params_dtype),
         shard_size=int(arguments.shard_size_gb * GB),
@@ -117,7 +117,8 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     if wanted is not None and (wanted == "hf") != is_hf:
         rule = f"must be that of {source}, a {'Hugging Face' if is_hf else 'Megatron'} folder"
         raise UserError(Problem("--load-model-type", rule, wanted, "correct one of them"))
-    if is_hf and arguments.to == "hf":
+    is_safe = (place / SINGLE).exists() or (place / INDEX).exists()
+    if is_hf and is_safe and arguments.to == "hf":
         rule = "is a Hugging Face folder already"
         raise UserError(Problem(f"{source}", rule, remedy="use --to mg"))
     return is_hf

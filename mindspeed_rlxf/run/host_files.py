@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.nodes import machine_id
-from mindspeed_rlxf.files.safe import PRIVATE, locate_inside, new_file, open_file
+from mindspeed_rlxf.files.safe import PRIVATE, new_file, open_file
 from mindspeed_rlxf.run.store import MANIFEST, Manifest, RunStore
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.state_files import (
@@ -133,13 +133,13 @@ def _read_restricted(file: Path) -> None:
     The file with METADATA's name is read as that of a sharded checkpoint; another file only where
     its folder has no METADATA. Raises ValueError for a damaged file or objects other than data.
     """
-    from mindspeed_rlxf.weights.dist_metadata import open_torch_dist  # brings in torch
-    from mindspeed_rlxf.weights.torch_file import read_torch_file
+    from mindspeed_rlxf.weights.dist_metadata import Metadata  # brings in torch
+    from mindspeed_rlxf.weights.pickled import read_torch_file
 
     if file.name == METADATA:
-        open_torch_dist(file.parent)
+        Metadata(file.parent, trust_files=True)
     elif not (file.parent / METADATA).exists():
-        read_torch_file(locate_inside(file.parent, file.name, COMMON))
+        read_torch_file(file, trust_files=True)
 
 
 def read_chunk(file: Path, offset: int) -> bytes:

@@ -165,7 +165,7 @@ def _list_notices(config: RunConfig) -> list[str]:
 
 def _open_weights(section: RoleConfig) -> BoxedWeights:
     assert section.load is not None and section.architecture is not None, "checked beforehand"
-    return open_weights(section.load, section.architecture)
+    return open_weights(section.load, section.architecture, section.trust_files)
 
 
 def _attempt(problems: list[Problem], action: Callable[[], T]) -> T | None:

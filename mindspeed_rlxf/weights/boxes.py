@@ -173,7 +173,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class BoxedTensor:
-    """A tensor that is stored as boxes.
+    """A tensor that is stored as boxes, of which boxes are read as copies.
 
     name:  for messages
     size:  shape of the stored tensor
@@ -185,6 +185,13 @@ class BoxedTensor:
     size: Shape
     boxes: list[StoredBox]
     index: Shape = ()
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> BoxedTensor:
+        """Wrap a tensor, such as one that is mapped from a file."""
+        box = whole(tuple(tensor.shape))
+        stored = StoredBox(box, lambda wanted: tensor[wanted.slices].clone())
+        return cls(name, tensor.dtype, box.shape, [stored])
 
     @property
     def shape(self) -> Shape:

@@ -120,14 +120,16 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
     return Head.SCORE if orm or is_scorer(config) else Head.LANGUAGE_MODEL
 
 
-def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> BoxedWeights:
+def open_source(
+    source: Path, architecture: ArchitectureConfig, head: Head, trust_files: bool = False
+) -> BoxedWeights:
     """Open the weights to convert. Raises UserError unless they are exactly those of the model.
 
     That is, for damage, names missing or unknown (an output layer may be there without use),
     another shape, and a score head that `head` does not ask for, or the reverse.
     """
     try:
-        weights = open_weights(source, architecture)
+        weights = open_weights(source, architecture, trust_files)
         expected = hf_shapes(architecture, head)
         scored = "score.weight" in weights
         if scored and head is Head.LANGUAGE_MODEL:
@@ -332,7 +334,7 @@ def _fingerprint(c: Conversion) -> dict[str, Any]:
     """
     _, place = find_weights(c.source)
     files = sorted(
-        path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp)$", path.name)
+        path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp|bin)$", path.name)
     )
     return {
         "source": [

@@ -14,10 +14,9 @@ from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.safe import open_inside, read_inside, replace_file
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.boxes import BoxedWeights
-from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
+from mindspeed_rlxf.weights.dist_metadata import Metadata
 from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
-from mindspeed_rlxf.weights.inert_pickle import no_collections
 from mindspeed_rlxf.weights.legacy import read_legacy
 from mindspeed_rlxf.weights.role_state import WEIGHT, RunState
 from mindspeed_rlxf.weights.torch_dist import read_torch_dist
@@ -54,22 +53,24 @@ def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     )
 
 
-@no_collections()
-def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> BoxedWeights:
+def open_weights(
+    folder: str | Path, architecture: ArchitectureConfig, trust_files: bool = False
+) -> BoxedWeights:
     """Open the weights of a folder of any format; tensors are read later, box by box.
 
+    trust_files: also read pickled files with an old torch, see `pickled.read_torch_file`
     Raises ValueError when something is missing or damaged; for a Megatron folder also when it has
     another model, or pickled objects other than data. OSError where the tracker file or a file of
-    a run's checkpoint cannot be read. The garbage collector is off meanwhile.
+    a run's checkpoint cannot be read.
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
         return RunState(place).slot(WEIGHT)
     if kind is Format.LEGACY:
-        return read_legacy(place, architecture)
+        return read_legacy(place, architecture, trust_files)
     if kind is Format.TORCH_DIST:
-        return read_torch_dist(open_torch_dist(place), architecture)
-    return HfFolder(folder)
+        return read_torch_dist(Metadata(place, trust_files), architecture)
+    return HfFolder(folder, trust_files)
 
 
 def is_scorer(config: dict[str, Any]) -> bool:

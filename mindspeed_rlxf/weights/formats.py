@@ -13,6 +13,7 @@ from mindspeed_rlxf.weights.layout import RANK_FOLDER, TRACKER
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 METADATA, COMMON = ".metadata", "common.pt"  # of Megatron's sharded checkpoints
 TRACKER_BYTES = 100  # of a tracker: more is no number of an iteration
 MAX_DIGITS = 18  # of an iteration
@@ -37,7 +38,8 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
     tracker file, for a tracker that names a folder that does not exist, and for one that is a link
     out of the folder; OSError for a tracker that cannot be read.
     """
-    if (folder / INDEX).exists() or (folder / SINGLE).exists() or not folder.is_dir():
+    hf = (INDEX, SINGLE, PICKLED_INDEX, PICKLED)
+    if not folder.is_dir() or any((folder / name).exists() for name in hf):
         return Format.HF, folder
     if (folder / METADATA).exists():
         return Format.TORCH_DIST, folder

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from mindspeed_rlxf.files.plain import MAX_JSON, parse_json
-from mindspeed_rlxf.files.safe import locate_inside, open_inside, read_inside, replace_file
-from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, Shape, whole
-from mindspeed_rlxf.weights.formats import INDEX, SINGLE
+from mindspeed_rlxf.files.safe import locate_inside, read_inside, replace_file
+from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
+from mindspeed_rlxf.weights.formats import INDEX, PICKLED, PICKLED_INDEX, SINGLE
+from mindspeed_rlxf.weights.pickled import read_torch_file
 from mindspeed_rlxf.weights.safetensors_file import HEADER_ERRORS, SafetensorsFile
-
-_Entry = tuple[SafetensorsFile, torch.dtype, Shape, int]
-"""Of a tensor: its file, dtype, shape and first byte."""
 
 
 class HfFolder(BoxedWeights):
     """The tensors of a folder. Its files are opened when they are needed, and stay open.
 
+    Safetensors files come before `pytorch_model.bin`, which is pickled.
     Errors: ValueError when the folder, its index or one of its files is missing or damaged, or
     the index names a file elsewhere.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, trust_files: bool = False) -> None:
         super().__init__()
-        self.folder = Path(folder)
-        self._opened: dict[Path, dict[str, _Entry]] = {}
+        self.folder, self._trust_files = Path(folder), trust_files
+        self._opened: dict[Path, dict[str, BoxedTensor]] = {}
         self._files = self._file_of_each_tensor()
 
     def __contains__(self, name: str) -> bool:
@@ -41,79 +41,76 @@ class HfFolder(BoxedWeights):
 
         Raises ValueError if its file is damaged or lacks it, KeyError for a name not in the folder.
         """
-        file, dtype, shape, first_byte = self._entry(name)
-        return BoxedTensor(name, dtype, shape, [file.stored_box(first_byte, dtype, whole(shape))])
-
-    def shape(self, name: str) -> Shape:
-        return self._entry(name)[2]
-
-    def _entry(self, name: str) -> _Entry:
-        """Return a tensor's entry in the header of its file; opens the file if it is not open.
-
-        Raises ValueError if the file is damaged or lacks it, KeyError for a name not in the folder.
-        """
         path = self._files[name]
         found = self._open(path).get(name)
         if found is None:
-            raise ValueError(f"{path} lacks {name}, which {INDEX} has there; copy it again")
+            raise ValueError(f"{path} lacks {name}, which the index has there; copy it again")
         return found
 
-    def _open(self, path: Path) -> dict[str, _Entry]:
-        """Return tensor name -> (file, dtype, shape, start) of a file; opens it at the first call.
+    def _open(self, path: Path) -> dict[str, BoxedTensor]:
+        """Return the tensors of a file by name; opens it at the first call.
 
         Raises ValueError when it cannot be read or is damaged.
         """
-        if path in self._opened:
-            return self._opened[path]
-        try:
-            stream = open_inside(self.folder, path.relative_to(self.folder).as_posix())
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}); copy it again") from None
-        file = SafetensorsFile(path, lambda _: stream)
-        try:
-            entries = {
-                name: (file, dtype, shape, first) for name, dtype, shape, first in file.tensors()
+        if path not in self._opened:
+            if path.suffix != ".bin":
+                self._opened[path] = dict(_read_header(path))
+                return self._opened[path]
+            content = read_torch_file(path, self._trust_files)
+            if not isinstance(content, dict):
+                raise ValueError(f"{path} holds no tensors by name; give the folder of a model")
+            self._opened[path] = {
+                name: BoxedTensor.of(name, tensor.detach())
+                for name, tensor in content.items()
+                if isinstance(tensor, torch.Tensor)
             }
-        except HEADER_ERRORS as error:
-            rule = f"{path} is damaged or truncated ({error})"
-            raise ValueError(f"{rule}; copy it again") from None
-        self._opened[path] = entries
-        return entries
+        return self._opened[path]
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
-        """Map each tensor's name to its file, by the index, or else by the single file's header.
+        """Map each tensor's name to its file, by the index, or else by the single file.
 
         Raises ValueError when the folder, a file or both index and single file are missing, or the
         index or the single file is damaged.
         """
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
-        index = self.folder / INDEX
-        if index.exists():
-            weight_map = _weight_map(self.folder)
-            files = sorted(set(weight_map.values()))
-            paths = {file: locate_inside(self.folder, file, INDEX) for file in files}
-            missing = [file for file, path in paths.items() if not path.exists()]
-            if missing:
-                raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
-            return {name: paths[file] for name, file in weight_map.items()}
-        single = self.folder / SINGLE
-        if not single.exists():
-            raise ValueError(
-                f"{self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read, "
-                "because pickled weights can run code: save the model with safe_serialization"
-            )
-        return dict.fromkeys(self._open(single), single)
+        for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
+            if (self.folder / index).exists():
+                weight_map = _weight_map(self.folder, index)
+                files = sorted(set(weight_map.values()))
+                paths = {file: locate_inside(self.folder, file, index) for file in files}
+                missing = [file for file, path in paths.items() if not path.exists()]
+                if missing:
+                    rule = f"{self.folder / index} names files that are missing"
+                    raise ValueError(f"{rule}: {', '.join(missing)}")
+                return {name: paths[file] for name, file in weight_map.items()}
+            if (self.folder / single).exists():
+                return dict.fromkeys(self._open(self.folder / single), self.folder / single)
+        raise ValueError(
+            f"{self.folder} holds neither {SINGLE} nor {INDEX}; give the folder of a model"
+        )
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: return tensor name -> file name, in its order.
+def _read_header(path: Path) -> Iterator[tuple[str, BoxedTensor]]:
+    """Yield each tensor of a safetensors file with its name; their data is read later."""
+    file = SafetensorsFile(path)
+    try:
+        for name, dtype, shape, first in file.tensors():
+            boxes = [file.stored_box(first, dtype, whole(shape))]
+            yield name, BoxedTensor(name, dtype, shape, boxes)
+    except HEADER_ERRORS as error:
+        rule = f"{path} is damaged or truncated ({error})"
+        raise ValueError(f"{rule}; copy it again") from None
+
+
+def _weight_map(folder: Path, name: str) -> dict[str, str]:
+    """Read an index: return tensor name -> file name, in its order.
 
     Raises ValueError where it is damaged or cannot be read. File names are not checked.
     """
-    index = folder / INDEX
+    index = folder / name
     try:
-        text = read_inside(folder, INDEX, MAX_JSON)
+        text = read_inside(folder, name, MAX_JSON)
     except OSError as error:
         raise ValueError(f"{index} cannot be read ({error.strerror}); copy it again") from None
     try:

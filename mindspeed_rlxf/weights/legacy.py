@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.models.parameters import EMBEDDING, RM_HEAD, Head
+from mindspeed_rlxf.weights.boxes import BoxedTensor
 from mindspeed_rlxf.weights.layout import (
     ITERATION,
     RANK_FILE,
@@ -23,6 +23,7 @@ from mindspeed_rlxf.weights.layout import (
     MegatronLayout,
     layout_of,
 )
+from mindspeed_rlxf.weights.pickled import read_torch_file
 from mindspeed_rlxf.weights.planned import MakeShard, PlannedFile, PlannedTensor
 from mindspeed_rlxf.weights.reader import (
     RM_HEAD_BIAS,
@@ -31,22 +32,24 @@ from mindspeed_rlxf.weights.reader import (
     refuse,
     unknown_names,
 )
-from mindspeed_rlxf.weights.torch_file import StoredTensor, read_torch_file, write_torch_file
+from mindspeed_rlxf.weights.torch_file import write_torch_file
 
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 
-Tensors = dict[str, StoredTensor]
+Tensors = dict[str, BoxedTensor]
 Grid = dict[tuple[int, int, int], list[Tensors]]
 """(tp, pp, ep) rank -> the tensors of each chunk of the model on it."""
 
 
-def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeights:
+def read_legacy(
+    folder: Path, architecture: ArchitectureConfig, trust_files: bool = False
+) -> MegatronWeights:
     """Open the weights of `folder`, which contains the folders of the ranks.
 
     The layout is found from the files. Raises ValueError when ranks are missing or damaged, or have
     another model.
     """
-    grid = _read_ranks(folder, architecture)
+    grid = _read_ranks(folder, architecture, trust_files)
     layout = _find_layout(grid, folder, architecture)
     weights = MegatronWeights(folder, architecture)
     problems: list[str] = []
@@ -66,7 +69,7 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
     return weights
 
 
-def _read_ranks(folder: Path, architecture: ArchitectureConfig) -> Grid:
+def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: bool) -> Grid:
     """Open the files of all ranks; return (tp, pp, ep) rank -> tensors of its chunks.
 
     A rank that a folder name lacks is 0. A name's only suffix is the pipeline rank, or the expert
@@ -74,8 +77,11 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig) -> Grid:
     folder names have different numbers of parts. The folder has that of one rank at least.
     """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
-    found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
-    files = {parts: _read_chunks(locate_inside(folder, file, "")) for parts, file in found.items()}
+    files = {
+        match.groups(): _read_chunks(path / RANK_FILE, trust_files)
+        for match, path in matches
+        if match is not None
+    }
     suffixes = {sum(part is not None for part in parts[1:]) for parts in files}
     if len(suffixes) != 1:
         raise ValueError(f"{folder} mixes checkpoints of different layouts; remove one of them")
@@ -107,23 +113,23 @@ def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> b
     return a.num_experts is not None and second is not None and EMBEDDING.name in second[0]
 
 
-def _read_chunks(file: Path) -> list[Tensors]:
+def _read_chunks(file: Path, trust_files: bool) -> list[Tensors]:
     """Read a rank's file; return for each chunk its stored tensors by name, without other values.
 
     Chunks are the keys "model", or "model0", "model1", ... in the order of the numbers. Raises
     ValueError where the file has none, or one is no dict.
     """
-    content = read_torch_file(file)
-    names = content if type(content) is dict else {}
+    content = read_torch_file(file, trust_files)
+    names = content if isinstance(content, dict) else {}
     keys = [k for k in names if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
-    if not keys or not all(type(content[key]) is dict for key in keys):
+    if not keys or not all(isinstance(content[key], dict) for key in keys):
         raise ValueError(f"{file} holds no model; give the folder of a Megatron checkpoint")
     keys.sort(key=lambda key: int(key.removeprefix("model") or 0))
     return [
         {
-            name: t
+            name: BoxedTensor.of(name, t.detach())
             for name, t in content[key].items()
-            if type(name) is str and name.isprintable() and type(t) is StoredTensor
+            if type(name) is str and isinstance(t, torch.Tensor)
         }
         for key in keys
     ]

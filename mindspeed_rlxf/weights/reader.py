@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -30,17 +29,12 @@ from mindspeed_rlxf.weights.boxes import (
     shard_boxes,
     whole,
 )
-from mindspeed_rlxf.weights.torch_file import StoredTensor
 
 MAX_PROBLEMS = 8  # of one folder: the first few tell which model it is
 RM_HEAD_BIAS = "rm_head.bias"
 
 IGNORED = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_freq$")
 """Names of what is stored beside the weights."""
-
-
-Stored = TypeVar("Stored", StoredTensor, BoxedTensor)
-"""A Megatron tensor in a file."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class _StoredShard:
     tp_rank: int
     tp: int
     vocab_rows: int | None
-    stored: StoredTensor | BoxedTensor
+    stored: BoxedTensor
 
     def boxes(self, source: str, architecture: ArchitectureConfig) -> Iterator[StoredBox]:
         """Yield the boxes of a Hugging Face tensor that the shard contains, in that tensor.
@@ -94,7 +88,7 @@ class MegatronWeights(BoxedWeights):
     def add_shard(
         self,
         parameter: StageParameter,
-        found: tuple[str, StoredTensor | BoxedTensor] | None,
+        found: tuple[str, BoxedTensor] | None,
         tp_rank: int,
         tp: int,
         ep_rank: int = 0,
@@ -125,7 +119,7 @@ class MegatronWeights(BoxedWeights):
                 self._shards.setdefault(source, []).append(shard)
         return []
 
-    def note_bias(self, stored: StoredTensor | BoxedTensor | None) -> None:
+    def note_bias(self, stored: BoxedTensor | None) -> None:
         """Read the bias of a reward head into `dropped_bias`, if it has the shape [1].
 
         Does nothing for None and for other shapes.
@@ -152,7 +146,9 @@ def spellings(name: str) -> list[str]:
     return [name]
 
 
-def find(parameter: StageParameter, tensors: Mapping[str, Stored]) -> tuple[str, Stored] | None:
+def find(
+    parameter: StageParameter, tensors: Mapping[str, BoxedTensor]
+) -> tuple[str, BoxedTensor] | None:
     """Return (name under which a parameter is stored, its tensor); None where it is not stored."""
     return next(((n, tensors[n]) for n in spellings(parameter.name) if n in tensors), None)
 
@@ -175,7 +171,8 @@ def refuse(folder: Path, problems: list[str]) -> None:
         return
     more = len(problems) - MAX_PROBLEMS
     shown = problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+    text = "".join(c if c.isprintable() else "?" for c in "; ".join(shown))
     raise ValueError(
-        f"{folder} holds another model than config.json describes: {'; '.join(shown)}; "
-        "give the config.json of that model"
+        f"{folder} holds another model than config.json describes: {text}; give the config.json of "
+        "that model"
     )

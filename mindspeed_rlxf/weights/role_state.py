@@ -20,10 +20,9 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, HeldBox
-from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
+from mindspeed_rlxf.weights.dist_metadata import Metadata
 from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
 from mindspeed_rlxf.weights.hf_folder import shape_problems
-from mindspeed_rlxf.weights.pickle_names import shorten
 from mindspeed_rlxf.weights.planned import PlannedTensor
 from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
 from mindspeed_rlxf.weights.safetensors_file import (
@@ -90,13 +89,11 @@ class RunState:
             box = Box(tuple(map(int, numbers)), shape)
             axes = len(shape)
             if not name or axes not in (1, 2) or axes != len(numbers) or min(box.starts) < 0:
-                raise ValueError(f"{shorten(key)} is no box of a tensor")
+                raise ValueError(f"{key[:100]!r} is no box of a tensor")
             tensors = self.slot(slot).tensors
             known = tensors.get(name) or BoxedTensor(f"{slot} of {name}", dtype, shape, [])
             if len(known.size) != axes or known.dtype != dtype:
-                raise ValueError(
-                    f"{shorten(key)} differs from other boxes in its axes or its dtype"
-                )
+                raise ValueError(f"{key[:100]!r} differs from other boxes in its axes or its dtype")
             known.boxes.append(file.stored_box(first_byte, dtype, box))
             tensors[name] = replace(known, size=tuple(map(max, known.size, box.stops)))
 
@@ -111,10 +108,12 @@ class RunState:
 class ShardedRunState:
     """The tensors in a sharded checkpoint that megatron-core wrote; no pickle is run."""
 
-    def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
-        """Read and check the metadata. Raises ValueError for damage or objects other than data."""
+    def __init__(
+        self, folder: Path, architecture: ArchitectureConfig, trust_files: bool = False
+    ) -> None:
+        """Read the metadata. Raises ValueError for damage or objects other than data."""
         self.folder, self._architecture = folder, architecture
-        self._metadata = open_torch_dist(folder)
+        self._metadata = Metadata(folder, trust_files)
         self._slots: dict[str, MegatronWeights] = {}
 
     def slot(self, name: str) -> MegatronWeights:
@@ -137,7 +136,9 @@ StateReader = RunState | ShardedRunState
 none, ShardedRunState raises ValueError."""
 
 
-def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
+def open_state(
+    folder: Path, architecture: ArchitectureConfig, head: Head, trust_files: bool = False
+) -> StateReader:
     """Open a role's folder of a checkpoint: torch_dist if it has METADATA, else safetensors files.
 
     The caller closes the reader. Raises ValueError when a file is damaged and, for safetensors,
@@ -145,7 +146,7 @@ def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> St
     `slot(WEIGHT)` compares them); OSError when a safetensors file cannot be read.
     """
     if (folder / METADATA).exists():
-        return ShardedRunState(folder, architecture)
+        return ShardedRunState(folder, architecture, trust_files)
     state, expected = RunState(folder), hf_shapes(architecture, head)
     weights = state.slot(WEIGHT)
     extra = [f"{name} is not in the model" for name in weights.names() if name not in expected]

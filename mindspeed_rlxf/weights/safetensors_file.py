@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor
 from mindspeed_rlxf.files.plain import open_plain, parse_json
 from mindspeed_rlxf.files.safe import new_file
 from mindspeed_rlxf.weights.boxes import Box, Shape, StoredBox
-from mindspeed_rlxf.weights.pickle_names import shorten
 from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
 
 DTYPES = {
@@ -79,12 +78,12 @@ def sort_by_width(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]
 class SafetensorsFile:
     """A safetensors file, opened at the first read, from which boxes of tensors are read."""
 
-    def __init__(self, path: Path, open_file: Callable[[Path], IO[bytes]] = open_plain) -> None:
-        self.path, self._open_file = path, open_file
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     @cached_property
     def stream(self) -> IO[bytes]:
-        return self._open_file(self.path)
+        return open_plain(self.path)
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, Shape, int]]:
         """Read the header; yield (name, dtype, shape, offset of the first byte) of each tensor.
@@ -102,10 +101,10 @@ class SafetensorsFile:
             shape, dtype = tuple(about["shape"]), OF_NAME[about["dtype"]]
             first, last = about["data_offsets"]
             if {type(n) for n in (first, last, *shape)} != {int}:
-                raise ValueError(f"{shorten(name)} has numbers of another kind")
+                raise ValueError(f"{name[:100]!r} has numbers of another kind")
             fits = last - first == prod(shape) * dtype.itemsize and data + last <= end
             if not fits or not name.isprintable() or min(first, *shape) < 0:
-                raise ValueError(f"{shorten(name)} does not fit the file")
+                raise ValueError(f"{name[:100]!r} does not fit the file")
             yield name, dtype, shape, data + first
 
     def stored_box(self, first_byte: int, dtype: torch.dtype, box: Box) -> StoredBox:

@@ -41,14 +41,17 @@ class StageWeights:
         pp_group: dist.ProcessGroup,
         ep_group: dist.ProcessGroup,
         chunks: int = 1,
+        trust_files: bool = False,
     ) -> None:
         """Match the parameters of the module with those of this rank in the architecture.
 
         module: the stage, or a ModuleList of its chunks where there are several
+        trust_files: of the folders that are read, see `open_weights`
         Raises AssertionError where the module has other parameters than the architecture.
         """
         self.architecture, self.head = architecture, head
         self.tp_group, self.pp_group, self.ep_group = tp_group, pp_group, ep_group
+        self.trust_files = trust_files
         self.tensors = dict(module.named_parameters())
         place = (pp_group.rank(), pp_group.size(), chunks, ep_group.rank(), ep_group.size())
         self.table = list(rank_parameters(architecture, head, *place))
@@ -127,7 +130,7 @@ class StageWeights:
         dtypes: dict[str, torch.dtype] = {}
         try:
             if writes:
-                original = open_weights(source, self.architecture)
+                original = open_weights(source, self.architecture, self.trust_files)
                 names = [name for parameter in self.table for name in parameter.sources]
                 dtypes = {name: original.dtype(name) for name in names if name in original}
         except Exception as error:

@@ -30,7 +30,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
+from mindspeed_rlxf.weights.dist_metadata import Metadata
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama
 from tests.distributed.samples import make_rollouts
@@ -147,7 +147,7 @@ def test_what_megatron_saves_is_read(warm_runtime: Any, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     group.call(Learner.learn, make_rollouts(), [1.0], 0).result()  # fills the optimizer's slots
     group.call(Learner.save, folder).result()
-    open_torch_dist(folder)
+    Metadata(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(print))
     with pytest.raises(ValueError, match=r"\.metadata must .* has builtins\.print"):
-        open_torch_dist(folder)
+        Metadata(folder)

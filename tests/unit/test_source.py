@@ -23,15 +23,18 @@ RUNS_CODE = {"eval", "exec", "compile"}
 # By their last part, however the module was imported: what unpickles, or hands a path to what does.
 UNPICKLES = {
     *("Unpickler", "Unpickling", "dist_checkpointing", "load_common_state_dict", "open_memmap"),
-    *("read_metadata", "FileSystemReader", "load_state_dict_from_file", "read_pickle"),
+    *("read_metadata", "FileSystemReader", "load_state_dict_from_file"),
 }
 MODULES = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "_pickle", "pickletools"}
 LOADS = ("torch", "pickle", "dcp", "dist_checkpointing", "checkpoint", "np", "numpy", "yaml", "jit")
-# Our own restricted reader, which has two of these names, and the writer of Megatron's files.
+# The restricted reader.
 BASES = {"pickle.Unpickler", "Unpickler"}
 ALLOWED = {
-    ("mindspeed_rlxf.weights.dist_metadata", "read_pickle"),
-    ("mindspeed_rlxf.weights.torch_dist", "read_metadata"),
+    *(
+        ("mindspeed_rlxf.weights.pickled", name)
+        for name in ("torch.load", "weights_only", "pickle.Unpickler")
+    ),
+    ("mindspeed_rlxf.weights.dist_metadata", "read_metadata"),
 }
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.weights.boxes import Box
+from mindspeed_rlxf.weights.boxes import Box, whole
 from mindspeed_rlxf.weights.hf_folder import HfFolder, shape_problems
 
 TENSORS = {
@@ -47,12 +47,14 @@ def test_boxes_of_single_and_sharded_folders_are_read(tmp_path: Path, write) -> 
     assert "b.weight" in folder and "c.weight" not in folder
 
 
-def test_a_folder_of_pickled_weights_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere is not a folder; give the folder of a model"):
+def test_pickled_weights_are_read_where_there_are_no_others(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder"):
         HfFolder(tmp_path / "nowhere")
     torch.save(TENSORS, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="only safetensors are read, because pickled weights can"):
-        HfFolder(tmp_path)
+    folder = HfFolder(tmp_path)
+    assert set(folder.names()) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(folder.read(name, whole(tuple(tensor.shape))), tensor)
 
 
 def test_a_truncated_part_of_a_sharded_model(tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+"""Read pickled files of checkpoints without running code of the file.
+
+Files of torch.save go through `torch.load(weights_only=True)`, `.metadata` of a sharded checkpoint
+through an unpickler that finds only the listed names. Classes beside torch's own become stand-ins,
+so that neither Megatron nor numpy is imported for them.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+SAFE_TORCH = "2.10"  # `weights_only` of older versions can be made to run code: CVE-2026-24747
+ZIP = b"PK\x03\x04"
+
+_DCP = "torch.distributed.checkpoint"
+STAND_INS: dict[str, tuple[str, ...]] = {
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+    "signal": ("Signals",),
+    "_io": ("BytesIO",),
+    "builtins": ("bytes", "frozenset", "slice", "range"),
+    "numpy": ("ndarray", "dtype"),
+    "numpy.dtypes": ("UInt32DType",),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "megatron.core.enums": ("ModelType", "Fp8Recipe", "Fp4Recipe"),
+    "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
+    "megatron.core.rerun_state_machine": (
+        *("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus"),
+    ),
+    "megatron.core.transformer.enums": (
+        *("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope"),
+    ),
+    "megatron.legacy.model.enums": ("LayerType", "AttnType", "AttnMaskType"),
+    "megatron.model.enums": ("LayerType", "AttnType", "AttnMaskType", "PositionEmbeddingType"),
+    "megatron.training.checkpointing": ("CheckpointType",),
+}
+"""Module -> names that a file of torch.save may have beside those that torch allows."""
+
+METADATA_STAND_INS: dict[str, tuple[str, ...]] = {
+    f"{_DCP}.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{_DCP}.filesystem": ("_StorageInfo",),
+    f"{_DCP}.planner": ("SavePlan", "WriteItem", "TensorWriteData", "WriteItemType"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+    "torch.serialization": ("_get_layout",),
+}
+METADATA_CLASSES = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("builtins", "set"): set,
+}
+
+
+class StandIn:
+    """Stands for a pickled object: keeps its arguments and its state, and calls nothing.
+
+    state: what the pickle gives to `__setstate__`, mostly attributes by name; None = nothing
+    """
+
+    def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
+        made = object.__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __init__(self, *arguments: Any, **_: Any) -> None:
+        self.arguments: tuple[Any, ...]
+        self.state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _classes(names: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], type[StandIn]]:
+    """Return (module, name) -> a subclass of StandIn that says it has this module and name."""
+    return {
+        (module, name): type(name, (StandIn,), {"__module__": module})
+        for module, of_module in names.items()
+        for name in of_module
+    }
+
+
+_SAFE: list[Any] = list(_classes(STAND_INS).values())
+_IN_METADATA = _classes(METADATA_STAND_INS)
+
+
+def read_torch_file(path: Path, trust_files: bool = False) -> Any:
+    """Return the object in a file of torch.save; tensors of a zip file are mapped, not read.
+
+    trust_files: also read it with a torch older than SAFE_TORCH
+    Raises ValueError if it cannot be read, or has anything but data.
+    """
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(len(ZIP)) == ZIP
+    except OSError as error:
+        raise _refusal(path, error) from None
+    return _load(str(path), path, trust_files, mmap=is_zip)
+
+
+def read_torch_bytes(data: bytes, path: Path, trust_files: bool = False) -> Any:
+    """Return the object in bytes that torch.save wrote. path: for messages. See read_torch_file."""
+    return _load(io.BytesIO(data), path, trust_files)
+
+
+def _load(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:
+    if not trust_files and Version(torch.__version__) < Version(SAFE_TORCH):
+        raise ValueError(
+            f"{path} is a pickled file, which torch {torch.__version__} cannot read safely "
+            f"(CVE-2026-24747); convert the weights with torch {SAFE_TORCH} or newer, or set "
+            "trust_files: true (convert: --trust-files) if you trust who made it"
+        )
+    try:
+        with _only_stand_ins(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on protocols, which the errors tell too
+            return torch.load(source, map_location="cpu", weights_only=True, **how)
+    except Exception as error:  # whatever torch raises for damage
+        raise _refusal(path, error) from None
+
+
+@contextmanager
+def _only_stand_ins() -> Iterator[None]:
+    """Let torch find our stand-ins, and none of the classes that Megatron allows."""
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with torch.serialization.safe_globals(_SAFE):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(others)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in, the class or the dtype of a listed name; nothing is imported."""
+        key = (module, name)
+        if key in _IN_METADATA:
+            return _IN_METADATA[key]
+        if key in METADATA_CLASSES:
+            return METADATA_CLASSES[key]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
+
+
+def read_metadata(path: Path) -> Any:
+    """Return the object in the `.metadata` of a sharded checkpoint, with stand-ins for its classes.
+
+    Raises ValueError if it cannot be read, or has anything but data.
+    """
+    try:
+        return _MetadataUnpickler(io.BytesIO(path.read_bytes()), encoding="utf-8").load()
+    except Exception as error:  # whatever a damaged pickle ends in
+        raise _refusal(path, error) from None
+
+
+def _refusal(path: Path, error: Exception) -> ValueError:
+    """Return the error for a file that was not read: names what is not data, or the damage."""
+    found = re.search(r"GLOBAL ([\w.]+)|function <?([\w. ]+)", str(error))
+    if found is not None:
+        named = found[1] or found[2]
+        return ValueError(
+            f"{path} must hold nothing but data, and it has {named}; if you made it, take that "
+            "out and save it again"
+        )
+    text = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    return ValueError(f"{path} cannot be read ({type(error).__name__}: {shown}); copy it again")

@@ -1,0 +1,177 @@
+"""Pickled files of checkpoints: their data is read, Megatron is not imported, no code is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from mindspeed_rlxf.weights import pickled
+from mindspeed_rlxf.weights.boxes import whole
+from mindspeed_rlxf.weights.dist_metadata import Metadata
+from mindspeed_rlxf.weights.pickled import StandIn, read_metadata, read_torch_file
+
+
+def random_state() -> dict[str, Any]:
+    """As Megatron writes it."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
+    }
+
+
+def stock_state() -> dict[str, Any]:
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    tensor = torch.ones(3)
+    tensor.shared = False  # type: ignore[attr-defined]
+    return {
+        "args": Namespace(
+            params_dtype=torch.bfloat16,
+            model_type=ModelType.encoder_or_decoder,
+            attention_backend=AttnBackend.auto,
+            data_path=[PosixPath("x")],
+            spec=SimpleNamespace(a=1),
+            device=torch.device("cpu"),
+        ),
+        "checkpoint_version": 3.0,
+        "model": OrderedDict(weight=torch.ones(2, 2, dtype=torch.bfloat16), extra=io.BytesIO()),
+        "optimizer": {"main": [[parameter, tensor]], "config": OptimizerConfig(lr=0.1)},
+        "rng_state": [random_state()],
+        "numbers": (np.float64(2.0), np.int32(3), np.arange(4.0), {1, 2}, frozenset({3}), 1j),
+        "names": (b"bytes", bytearray(b"more"), range(3), slice(1, 2), torch.Size([2])),
+    }
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_megatron_puts_in_its_files_is_read(tmp_path: Path, is_zip: bool) -> None:
+    file = tmp_path / "model_optim_rng.pt"
+    torch.save(stock_state(), file, _use_new_zipfile_serialization=is_zip)
+    got = read_torch_file(file)
+    assert got["args"].state["params_dtype"] is torch.bfloat16
+    assert got["args"].state["model_type"].arguments == (1,)
+    assert torch.equal(got["model"]["weight"], torch.ones(2, 2).bfloat16())
+    parameter, attributed = got["optimizer"]["main"][0]
+    assert torch.equal(parameter, torch.ones(2, 2)) and attributed.shape == (3,)
+    assert got["names"][0] == b"bytes" and got["names"][4] == (2,)
+
+
+NAMES = [(module, name) for module, names in pickled.STAND_INS.items() for name in names]
+METADATA_NAMES = [(m, name) for m, names in pickled.METADATA_STAND_INS.items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_listed_class_becomes_a_stand_in(tmp_path: Path, module: str, name: str) -> None:
+    program = f"\x80\x02c{module}\n{name}\n(K\x01tR}}X\x01\x00\x00\x00aNsb.".encode("latin1")
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("a/data.pkl", program)
+        archive.writestr("a/version", b"3\n")
+    got = read_torch_file(tmp_path / "x.pt")
+    assert isinstance(got, StandIn) and (type(got).__module__, type(got).__name__) == (module, name)
+    assert got.arguments == (1,) and got.state == {"a": None}
+
+
+@pytest.mark.parametrize(("module", "name"), METADATA_NAMES)
+def test_a_listed_class_of_metadata_becomes_a_stand_in(
+    tmp_path: Path, module: str, name: str
+) -> None:
+    program = f"\x80\x02c{module}\n{name}\n(K\x01tR.".encode("latin1")
+    (tmp_path / ".metadata").write_bytes(program)
+    got = read_metadata(tmp_path / ".metadata")
+    assert isinstance(got, StandIn) and got.arguments == (1,)
+
+
+def test_neither_megatron_nor_numpy_is_imported_for_a_file(tmp_path: Path) -> None:
+    torch.save({"args": Namespace(type=ModelType.encoder_or_decoder)}, tmp_path / "x.pt")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from mindspeed_rlxf.weights.pickled import read_torch_file\n"
+        "read_torch_file(Path(sys.argv[1]))\n"
+        "print([name for name in sys.modules if name.startswith('megatron')])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "x.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def distributed(folder: Path, *saved: Any) -> Path:
+    """A `torch_dist` checkpoint of these objects, as torch.distributed.checkpoint writes it."""
+    places, described, data = {}, {}, b""
+    for number, item in enumerate(saved):
+        stream = io.BytesIO()
+        torch.save(item, stream)
+        name = f"item{number}"
+        described[name] = (
+            dcp.TensorStorageMetadata(
+                dcp.TensorProperties(item.dtype),
+                item.shape,
+                [dcp.ChunkStorageMetadata(torch.Size([0]), item.shape)],
+            )
+            if isinstance(item, torch.Tensor)
+            else dcp.BytesStorageMetadata()
+        )
+        info = _StorageInfo("__0_0.distcp", len(data), len(stream.getvalue()))
+        offset = torch.Size([0]) if isinstance(item, torch.Tensor) else None
+        places[dcp.MetadataIndex(name, offset)] = info
+        data += stream.getvalue()
+    (folder / "__0_0.distcp").write_bytes(data)
+    metadata = dcp.Metadata(described, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def test_what_torch_distributed_checkpoint_writes_is_read(tmp_path: Path) -> None:
+    found = Metadata(distributed(tmp_path, torch.arange(4.0), random_state(), [None]))
+    assert list(found.names()) == ["item0"]
+    assert torch.equal(found.tensor("item0").read(whole((4,))), torch.arange(4.0))
+
+
+def test_metadata_that_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"no": "metadata"}))
+    for folder in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(ValueError, match=r"\.metadata (cannot be read|is not as)"):
+            Metadata(folder)
+
+
+def test_an_old_torch_reads_pickled_files_only_where_they_are_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(ValueError, match=r"CVE-2026-24747.*torch 2\.10 or newer.*trust_files"):
+        read_torch_file(tmp_path / "x.pt")
+    assert read_torch_file(tmp_path / "x.pt", trust_files=True)["a"] == 1
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert read_torch_file(tmp_path / "x.pt")["a"] == 1
+
+
+def test_a_file_in_a_file_stays_bytes(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "mark"),)
+
+    inner = io.BytesIO(pickle.dumps(Runs()))
+    torch.save({"_extra_state": inner}, tmp_path / "common.pt")
+    got = read_torch_file(tmp_path / "common.pt")["_extra_state"]
+    assert isinstance(got, StandIn) and (got.state or got.arguments)[0] == inner.getvalue()
+    assert not (tmp_path / "mark").exists()
