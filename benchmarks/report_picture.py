@@ -27,7 +27,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE, color_scheme="light")
         page.goto(arguments.report.absolute().as_uri())
-        page.wait_for_selector("#key-charts path.line")
+        page.wait_for_selector("#key-charts canvas")
         page.screenshot(path=arguments.picture, animations="disabled")
         browser.close()
 

@@ -1,24 +1,27 @@
-"""`watch`: serve the report of a run to browsers on this host, updated while the run writes.
+"""`watch`: serve the report of a run to browsers on this host, made anew while the run writes.
+
+The server listens only on the loopback address, and a request must name this address: pages of
+other sites whose names resolve to this host (DNS rebinding) are refused.
 
 Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:` line per problem.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
 from mindspeed_rlxf.cli.report import parse_with_samples
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.reporting.report.content import RunFolder
+from mindspeed_rlxf.reporting.report.page import make_report
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
-from mindspeed_rlxf.reporting.report.server import LiveRun, LiveServer
-from mindspeed_rlxf.run.report import find_state, open_runs
+from mindspeed_rlxf.run.report import find_version, open_runs
 
 PORT = 8760
+HOST = "127.0.0.1"
 OPTIONS = (
     option("run", metavar="RUN", help="run directory"),
     option("--port", type=int, default=PORT, help=f"of 127.0.0.1; 0 = any free port ({PORT})"),
@@ -32,39 +35,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 2 for mistakes, which it prints.
     """
     protect_output()
-    try:
-        arguments = _parse(argv)
-        (first,) = open_runs([Path(arguments.run)])
-
-        def open_run() -> RunFolder:
-            return RunFolder(first.path, first.name, find_state(first.path), first.split)
-
-        server = _listen(LiveRun(open_run, arguments.samples), arguments.port)
-    except UserError as problem:
-        return fail(problem.problems)
-    with contextlib.closing(server.socket), contextlib.suppress(KeyboardInterrupt):
-        print(f"watching {first.path}: {server.url} (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
-    return 0
-
-
-def _listen(run: LiveRun, port: int) -> LiveServer:
-    """Return a server bound to this port of 127.0.0.1.
-
-    Raises UserError if it cannot be bound: it is taken, not allowed or over 65535.
-    """
-    try:
-        return LiveServer(run, port)
-    except (OSError, OverflowError) as error:
-        problem = Problem("--port", f"must be a free port of this host: {error}", port, "use 0")
-        raise UserError(problem) from error
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for unknown options and a negative --samples."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf watch",
         description="Serves the report of a run on the loopback address while the run goes on.",
     )
-    return parse_with_samples(parser, argv)
+    try:
+        arguments = parse_with_samples(parser, argv)
+        run = Path(arguments.run)
+        open_runs([run])
+        server = make_server(run, arguments.samples, arguments.port)
+    except UserError as problem:
+        return fail(problem.problems)
+    with contextlib.closing(server.socket), contextlib.suppress(KeyboardInterrupt):
+        print(f"watching {run}: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return 0
+
+
+def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:
+    """Return a server of a run's report at `/`, and of its version at `/version`.
+
+    Raises UserError if the port cannot be bound.
+    """
+    made = {"": b""}  # version -> page
+
+    def page() -> bytes:
+        version = find_version(run)
+        if version not in made:
+            text = make_report(open_runs([run]), max_samples, version)
+            made.clear()
+            made[version] = text.encode("utf-8", "backslashreplace")
+        return made[version]
+
+    pages: dict[str, Callable[[], bytes]] = {
+        "/": page, "/version": lambda: find_version(run).encode()
+    }  # fmt: skip
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            names = [f"{name}:{server.server_port}" for name in (HOST, "localhost")]
+            if self.headers.get("Host") not in names:
+                return self.send_error(403)
+            if self.path not in pages:
+                return self.send_error(404)
+            content = pages[self.path]()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("X-Frame-Options", "DENY")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    try:
+        server = HTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        problem = Problem("--port", f"must be a free port of this host: {error}", port, "use 0")
+        raise UserError(problem) from error
+    return server

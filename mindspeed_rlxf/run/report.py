@@ -21,6 +21,7 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import EXPORTED
 
 TOKENIZER = "training.tokenizer_name_or_path"
+WATCHED = ("metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json")
 
 
 def write_report(
@@ -92,6 +93,12 @@ def find_state(run: Path) -> str:
     if (directory.checkpoints / EXPORTED).exists() and _is_exported(directory):
         return "finished"
     return "stopped"
+
+
+def find_version(run: Path) -> str:
+    """Return a text that changes with the run's state and the sizes of the files it shows."""
+    sizes = [str(file.stat().st_size) if (file := run / name).exists() else "-" for name in WATCHED]
+    return " ".join([find_state(run), *sizes])
 
 
 def load_split(run: Path) -> TokenSplitter | None:

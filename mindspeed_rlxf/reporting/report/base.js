@@ -1,7 +1,7 @@
 // Elements, numbers, data and the state that all parts share.
 
 const SVG = 'http://www.w3.org/2000/svg';
-const LIVE = document.documentElement.dataset.live === 'yes';
+const LIVE = Boolean(document.documentElement.dataset.live);
 const COLORS = 11;
 
 /** What the user has chosen; it outlives a redraw of a live page. */
@@ -9,7 +9,7 @@ const state = { smoothing: 9, log: false, range: false, zoom: null, hidden: new 
 
 /** Make an element. Texts become text nodes, never markup; `on` has listeners, `data` data-*. */
 function h(tag, props = {}, ...children) {
-  const svg = ['svg', 'path', 'line', 'rect', 'circle', 'text', 'g', 'title'].includes(tag);
+  const svg = ['svg', 'line', 'rect', 'text', 'title'].includes(tag);
   const made = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
     if (value === null || value === undefined || value === false) continue;
@@ -50,15 +50,9 @@ async function unpack(compressed) {
   return new Response(stream).json();
 }
 
-/** Read one part of the data: from the page, or from the server of a live page. */
-async function load(name) {
-  if (LIVE) {
-    const reply = await fetch(`data/${name}`, { cache: 'no-store' });
-    if (!reply.ok) throw new Error(`the server answered ${reply.status}: ${(await reply.text()).slice(0, 300)}`);
-    return unpack(await reply.arrayBuffer());
-  }
-  const text = document.getElementById(`data-${name}`).textContent;
-  return unpack(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)));
+/** Read one part of the data of a page. */
+async function load(name, page = document) {
+  return unpack(Uint8Array.from(atob(page.getElementById(`data-${name}`).textContent), (c) => c.charCodeAt(0)));
 }
 
 /** Run `draw` when the element first comes near the screen, and after each change of the state. */

@@ -59,10 +59,10 @@ function linesOf(chart, runs) {
   });
 }
 
-function chartOf(chart, runs, wide = false) {
+function chartOf(chart, runs) {
   const about = runs.map((run) => run.about[chart.name]).find(Boolean) || {};
   return lineChart({
-    title: chart.title, unit: about.unit, wide, healthy: about.healthy, lines: linesOf(chart, runs), dots: RANKS.test(chart.name),
+    title: chart.title, unit: about.unit, healthy: about.healthy, lines: linesOf(chart, runs), dots: RANKS.test(chart.name),
     meaning: about.meaning, remedy: about.remedy, judged: runs.length === 1 && runs[0].judged[chart.name], same: chart.same.length ? chart.same : null,
   });
 }

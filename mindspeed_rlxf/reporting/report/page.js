@@ -78,22 +78,25 @@ function configSection(runs) {
     changes.length ? h('div', { class: 'card' }, h('h3', {}, 'Changed when the run was taken up again'), table(['Run', 'File', 'Key', 'Before', 'After'], changes, 'Changes')) : null);
 }
 
-function show(data) {
+async function show(page) {
+  const data = await load('main', page), { runs } = data, main = document.getElementById('main'), top = document.documentElement.scrollTop;
   state.listeners.clear();
-  const { runs } = data, main = document.getElementById('main'), top = document.documentElement.scrollTop;
   document.getElementById('head').replaceChildren(header(runs, data.made));
-  main.replaceChildren(summarySection(runs), curvesSection(runs), timeSection(runs), samplesSection(runs, load('samples')), recordSection(runs), configSection(runs));
+  main.replaceChildren(summarySection(runs), curvesSection(runs), timeSection(runs), samplesSection(runs, load('samples', page)), recordSection(runs), configSection(runs));
   document.documentElement.scrollTop = top;
   document.body.dataset.ready = 'yes';
 }
 
 /** Ask a live server for its version every two seconds; show the page anew when it has changed. */
-async function follow(version) {
+async function follow() {
+  let version = document.documentElement.dataset.live;
   for (;;) {
     await new Promise((done) => { setTimeout(done, 2000); });
     try {
-      const reply = await fetch('version', { cache: 'no-store' }), now = await reply.text();
-      if (reply.ok && now !== version && !document.activeElement?.matches('input, select')) { show(await load('main')); version = now; }
+      const now = await (await fetch('version', { cache: 'no-store' })).text();
+      if (now === version || document.activeElement?.matches('input, select')) continue;
+      await show(new DOMParser().parseFromString(await (await fetch('.', { cache: 'no-store' })).text(), 'text/html'));
+      version = now;
     } catch (error) {
       document.getElementById('made').textContent = 'the server has ended; this is the last state';
     }
@@ -109,9 +112,8 @@ addEventListener('keydown', (event) => {
 });
 (async () => {
   try {
-    const version = LIVE ? await (await fetch('version', { cache: 'no-store' })).text() : '';
-    show(await load('main'));
-    if (LIVE) follow(version);
+    await show(document);
+    if (LIVE) follow();
   } catch (error) {
     const status = document.getElementById('status');
     if (status) { status.textContent = `The report cannot be shown: ${error.message}`; status.className = 'error'; }

@@ -32,16 +32,18 @@ FEWER = (1, 4, 16)  # tried in turn: one sample in 1, 4, 16 has numbers per toke
 LEVEL = 6  # of gzip
 
 
-def make_report(runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES) -> str:
+def make_report(
+    runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES, version: str = ""
+) -> str:
     """Return the HTML text of a report of runs, in the given order.
 
     Samples are left out to keep it below MAX_BYTES (`pack_samples`); the rest is not limited.
-    max_samples: of all runs together
+    max_samples: of all runs together; version: see `make_page`
     """
     main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
     blobs = {"main": pack(main), "samples": pack_samples(runs, max_samples, room)}
-    return make_page(", ".join(run.name for run in runs), blobs)
+    return make_page(", ".join(run.name for run in runs), blobs, version)
 
 
 def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
@@ -68,37 +70,32 @@ def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byte
             every = after
 
 
-def make_page(title: str, blobs: Mapping[str, bytes], live: bool = False) -> str:
+def make_page(title: str, blobs: Mapping[str, bytes], version: str = "") -> str:
     """Return the HTML text of a page, with style, scripts and data in it.
 
-    blobs: name -> compressed JSON to embed
-    live:  the page requests its data from the server, so that `blobs` may be empty
+    blobs:   name -> compressed JSON to embed
+    version: the page asks a server for its version, and loads itself anew if it differs; "" = not
     """
-    style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
-    script = f"'use strict';\n(() => {{\n{script}\n}})();"
+    style = _read("vendor/uPlot.min.css") + _read("report/style.css")
+    scripts = "\n".join(_read(f"report/{name}") for name in SCRIPTS)
+    script = f"{_read('vendor/uPlot.iife.min.js')}\n(() => {{\n'use strict';\n{scripts}\n}})();"
+    asks = "self" if version else "none"
     data = "\n".join(
         f'<script type="text/plain" id="data-{name}">{base64.b64encode(blob).decode()}</script>'
         for name, blob in blobs.items()
     )
-    return Template(_read("page.html")).substitute(
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"connect-src '{asks}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return Template(_read("report/page.html")).substitute(
         title=html.escape(title),
-        policy=content_policy(style, script, live),
-        live="yes" if live else "no",
+        policy=policy,
+        live=version,
         style=style,
         script=script,
         data=data,
-    )
-
-
-def content_policy(style: str, script: str, live: bool) -> str:
-    """Return the Content-Security-Policy: only this script and style, by hash, and data: images.
-
-    Requests to the own server are allowed only if `live`.
-    """
-    asks = "'self'" if live else "'none'"
-    return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        f"connect-src {asks}; img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -136,4 +133,4 @@ def _hash(text: str) -> str:
 
 
 def _read(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
+    return (files("mindspeed_rlxf.reporting") / name).read_text(encoding="utf-8")

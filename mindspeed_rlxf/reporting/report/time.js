@@ -7,24 +7,6 @@ const CALLS = {
   update_critic: ['update_critic'], update_actor: ['update_policy'], val: ['answer_validation', 'score_by_rule', 'validation'], save: ['begin_save', 'end_save', 'save'],
 };
 const PHASE_COLOR = { gen: 0, sync: 10, reward: 3, old_log_prob: 7, ref: 5, values: 4, adv: 9, update_critic: 2, update_actor: 1, val: 8, save: 6 };
-const MAX_BARS = 240;
-
-/** Mean seconds of each phase in stretches of iterations: [{from, to, parts: {phase: s}, all}]. */
-function phaseBars(run) {
-  const all = run.curves['timing/all'];
-  if (!all) return [];
-  const iterations = all.x, size = Math.ceil(iterations.length / MAX_BARS);
-  const columns = PHASES.map((phase) => [phase, run.curves[`timing/${phase}`]]).filter(([, curve]) => curve)
-    .map(([phase, curve]) => [phase, new Map(curve.x.map((x, i) => [x, curve.y[i]]))]);
-  const bars = [];
-  for (let i = 0; i < iterations.length; i += size) {
-    const xs = iterations.slice(i, i + size), parts = {};
-    for (const [phase, values] of columns) parts[phase] = xs.reduce((sum, x) => sum + (values.get(x) || 0), 0) / xs.length;
-    bars.push({ from: xs[0], to: xs[xs.length - 1], parts });
-  }
-  return bars;
-}
-
 /** Mean seconds of a phase over the iterations that have it, and their number. */
 function phaseMean(run, phase) {
   const curve = run.curves[`timing/${phase}`], known = curve ? curve.y.filter((y, i) => y > 0 && curve.x[i] > 0) : [];
@@ -46,53 +28,22 @@ function timeLegend(run) {
       ['', 'inputs', 'a rank waits for what its call reads'], ['', 'describe', 'texts and numbers of samples are gathered'], ['', 'wait for ...', 'the driver waits for the call']], 'Phases')));
 }
 
+/** Seconds of each phase, stacked: the sum of all phases is drawn first, then the sums of fewer over it. */
 function phasesChart(run) {
-  const bars = phaseBars(run);
-  if (!bars.length) return h('p', { class: 'soft' }, 'No iteration has its times.');
-  const svg = h('svg', { role: 'img', tabindex: '0' }), readout = h('output', { 'aria-live': 'polite' });
-  const used = PHASES.filter((phase) => bars.some((bar) => bar.parts[phase] > 0));
-  const total = (bar) => used.reduce((sum, phase) => sum + (bar.parts[phase] || 0), 0);
-  const means = used.map((phase) => [phase, phaseMean(run, phase).mean]);
-  svg.setAttribute('aria-label', `Seconds of each phase by iteration. Means: ${means.map(([phase, s]) => `${phase} ${num(s, 3)} s`).join(', ')}. Arrow keys read the iterations.`);
-  let at = -1;
-  const say = (i) => {
-    at = i;
-    const bar = bars[i];
-    readout.textContent = bar ? `iteration ${bar.from}${bar.to > bar.from ? ` to ${bar.to}` : ''}: ${used.filter((phase) => bar.parts[phase] > 0).map((phase) => `${phase} ${num(bar.parts[phase], 3)}`).join(', ')} s` : '';
-  };
-  function draw() {
-    const box = svg.getBoundingClientRect(), width = Math.max(box.width, 200), height = Math.max(box.height, 120);
-    svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
-    const high = Math.max(...bars.map(total)) * 1.03 || 1, sy = scale(0, high, height - PAD.bottom, PAD.top, false);
-    const step = (width - PAD.left - PAD.right) / bars.length, parts = [];
-    for (const t of ticks(0, high, 4)) parts.push(h('line', { class: 'rule', x1: PAD.left, x2: width - PAD.right, y1: sy(t), y2: sy(t) }), h('text', { x: PAD.left - 5, y: sy(t) + 4, 'text-anchor': 'end' }, `${num(t, 3)} s`));
-    bars.forEach((bar, i) => {
-      let base = 0;
-      for (const phase of used) {
-        const s = bar.parts[phase] || 0;
-        if (s > 0) parts.push(h('rect', { class: `block k${PHASE_COLOR[phase]}`, x: PAD.left + i * step, width: Math.max(step - (step > 4 ? 1 : 0), 0.6), y: sy(base + s), height: Math.max(sy(base) - sy(base + s), 0) }));
-        base += s;
-      }
-    });
-    parts.push(h('text', { x: (PAD.left + width - PAD.right) / 2, y: height - 4, 'text-anchor': 'middle' }, 'iteration'));
-    const every = Math.max(1, Math.ceil(bars.length / Math.max(2, Math.floor(width / 90))));
-    bars.forEach((bar, i) => { if (i % every === 0) parts.push(h('text', { x: PAD.left + (i + 0.5) * step, y: height - 20, 'text-anchor': 'middle' }, String(bar.from))); });
-    svg.replaceChildren(...parts);
-  }
-  svg.addEventListener('focus', () => { if (at < 0) readout.textContent = 'Arrow keys read the iterations.'; });
-  svg.addEventListener('pointermove', (event) => {
-    const box = svg.getBoundingClientRect();
-    say(Math.min(Math.max(Math.floor(((event.clientX - box.left - PAD.left) / (box.width - PAD.left - PAD.right)) * bars.length), 0), bars.length - 1));
+  const xs = run.curves['timing/all']?.x;
+  if (!xs) return h('p', { class: 'soft' }, 'No iteration has its times.');
+  const card = h('div', { class: 'card chart', id: 'phases' }, h('h3', {}, 'Phases of each iteration, seconds'));
+  const columns = PHASES.flatMap((phase) => {
+    const curve = run.curves[`timing/${phase}`], known = new Map(curve?.x.map((x, i) => [x, curve.y[i]]));
+    return curve && curve.y.some((y) => y > 0) ? [{ phase, ys: xs.map((x) => known.get(x) || 0) }] : [];
   });
-  svg.addEventListener('keydown', (event) => {
-    const moves = { ArrowRight: Math.min(at + 1, bars.length - 1), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: bars.length - 1 };
-    if (!(event.key in moves)) return;
-    event.preventDefault();
-    say(moves[event.key]);
-  });
-  const card = h('div', { class: 'card chart wide' }, h('h3', {}, 'Phases of each iteration, seconds'),
-    svg, readout, h('p', { class: 'soft small' }, 'val and save are stacked on top; timing/all leaves them out. A phase lasts as long as its slowest rank. Phases of roles on different devices overlap, so that a bar may be higher than the iteration was long.'));
-  drawWhenSeen(card, draw);
+  let sums = xs.map(() => 0);
+  const stacked = columns.map(({ phase, ys }) => { sums = sums.map((sum, i) => sum + ys[i]); return { phase, sums }; }).reverse();
+  const describe = () => ({ low: 0, data: [xs, ...stacked.map((each) => each.sums)], series: stacked.map(({ phase }) => ({ label: phase, width: 0, fill: colorOf(PHASE_COLOR[phase]), points: { show: false }, paths: uPlot.paths.bars({ size: [0.9, 60] }) })) });
+  const read = (u, i) => `iteration ${xs[i]}: ${columns.filter(({ ys }) => ys[i] > 0).map(({ phase, ys }) => `${phase} ${num(ys[i], 3)}`).join(', ')} s`;
+  const means = columns.map(({ phase }) => `${phase} ${num(phaseMean(run, phase).mean, 3)} s`).join(', ');
+  addPlot(card, { xs, label: `Seconds of each phase by iteration. Means: ${means}.`, describe, read, values: (v) => `${num(v, 3)} s` });
+  card.append(h('p', { class: 'soft small' }, 'val and save are stacked on top; timing/all leaves them out. A phase lasts as long as its slowest rank. Phases of roles on different devices overlap, so that a bar may be higher than the iteration was long.'));
   return card;
 }
 
@@ -103,14 +54,20 @@ function callColor(text, waits) {
   return phase ? `k${PHASE_COLOR[phase]}` : 'kother';
 }
 
+/** Round places on an axis of time. */
+function ticks(end, count) {
+  const power = 10 ** Math.floor(Math.log10(end / count)), step = [1, 2, 5, 10].map((m) => m * power).find((each) => each >= end / count);
+  return Array.from({ length: Math.floor(end / step + 1e-9) + 1 }, (_, i) => i * step);
+}
+
 /** Draw the lanes of one iteration; names stand above their lanes where it is narrow. spans: [lane, name, waits, start, length] in ms */
 function gantt(schedules, spans, width) {
   const narrow = width < 700, LANE = narrow ? 35 : 20, LABEL = narrow ? 0 : 190, TOP = narrow ? 15 : 0;
   const lanes = [...new Set(spans.map((span) => span[0]))].sort((a, b) => (schedules.lanes[a] < schedules.lanes[b] ? -1 : 1)).sort((a, b) => (schedules.lanes[b] === 'driver') - (schedules.lanes[a] === 'driver'));
   const row = new Map(lanes.map((lane, i) => [lane, i])), end = Math.max(...spans.map((span) => span[3] + span[4]), 1);
-  const height = lanes.length * LANE + 24, sx = scale(0, end, LABEL, width - 8, false);
+  const height = lanes.length * LANE + 24, sx = (ms) => LABEL + (ms / end) * (width - 8 - LABEL);
   const readout = h('output', { 'aria-live': 'polite', class: 'small soft' }, 'Point at a span, or reach it with Tab and the arrow keys.');
-  const parts = ticks(0, end, Math.max(2, Math.floor((width - LABEL) / 100))).flatMap((t) => [h('line', { class: 'rule', x1: sx(t), x2: sx(t), y1: 0, y2: height - 18 }), h('text', { x: sx(t), y: height - 4, 'text-anchor': sx(t) < 20 ? 'start' : 'middle' }, t >= 1000 ? `${num(t / 1000, 3)} s` : `${num(t, 3)} ms`)]);
+  const parts = ticks(end, Math.max(2, Math.floor((width - LABEL) / 100))).flatMap((t) => [h('line', { class: 'rule', x1: sx(t), x2: sx(t), y1: 0, y2: height - 18 }), h('text', { x: sx(t), y: height - 4, 'text-anchor': sx(t) < 20 ? 'start' : 'middle' }, t >= 1000 ? `${num(t / 1000, 3)} s` : `${num(t, 3)} ms`)]);
   lanes.forEach((lane, i) => parts.push(h('text', { class: 'lane', x: 0, y: i * LANE + (narrow ? 12 : 14) }, schedules.lanes[lane])));
   const order = [...spans].sort((a, b) => row.get(a[0]) - row.get(b[0]) || a[3] - b[3]);
   const blocks = order.map(([lane, name, waits, start, length], i) => {

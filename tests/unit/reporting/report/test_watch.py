@@ -1,0 +1,86 @@
+"""A live page is served to this host alone, and follows what the run writes."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import HTTPServer
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.cli.watch import main, make_server
+from mindspeed_rlxf.reporting.metrics import JsonlWriter, metrics_record
+from tests.report_run import metrics_of, write_run
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[HTTPServer]:
+    server = make_server(write_run(tmp_path / "run", 5), 100, 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def ask(server: HTTPServer, path: str, host: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request("GET", path, headers={} if host is None else {"Host": host})
+    reply = connection.getresponse()
+    return reply.status, reply.read()
+
+
+def test_the_page_follows_the_files(server: HTTPServer, tmp_path: Path) -> None:
+    status, page = ask(server, "/")
+    assert status == 200 and b"connect-src 'self'" in page
+    before = ask(server, "/version")[1]
+    assert before == ask(server, "/version")[1] and before in page
+    writer = JsonlWriter(tmp_path / "run" / "metrics.jsonl")
+    writer.write(metrics_record(6, metrics_of(6), 1.0))
+    after = ask(server, "/version")[1]
+    assert after != before and after in ask(server, "/")[1]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "", "127.0.0.1", "localhost"])
+def test_other_names_for_this_host_are_refused(server: HTTPServer, host: str) -> None:
+    status, content = ask(server, "/", host)
+    assert status == 403 and b"data-main" not in content
+
+
+def test_no_other_paths_are_served(server: HTTPServer) -> None:
+    assert ask(server, "/version", f"localhost:{server.server_port}")[0] == 200
+    assert server.server_address[0] == "127.0.0.1"
+    assert {ask(server, path)[0] for path in ("/../config.yaml", "/config.yaml", "/?x")} == {404}
+
+
+def test_a_taken_port_a_missing_run_and_a_bad_number_are_one_line(
+    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "run"), "--port", str(server.server_port)]) == 2
+    assert main([str(tmp_path / "run"), "--port", "70000"]) == 2
+    assert main([str(tmp_path / "none")]) == 2
+    assert main([str(tmp_path / "run"), "--samples=-1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
+
+
+def test_ctrl_c_ends_the_command_with_status_0(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 2)
+    code = "import sys; from mindspeed_rlxf.cli.watch import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, str(run), "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Programs in the background of a shell without job control ignore SIGINT.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **pipes, preexec_fn=heeds) as watch:
+        assert watch.stdout and b"http://127.0.0.1:" in watch.stdout.readline()
+        os.kill(watch.pid, signal.SIGINT)
+        _, errors = watch.communicate(timeout=30)
+    assert watch.returncode == 0 and errors == b""
