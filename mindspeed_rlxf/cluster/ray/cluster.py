@@ -24,7 +24,6 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device as device_facade
-from mindspeed_rlxf.cluster.ray.orphans import OrphanGuard
 from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
@@ -41,6 +40,7 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
+GUARD, GUARD_END_S = Path(__file__).with_name("orphan_guard.py"), 30.0
 PROBE_S = 60.0
 START_ATTEMPTS = 2  # of our own cluster
 # In what Ray raises when its processes do not answer within 30 s, most of which has no option.
@@ -60,13 +60,13 @@ class RayCluster:
     own: bool
     address: str
     temp_dir: Path | None = None
-    guard: OrphanGuard | None = None
+    guard: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
         """Disconnect from Ray. For our own cluster also kill its processes and remove its folder.
 
         Kills all children of this process and their children, so also processes that are not Ray's.
-        Waits up to 5.5 s for their end, and for that of the guard (`OrphanGuard.end`).
+        Waits up to 5.5 s for their end, and up to GUARD_END_S for that of the guard.
         """
         import ray
 
@@ -82,7 +82,7 @@ class RayCluster:
                 process.kill()
         psutil.wait_procs(left, timeout=5)
         if self.guard is not None:
-            self.guard.end()
+            _end_guard(self.guard)
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
@@ -234,7 +234,7 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
     import ray
 
     temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temp_root()))
-    guard = OrphanGuard(temp_dir)
+    guard = _start_guard(temp_dir)
     try:
         with _own_sigterm():
             context = ray.init(
@@ -248,15 +248,34 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
                 # Ray opens the folder that it is given, and all below, to every user of the host.
                 _temp_dir=str(temp_dir / SESSIONS),
             )
-        guard.watch(process.pid for process in psutil.Process().children(recursive=True))
     except BaseException:
         ray.shutdown()
         _log_ends(temp_dir)
-        guard.end()
+        _end_guard(guard)
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     address = context.address_info["address"]
     return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
+
+
+def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
+    """Start `orphan_guard` in its own session, which signals to the driver do not reach."""
+    return subprocess.Popen(
+        [sys.executable, "-S", str(GUARD), str(temp_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _end_guard(guard: subprocess.Popen[bytes]) -> None:
+    """Close the guard's pipe, so that it cleans up; wait for its end, kill it after GUARD_END_S."""
+    try:
+        guard.communicate(timeout=GUARD_END_S)  # closes its standard input
+    except subprocess.TimeoutExpired:
+        guard.kill()
+        guard.wait()
 
 
 def _log_ends(temp_dir: Path) -> None:

@@ -2,10 +2,9 @@
 
 Run as `python -S orphan_guard.py TEMP_DIR`. Standard input is a pipe from the driver, which closes
 however the driver ends. Ray's own processes notice that the driver is gone too, but its agents, and
-workers that are just starting, take a minute. The driver starts the guard before Ray, and writes a
-line with the pids of Ray's processes once they run. All other processes of the cluster are found by
-the name of its TEMP_DIR: in the command line, the environment, or the path of an open file (a
-worker overwrites the first two with its title).
+workers that are just starting, take a minute. The driver starts the guard before Ray. The processes
+of the cluster are found by the name of its TEMP_DIR: in the command line, the environment, or the
+path of an open file (a worker overwrites the first two with its title).
 """
 
 import contextlib
@@ -15,44 +14,26 @@ import signal
 import sys
 import time
 
-GRACE_S = 5.0  # longest search for further processes
+GRACE_S = 30.0  # longest search for further processes; one search may take seconds on a busy host
 QUIET_S = 0.5  # the guard ends when it has seen no process of the cluster for this long
-
-
-def start_time(pid: int) -> str:
-    """Return a process's start time, in ticks since boot; empty = there is no such process.
-
-    It tells the process from a later one with the same pid.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def main(temp_dir: str) -> None:
     """Wait until stdin closes, then kill the cluster's processes and remove `temp_dir`.
 
-    The processes are the pids on the first line of stdin (not those reused since), and all that
-    mention `temp_dir` except this one and its parent. Searches and removes repeatedly, until no
-    process and no folder was there for QUIET_S, at most GRACE_S.
+    The processes are all that mention `temp_dir` except this one and its parent. Searches and
+    removes repeatedly, until no process and no folder was there for QUIET_S, at most GRACE_S.
     """
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
-    pids = [int(word) for word in sys.stdin.buffer.readline().split()]
-    born = {pid: start_time(pid) for pid in pids}
     sys.stdin.buffer.read()
-    for pid, moment in born.items():
-        if moment and start_time(pid) == moment:
-            kill(pid)
     last = time.monotonic()  # when a process or the folder was last seen
     deadline = last + GRACE_S
     while time.monotonic() < min(deadline, last + QUIET_S):
-        later = processes_of(temp_dir, spared)
-        for pid in later:
+        found = processes_of(temp_dir, spared)
+        for pid in found:
             kill(pid)
         shutil.rmtree(temp_dir, ignore_errors=True)
-        if later or os.path.isdir(temp_dir):
+        if found or os.path.isdir(temp_dir):
             last = time.monotonic()
         time.sleep(0.2)
 
