@@ -9,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.files.plain import (
-    MAX_DEPTH,
-    NotPlainError,
-    open_plain,
-    parse_json,
-    read_plain,
-)
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
 MAX_LINE = 64 * 2**20  # bytes of a row of jsonl
 BUFFER = 2**20  # bytes of a column of parquet that are read at once
-MAX_ARRAY = 512 * 2**20  # bytes of an array of JSON, which is read as a whole
 
 Row = dict[str, Any]
 
@@ -180,7 +172,7 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     Blank lines are skipped but counted; lines with anything else are yielded as BadRow. Raises
     BrokenFile for a line longer than MAX_LINE bytes.
     """
-    with open_plain(file) as stream:  # as bytes, to name a line that is not UTF-8
+    with open(file, "rb") as stream:  # as bytes, to name a line that is not UTF-8
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
             if len(line) > MAX_LINE:
                 rule = f"a line must have at most {MAX_LINE >> 20} MiB, this one has more"
@@ -194,8 +186,8 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 def _parse_line(line: bytes) -> Row | BadRow:
     """Parse a line as a JSON object; return a BadRow for anything else."""
     try:
-        row = parse_json(line.decode("utf-8").rstrip("\r\n"))
-    except ValueError as error:
+        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
+    except (ValueError, RecursionError) as error:
         return _make_bad_row(line, error)
     if isinstance(row, dict):
         return row
@@ -226,17 +218,15 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     """Yield (row number from 1, row) of a file with one array of objects, or one object per line.
 
     An array is read if the text begins with `[`. Elements that are no object are yielded as BadRow.
-    Raises BrokenFile for an array that is over MAX_ARRAY bytes or not valid JSON.
+    Raises BrokenFile for an array that is not valid JSON.
     """
-    with open_plain(file) as stream:
+    with open(file, "rb") as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
         yield from _jsonl_rows(file)
         return
     try:
-        rows = parse_json(read_plain(file, MAX_ARRAY).decode("utf-8-sig"), MAX_DEPTH + 1)
-    except NotPlainError as error:
-        raise BrokenFile(0, fault(f"{error.strerror}", "write one {...} a line")) from error
+        rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except ValueError as error:
         rule, remedy = f"must be a JSON array of objects ({error})", "write one {...} a line"
         raise BrokenFile(0, fault(rule, f"repair it or {remedy}")) from error
@@ -257,7 +247,7 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     import pyarrow.parquet as pq
 
     number = 0
-    with open_plain(file) as stream:
+    with open(file, "rb") as stream:
         try:
             # With a buffer, because a column of a row group is read as a whole otherwise.
             file_of = pq.ParquetFile(stream, buffer_size=BUFFER, pre_buffer=False)

@@ -16,7 +16,6 @@ from mindspeed_rlxf.data.lengths import LengthLimit
 from mindspeed_rlxf.data.prompt_rows import TextRow, read_text_rows, text_problem
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
 from mindspeed_rlxf.data.special_tokens import SpecialTokens
-from mindspeed_rlxf.files.bounded import OutOfBoundsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,10 +100,7 @@ class _Reader:
             short = [row for row in chunk if limit.may_fit(row.row, row.num_characters, problems)]
             if not self._data.allow_special_tokens:
                 num_spelled += sum(self._special.are_in(row.prompt) for row in short)
-            try:
-                texts = self._fill_templates(short, problems)
-            except OutOfBoundsError:
-                break  # the template would take as long for every other row
+            texts = self._fill_templates(short, problems)
             for row in texts:
                 row.text = limit.cut_text(row.text)
             for row, token_ids in self._tokenize(texts):
@@ -126,8 +122,7 @@ class _Reader:
     def _fill_templates(self, rows: list[TextRow], problems: FileProblems) -> list[TextRow]:
         """Set `text` of each row: the prompt, or the chat template filled in with its messages.
 
-        Returns the rows that can be tokenized; the others are added to `problems`. Raises
-        OutOfBoundsError, after adding a problem, where the template exceeds its time or memory.
+        Returns the rows that can be tokenized; the others are added to `problems`.
         """
         chats = [self._messages(row) for row in rows if row.is_chat]
         filled = fill_in(self._tokenizer, chats, self._data.chat_template_kwargs)
@@ -135,11 +130,7 @@ class _Reader:
         for row in rows:
             row.text, reason = str(row.prompt), ""
             if row.is_chat:
-                try:
-                    row.text, reason = next(filled)
-                except OutOfBoundsError as error:
-                    problems.add(row.row, _template_problem(str(error)), ends=True)
-                    raise
+                row.text, reason = next(filled)
             problem = _template_problem(reason) if reason else text_problem(row.text)
             if problem:
                 problems.add(row.row, problem)

@@ -12,28 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.hf_config import find_bad_fields
-from mindspeed_rlxf.files.plain import folder_problem, parse_json, read_text
-from mindspeed_rlxf.files.safe import is_plain_path, leads_outside, outside_message, read_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-LIMITS = {
-    **dict.fromkeys(("tokenizer.json", "tokenizer.model", "vocab.json"), 512 * 2**20),
-    **dict.fromkeys(("merges.txt", "vocab.txt", "added_tokens.json"), 128 * 2**20),
-    **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json"), 64 * 2**20),
-    **dict.fromkeys(("config.json", "chat_template.jinja", "chat_template.json"), 16 * 2**20),
-}
-"""Largest size in bytes of the files that transformers reads whole; published ones have 35 MB."""
-
 KEY = "training.tokenizer_name_or_path"
-CONFIG, TEMPLATES = "tokenizer_config.json", "additional_chat_templates"
-NOT_READ = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".py")
-STALE = ("special_tokens_map_file", "added_tokens_file")
-"""Keys of CONFIG that older versions of transformers wrote and no version reads."""
+CONFIG = "tokenizer_config.json"
 
 
 def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
@@ -41,7 +27,7 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
 
     key: config key or flag that gave the path, for errors
     Uses no network and executes no code of the folder. Raises UserError when the tokenizer cannot
-    be loaded, its files fail `_check_files`, or it has special tokens only: transformers makes such
+    be loaded, or it has special tokens only: transformers makes such
     a tokenizer, without an error, for a model folder without tokenizer files.
     """
     try:
@@ -74,15 +60,12 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
 
 
 def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from local files, after checking them; try it on one text.
+    """Load a tokenizer from local files; try it on one text.
 
-    The files are not checked if `_folder_of` finds no folder.
     Raises ValueError, OSError and whatever transformers raises.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    if (folder := _folder_of(path)) is not None:
-        _check_files(folder)
     tokenizer = AutoTokenizer.from_pretrained(
         path, local_files_only=True, trust_remote_code=False, use_fast=use_fast
     )
@@ -90,66 +73,6 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
         raise ValueError("transformers cannot make one of its files")
     tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong type fail only in use
     return tokenizer
-
-
-def _folder_of(path: str) -> Path | None:
-    """Return the folder that transformers will read: `path`, or the one of that name in its cache.
-
-    None where there is neither, and for a cached one without CONFIG.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        file = try_to_load_from_cache(path, CONFIG)
-    except ValueError:  # not a valid name on the hub
-        return None
-    return Path(file).parent if isinstance(file, str) else None
-
-
-def _check_files(folder: Path) -> None:
-    """Check the files that transformers reads from the folder of a tokenizer.
-
-    Raises ValueError for links that lead out of the folder, what is no regular file, files over
-    LIMITS, sizes in config.json out of range, and settings `..._file` and `..._files` that lead
-    out; OSError for what cannot be read. A file that is replaced after this check is not noticed.
-    """
-    templates = folder / TEMPLATES
-    for directory in (folder, templates) if templates.is_dir() else (folder,):
-        for file in sorted(directory.iterdir()):
-            is_read = not file.name.endswith(NOT_READ) and (file == templates or not file.is_dir())
-            if is_read and file.is_symlink() and leads_outside(folder, file):
-                raise ValueError(outside_message(file))
-        if problem := folder_problem(directory):
-            raise ValueError(problem)
-    for name, limit in LIMITS.items():
-        if (folder / name).is_file() and (size := (folder / name).stat().st_size) > limit:
-            raise ValueError(f"{name} has {size} bytes, more than {limit}")
-    if (folder / "config.json").exists():  # read by transformers to find the tokenizer's class
-        _check_model_config(folder / "config.json")
-    config = parse_json(read_inside(folder, CONFIG)) if (folder / CONFIG).exists() else {}
-    for key, value in config.items() if isinstance(config, dict) else ():
-        names = value if key == "fast_tokenizer_files" and isinstance(value, list) else [value]
-        if not key.endswith(("_file", "_files")) or key in STALE:
-            continue
-        for name in names:
-            if isinstance(name, str) and not is_plain_path(name):
-                raise ValueError(f"{key}={name[:200]!r} in {CONFIG} leads out of {folder}")
-
-
-def _check_model_config(file: Path) -> None:
-    """Check those fields of a config.json that make transformers allocate long lists.
-
-    Raises ValueError for the first field out of range or of a wrong type, and for a file that is
-    not valid JSON; OSError. JSON that is no object passes.
-    """
-    try:
-        config = parse_json(read_text(file))
-    except ValueError as error:
-        raise ValueError(f"config.json is not valid JSON ({_first_line(error)})") from None
-    if isinstance(config, dict) and (problem := next(find_bad_fields(config), None)):
-        raise ValueError(problem)
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -252,7 +175,7 @@ def _generation_config_eos(file: Path) -> list[int]:
     if not file.exists():
         return []
     try:
-        eos = parse_json(read_inside(file.parent, file.name)).get("eos_token_id")
+        eos = json.loads(file.read_bytes()).get("eos_token_id")
         return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
     except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:
         rule = "must be a JSON object whose eos_token_id is an id or a list of ids"

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config.enums import InvalidRows
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data import chats
 from mindspeed_rlxf.data.indexed import IndexedReader
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.preprocessing.row_source import Counts
@@ -36,7 +34,6 @@ def bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("system", "popen", "execv"):
         monkeypatch.setattr(f"os.{name}", lambda *words: canary.write_text("woken"))
     monkeypatch.setattr("subprocess.Popen", lambda *words, **more: canary.write_text("woken"))
-    monkeypatch.setattr(chats, "CPU_S", 0.3)  # seconds that a template may take
     before, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sum(os.times()[:4])
     yield
     # Processor time of this process and its children, which other tests do not change.
@@ -75,33 +72,6 @@ def test_ordinary_yaml_and_json_stay_what_they_are() -> None:
         assert parse_json(json.dumps(value)) == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[" * 101 + "]" * 101, '{"a":' * 101, "[" * 10**6, '["\\""' + ",[" * 101],
-    ids=range(4),
-)
-def test_deep_json_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="deep"):
-        parse_json(text)
-
-
-TEMPLATES = {
-    "range": "{% for i in range(10**9) %}x{% endfor %}",
-    "nested": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "power": "{% set n = messages|length + 8 %}{{ n ** (n ** (n ** n)) }}",
-    "power of constants": "{{ 9 ** (9 ** (9 ** 9)) }}",
-    "product": "{{ messages[0].content * 10**10 }}",
-    "format": "{{ '%10000000000d' % 1 }}",
-    "padding": "{{ messages[0].content.rjust(3 * 10**9) }}",
-    "macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "brackets": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-    "attribute": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "import": "{% include '/etc/passwd' %}",
-    "global": "{{ cycler.__init__.__globals__.os.system('id') }}",
-    "no template": "{% for %}",
-}
-
-
 def chat(**message: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": "hi", **message}], "data_source": "x"}
 
@@ -116,24 +86,6 @@ def read(file: str, template: str = "", longest: int = 100, **keys: Any) -> list
     tokenizer = byte_tokenizer(frame="<s> $A")
     tokenizer.chat_template = template or CHATML
     return load_prompts(file, tokenizer, DataConfig(train_files=[file], **keys), longest)
-
-
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_chat_template_is_stopped(template: str, tmp_path: Path) -> None:
-    file = write(tmp_path, *[chat()] * 5)
-    with pytest.raises(UserError) as error:
-        read(file, template)
-    (problem,) = error.value.problems
-    assert str(problem).startswith(f"{file}:1: the tokenizer's chat template must accept")
-
-
-def test_a_template_that_loops_for_one_row_stops_there(tmp_path: Path) -> None:
-    loop = TEMPLATES["nested"]
-    file = write(tmp_path, chat(), chat(content="evil"), chat())
-    template = "{% if messages[0].content == 'evil' %}" + loop + "{% endif %}x"
-    for rows in InvalidRows:  # those after it are not read, so none is dropped
-        with pytest.raises(UserError, match=r"rows.jsonl:2: .* more time or memory"):
-            read(file, template, invalid_rows=rows)
 
 
 CHATML = (

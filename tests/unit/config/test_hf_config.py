@@ -193,8 +193,6 @@ def test_an_unsupported_field_of_config_json_is_named(keys: dict[str, Any], line
         (None, r"config\.json is missing; give the folder"),
         ("{", r"config\.json is not valid JSON .*; copy it again"),
         ("[1]", r"config\.json is not a JSON object \(list\); copy it again"),
-        ('{"sliding_window": "4096"}', r"sliding_window must be a number or null, not '4096'"),
-        ('{"max_position_embeddings": []}', r"max_position_embeddings must be a number or null"),
     ],
 )
 def test_a_broken_config_is_the_users_error(tmp_path: Path, text: str | None, message: str) -> None:
@@ -202,14 +200,6 @@ def test_a_broken_config_is_the_users_error(tmp_path: Path, text: str | None, me
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_hf_config(tmp_path)
-
-
-def test_a_link_out_of_the_folder_is_not_called_invalid_json(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text(json.dumps(older()), encoding="utf-8")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "other.json")
-    with pytest.raises(ValueError, match=r"^\S+config\.json must not lead out of its folder"):
-        read_hf_config(tmp_path / "model")
 
 
 def test_config_is_read_from_the_folder(tmp_path: Path) -> None:
