@@ -10,7 +10,6 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.token_pieces import TokenPieces
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.files.plain import read_pointer
 from mindspeed_rlxf.files.safe import PRIVATE, mode_within, replace_file
 from mindspeed_rlxf.reporting.report.content import RunFolder, name_runs
 from mindspeed_rlxf.reporting.report.page import make_report
@@ -46,11 +45,9 @@ def write_report(
 
 
 def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[RunFolder]:
-    """Return each run's folder, name, state, and function that splits responses into tokens.
+    """Return the runs to report on. Raises UserError that lists the folders without an iteration.
 
-    split: that function for all runs; None = of each run's own tokenizer, where it can be loaded
-           (`load_split`), else None
-    Raises UserError that lists the folders without an iteration.
+    split: for all runs; None = by each run's own tokenizer, if it can be loaded
     """
     if problems := [found for run in runs if (found := find_problem(run))]:
         raise UserError(problems)
@@ -61,10 +58,7 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
 
 
 def find_problem(run: Path) -> Problem | None:
-    """Return why no report can be made of a folder; None if it has an iteration.
-
-    Reasons: it is no folder, or its metrics.jsonl is absent or has no iteration.
-    """
+    """Return why no report can be made of a folder; None if it has an iteration."""
     if not run.is_dir():
         found = "is a file" if run.exists() else "does not exist"
         return Problem("RUN", f"must be a run directory, it {found}", repr(str(run)),
@@ -79,12 +73,7 @@ def find_problem(run: Path) -> Problem | None:
 
 
 def find_state(run: Path) -> str:
-    """Return the state of a run: "running", "failed", "finished" or "stopped".
-
-    The first that fits: running = another process has the lock; failed = there is a failure.json;
-    finished = the weights of the last iteration were exported; stopped = none of these. Where this
-    user cannot open the lock, the run counts as not running.
-    """
+    """Return the state of a run: "running", "failed", "finished" or "stopped"."""
     directory = RunDirectory(run.absolute())
     if lock.is_locked(directory.path):
         return "running"
@@ -102,10 +91,9 @@ def find_version(run: Path) -> str:
 
 
 def load_split(run: Path) -> TokenSplitter | None:
-    """Load the run's tokenizer; return a function that splits responses into its tokens.
+    """Return a function that splits responses into tokens of the run's tokenizer.
 
-    The tokenizer is that of the last configuration. None where the run has no folder
-    samples_tokens, names no tokenizer, or the tokenizer cannot be loaded.
+    None if the run has no token log, or the tokenizer cannot be loaded.
     """
     configs = read_configs(run)
     path = configs[-1][1].get(TOKENIZER) if configs else None
@@ -131,13 +119,10 @@ def report_mode(run: Path, file: Path) -> int | None:
 
 
 def _is_exported(directory: RunDirectory) -> bool:
-    """Return whether the exported weights are of the run's last iteration with metrics, or later.
-
-    False without metrics, or if the file with the exported iteration is missing or damaged.
-    """
+    """Return whether the exported weights are of the last iteration with metrics, or later."""
     try:
-        exported = int(read_pointer(directory.checkpoints / EXPORTED))
-    except (OSError, ValueError):
+        exported = int((directory.checkpoints / EXPORTED).read_text())
+    except ValueError:
         return False
     iterations = read_iterations(directory.path)
     return bool(iterations) and exported >= iterations[-1].number

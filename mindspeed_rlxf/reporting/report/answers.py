@@ -50,10 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Change:
-    """Means at both ends of a curve.
-
-    error: standard error of their difference; count: number of values in each mean
-    """
+    """Means at both ends of a curve. error: standard error of their difference"""
 
     first: float
     last: float
@@ -71,11 +68,7 @@ class Change:
 
 
 def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
-    """Return (iteration, value) of a validation metric; iterations without it are left out.
-
-    metric: a whole name `val/...`; or a name below `val/<data_source>/`, averaged in each iteration
-            over the data sources that have it
-    """
+    """Return (iteration, value) of a metric `val/...`, or of its mean over the data sources."""
     if metric.startswith("val/"):
         return curve_of(iterations, metric)
     found = []
@@ -88,11 +81,7 @@ def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
 
 
 def compare_ends(curve: Curve) -> Change | None:
-    """Compare the means of the first and the last iterations of a curve; None if under six values.
-
-    Each mean is of WINDOW values, at most a third of the curve. `Change` has both means, the
-    standard error of their difference, and the number of values in each.
-    """
+    """Compare the means of the first and the last iterations; None if under six values."""
     values = [value for _, value in curve]
     if len(values) < 6:
         return None
@@ -103,12 +92,7 @@ def compare_ends(curve: Curve) -> Change | None:
 
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
-    """Answer whether the score rose: that of two or more validations, else that of training.
-
-    "no clear change" if the training score changed within its noise, or the validation score, from
-    the first to the last of two or more, by at most SMALL of its size. "too early to say" with
-    under six iterations and under two validations.
-    """
+    """Answer whether the score rose: that of two or more validations, else that of training."""
     question = "Did it learn?"
     validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
     change = compare_ends(trained)
@@ -141,11 +125,7 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[s
 
 
 def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one sentence: at which temperature or greedily validation and training decode.
-
-    If the two differ, the sentence says that too. Nothing is yielded if one of the four keys
-    (do_sample and temperature of validation and actor_rollout) is absent.
-    """
+    """Yield one sentence on how validation and training decode, if the configuration says it."""
     modes = []
     for section in ("validation", "actor_rollout"):
         samples, heat = config.get(f"{section}.do_sample"), config.get(f"{section}.temperature")
@@ -157,13 +137,7 @@ def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
-    """Answer at which iterations half and nine tenths of a score's rise were reached.
-
-    One sentence for the smoothed training score and one for validation, without those that have
-    under 4 values or did not rise; "no rise to date" if both are left out. Otherwise also tells the
-    longest gap between validations, if there were two. The short answer is of the training score
-    where it rose.
-    """
+    """Answer at which iterations half and nine tenths of a score's rise were reached."""
     validated = validation_curve(iterations, metric)
     trained = smooth(curve_of(iterations, SCORE))
     sentences, short = [], ""
@@ -184,11 +158,7 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
 
 
 def milestones(curve: Curve) -> tuple[int, int] | None:
-    """Return the first iterations with half and nine tenths of the rise to the best value.
-
-    The rise is from the first value. None if it is not over SMALL times the larger of |first| and
-    |best|. The curve must not be empty.
-    """
+    """Return the first iterations with half and nine tenths of the rise; None if it is small."""
     first, best = curve[0][1], max(value for _, value in curve)
     if best - first <= SMALL * max(abs(best), abs(first)):
         return None
@@ -209,11 +179,7 @@ def smooth(curve: Curve) -> Curve:
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
-    """Answer which role takes most of the run's time, with its phases and the other roles.
-
-    Times are shares of `wall_seconds`; roles below half a percent count as the rest. "not measured"
-    without times.
-    """
+    """Answer which role takes most of the run's time, with its phases and the other roles."""
     question = "Which role takes the time?"
     sums = {name: sum(_or_zero(i.metrics.get(f"timing/{name}")) for i in iterations)
             for names in (*PHASES.values(), ("all",)) for name in names}  # fmt: skip
@@ -240,11 +206,7 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
-    """Return the seconds of all iterations: the sum of `timing/all`, `timing/val`, `timing/save`.
-
-    A missing one is 0; but without `timing/all` an iteration's `time_s` is counted in its place,
-    unless it is iteration 0.
-    """
+    """Return the seconds of all iterations, with validation and saves."""
     names = ("timing/val", "timing/save")
     return sum(
         sum(_or_zero(each.metrics.get(n)) for n in names)
@@ -254,11 +216,7 @@ def wall_seconds(iterations: Sequence[Iteration]) -> float:
 
 
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
-    """Answer how large the KL to the reference is: first, last, largest, mean at the end.
-
-    It is "healthy" if the mean of the last WINDOW iterations is at most `limit`, in nats per token,
-    else "too far"; "not measured" without any KL.
-    """
+    """Answer how large the KL to the reference is. limit: of a healthy run, nats per token"""
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:
         return Answer(question, "not measured", "The run has no reference (logging.reference_kl).")
@@ -274,10 +232,7 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
 
 
 def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the four answers that the report shows first, as JSON values.
-
-    They are on learning, when it learned, what takes the time, and the KL to the reference.
-    """
+    """Return the four answers that the report shows first, as JSON values."""
     metric = str(config.get("validation.best_metric", "score"))
     answers = (
         did_it_learn(iterations, metric, config),

@@ -27,10 +27,8 @@ Check = dict[str, str]
 class RangeCheck:
     """A metric compared with its healthy range.
 
-    begin:   first of the last iterations
-    mean:    over the last `last` iterations; this decides
-    outside: iterations with a value outside, of `count`
-    worst:   the value farthest outside; None = there is none
+    mean:    over the last `last` iterations, from `begin` on; this decides
+    outside: iterations with a value outside, of `count`; worst: the value farthest outside
     is_long: False for the skew of a phase that takes little time, which is no finding
     """
 
@@ -78,33 +76,21 @@ def list_checks(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> l
 
 
 def read_kl_limit(config: Mapping[str, Any]) -> float:
-    """Return the KL, in nats per token, above which a run of this flat configuration is ill.
-
-    It is KL_LIMIT, or twice algorithm.kl_ctrl.target_kl if that is larger and .type is "adaptive".
-    A target that is no number counts as 0.
-    """
+    """Return the KL, in nats per token, above which a run of this configuration is unhealthy."""
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     return runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
 
 
 def replay(iterations: Sequence[Iteration], kl_limit: float) -> tuple[Health, list[Finding]]:
-    """Apply the health rules to iterations from 1 on.
-
-    Returns (the state of the rules, all findings in order).
-    """
+    """Apply the health rules to iterations from 1 on; return them and all findings."""
     health = Health(kl_limit=kl_limit)
     trained = (each for each in iterations if each.number > 0)
     return health, [f for each in trained for f in health.check(each.number, each.metrics)]
 
 
 def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
-    """Yield a check of each metric that has a healthy range, by name, on its mean at the end.
-
-    Iteration 0 does not count. The mean is of the last LATELY iterations; metrics without a value
-    there are left out. The check also has the number of values in all iterations, how many are
-    outside the range, and the one farthest outside.
-    """
+    """Yield a check of each metric with a healthy range and a value lately."""
     trained = [each for each in iterations if each.number > 0]
     lately = trained[-LATELY:]
     means = _mean_values(lately)
@@ -123,10 +109,6 @@ def check_ranges(iterations: Sequence[Iteration]) -> Iterator[RangeCheck]:
 
 
 def _check_rules(iterations: Sequence[Iteration], kl_limit: float) -> Iterator[Check]:
-    """Yield a check per health rule: the iterations in which its illness began, or "not found".
-
-    In the order of LIMITS. TOO_FEW for a rule that never had enough values.
-    """
     health, findings = replay(iterations, kl_limit)
     for rule, limit in LIMITS.items():
         began = [f.iteration for f in findings if f.rule == rule.value and f.event == "began"]
@@ -159,13 +141,11 @@ def _numbers(iterations: Sequence[Iteration]) -> Check:
 
 
 def _measure_distance(metric: Metric, value: float) -> float:
-    """Return how far a value that is outside the healthy range is from its nearest end."""
     low, high = metric.healthy or (None, None)
     return max(low - value if low is not None else 0.0, value - high if high is not None else 0.0)
 
 
 def _mean_values(iterations: Sequence[Iteration]) -> dict[str, float]:
-    """Return the mean of each metric's finite values; metrics without any are left out."""
     names = {name for each in iterations for name in each.metrics}
     values = {n: [v for i in iterations if (v := i.metrics.get(n)) is not None] for n in names}
     return {name: sum(found) / len(found) for name, found in values.items() if found}

@@ -39,12 +39,7 @@ SWITCHES = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run to report on.
-
-    name:  shown instead of the path
-    state: finished, running, failed, or stopped
-    split: splits responses into tokens; None = there is no tokenizer
-    """
+    """A run to report on. state: finished, running, failed or stopped; name: shown for the path"""
 
     path: Path
     name: str
@@ -53,10 +48,7 @@ class RunFolder:
 
 
 def gather(run: RunFolder) -> dict[str, Any]:
-    """Read the files of a run; return everything that the page shows except samples.
-
-    Values that no file has are empty or None, without an error.
-    """
+    """Read the files of a run; return everything that the page shows except samples."""
     iterations, failures = read_iterations(run.path), read_failures(run.path)
     configs = read_configs(run.path)
     config = configs[-1][1] if configs else {}
@@ -87,10 +79,7 @@ def gather(run: RunFolder) -> dict[str, Any]:
 
 
 def name_subject(config: Mapping[str, Any]) -> str:
-    """Return method and model of a run, as `PPO, model qwen (Qwen2.5-7B)`; "" if one is not set.
-
-    The name in brackets is the last folder of `load`; without `load` there is none.
-    """
+    """Return method and model of a run, as `PPO, model qwen (Qwen2.5-7B)`; "" if one is not set."""
     stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
     method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
     model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
@@ -101,10 +90,7 @@ def name_subject(config: Mapping[str, Any]) -> str:
 
 
 def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return key -> the `key=value` of this configuration that disables it.
-
-    Looks at the switches in SWITCHES; one that the configuration lacks disables nothing.
-    """
+    """Return key -> the `key=value` of this configuration that disables it."""
     return {
         f"{section}.{name}": f"{section}.{switch}={str(config[f'{section}.{switch}']).lower()}"
         for section, switch, value, names in SWITCHES
@@ -114,11 +100,7 @@ def find_unused(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each of one or more different paths: its last parts joined by "/".
-
-    The number of parts is the same for all, the smallest that makes the names differ; where none
-    does, the whole paths. Control characters are replaced.
-    """
+    """Return a name for each path: as few of its last parts as make the names differ."""
     full = [path.absolute() for path in paths]
     for count in range(1, max(len(path.parts) for path in full)):
         names = [printable("/".join(path.parts[-count:])) for path in full]
@@ -128,11 +110,7 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
 
 
 def _list_changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a row {file, key, before, after} per key that differs from the configuration before.
-
-    By file, then by key. file: the later one of the two. A key that is missing in one of them has
-    the value None there.
-    """
+    """Return a row {file, key, before, after} per key that a later configuration changes."""
     found = []
     for (_, before), (name, after) in itertools.pairwise(configs):
         for key in sorted({*before, *after}):

@@ -21,10 +21,7 @@ def curve_of(iterations: Sequence[Iteration], name: str) -> list[tuple[int, floa
 
 
 def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any]]]:
-    """Return metric -> {"x": iterations, "y": values}, sorted by metric; long curves are thinned.
-
-    None = a value that was not finite
-    """
+    """Return metric -> {"x": iterations, "y": values}; long curves are thinned."""
     columns: dict[str, list[Point]] = {}
     for each in iterations:
         for name, value in each.metrics.items():
@@ -33,11 +30,7 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most `limit` points: the first, the last, and extremes of equal stretches.
-
-    Of each stretch: the lowest, the highest and its first None, if it has any. The order stays. All
-    points if there are no more than `limit`.
-    """
+    """Return at most `limit` points: the ends, and lowest, highest and first None of stretches."""
     if len(points) <= limit:
         return list(points)
     stretches = max((limit - 2) // 3, 1)

@@ -23,11 +23,7 @@ def find_illnesses(
     failures: Sequence[Mapping[str, Any]],
     kl_limit: float = KL_LIMIT,
 ) -> list[Finding]:
-    """Return findings with level (bad or watch), iteration, text and remedy; bad ones first.
-
-    They are failures, illnesses, slow stretches, metrics that are not finite, and metrics out of
-    their ranges, in this order within a level. kl_limit: nats per token
-    """
+    """Return findings with level (bad or watch), iteration, text and remedy; bad ones first."""
     found = [
         *_failure_findings(failures),
         *_health_findings(run, iterations, kl_limit),
@@ -39,7 +35,6 @@ def find_illnesses(
 
 
 def _failure_findings(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield a finding per failure: bad for the one that ended the run, watch for restarted ones."""
     for failure in failures:
         when, ends = failure.get("iteration"), bool(failure.get("last"))
         text = f"{'failed' if ends else 'failed, then started again'}: {failure.get('message', '')}"
@@ -49,12 +44,7 @@ def _failure_findings(failures: Sequence[Mapping[str, Any]]) -> Iterator[Finding
 def _health_findings(
     run: Path, iterations: Sequence[Iteration], kl_limit: float
 ) -> Iterator[Finding]:
-    """Yield a finding per illness: from health.jsonl, or without this file by the health rules.
-
-    They are in the order of their beginnings; a finding's `iteration` is the one in which its
-    illness began. The level is "watch" if the illness ended, and the text says when; else "bad".
-    kl_limit: of the health rules; not used if health.jsonl exists
-    """
+    """Yield a finding per problem in health.jsonl; without this file, by the health rules."""
     if (run / HEALTH).exists():
         events = list(read_jsonl(run / HEALTH))
     else:
@@ -76,10 +66,6 @@ def _health_findings(
 
 
 def _non_finite_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding of level "bad" per metric that was NaN or infinite, with its first iteration.
-
-    The metrics are in the order of these iterations. The text has the number of such iterations.
-    """
     first: dict[str, int] = {}
     counts: dict[str, int] = {}
     for each in iterations:
@@ -93,18 +79,11 @@ def _non_finite_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
 
 
 def _slowness_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding of level "watch" per stretch of slow iterations, with what explains it."""
     for each in find_slow_stretches(iterations):
         yield _finding("watch", each.first, each.text, explain(iterations, each))
 
 
 def _range_findings(iterations: Sequence[Iteration]) -> Iterator[Finding]:
-    """Yield a finding of level "watch" per metric that is out of its healthy range at the end.
-
-    What counts is the metric's mean over the last 10 iterations (`check_ranges`); the finding's
-    `iteration` is the first of them. By name of the metric. Skews of phases that take less than
-    LAG_SHARE of an iteration are left out.
-    """
     for each in check_ranges(iterations):
         if each.is_found:
             low, high = each.metric.healthy or (None, None)

@@ -49,9 +49,7 @@ def make_report(
 def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
     """Return the samples of runs as compressed JSON, in at most `room` bytes if possible.
 
-    If they are too large, fewer training samples get numbers per token (one in 4, then in 16);
-    then samples are halved until they fit or none is left. max_samples: of all runs together,
-    shared equally
+    If they are too large, fewer training samples get numbers per token; then samples are halved.
     """
     chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
     fewer = iter(FEWER)
@@ -115,10 +113,7 @@ def pack(value: Any) -> bytes:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return a copy with None instead of NaN and infinite numbers, at any depth.
-
-    Tuples become lists, and keys of dicts texts.
-    """
+    """Return a copy with None instead of NaN and infinite numbers, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,11 +1,9 @@
-"""Read the files of a run, which may be growing, cut by a kill, or damaged.
-
-No function raises because of a file's content; what cannot be read is left out.
-"""
+"""Read the files of a run, which may be growing or cut by a kill; skip what is unreadable."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,6 @@ from typing import Any
 
 import yaml
 
-from mindspeed_rlxf.files.plain import MAX_JSON, open_plain, read_json, read_pointer
-from mindspeed_rlxf.files.plain_yaml import read_yaml
 from mindspeed_rlxf.reporting.metrics import read_jsonl
 
 LOG_TAIL = 4 * 2**20  # bytes at the end of driver.log that are searched
@@ -31,44 +27,32 @@ class Iteration:
 
 
 def read_iterations(run: Path) -> list[Iteration]:
-    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged.
-
-    Of a metric in several lines the last value counts, as does the last `time_s` (0 if absent).
-    Metrics that are no finite number become None.
-    """
+    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged."""
     found: dict[int, Iteration] = {}
     for record in read_jsonl(run / "metrics.jsonl"):
         number, values = record.get("iteration"), record.get("metrics")
         if not isinstance(number, int) or not isinstance(values, dict):
             continue
-        metrics = {k: _finite_number(v) for k, v in values.items()}
+        metrics = {name: _finite_number(value) for name, value in values.items()}
         before = found[number].metrics if number in found else {}
-        found[number] = Iteration(
-            number, before | metrics, _finite_number(record.get("time_s")) or 0.0
-        )
+        time_s = _finite_number(record.get("time_s")) or 0.0
+        found[number] = Iteration(number, before | metrics, time_s)
     return [found[number] for number in sorted(found)]
 
 
 def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file name, dotted key -> value) of config.yaml and each later version, oldest first.
-
-    A file that cannot be read is left out.
-    """
+    """Return (file name, dotted key -> value) of config.yaml and later versions, oldest first."""
     later = [file for file in run.glob("config.*.yaml") if file.name.split(".")[1].isdecimal()]
     later.sort(key=lambda file: int(file.name.split(".")[1]))
     found = []
     for file in (run / "config.yaml", *later):
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            found.append((file.name, flatten(read_yaml(file))))
+            found.append((file.name, flatten(yaml.safe_load(file.read_text(encoding="utf-8")))))
     return found
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value.
-
-    prefix: put before each key with a dot, "" = none. {} for a value that is no mapping, without a
-    prefix.
-    """
+    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value."""
     if not isinstance(value, dict) or (prefix and not value):
         return {prefix: value} if prefix else {}
     parts = (flatten(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
@@ -76,46 +60,31 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_failures(run: Path) -> list[dict[str, Any]]:
-    """Return the failures of the run, oldest first, with the fields that the report shows.
-
-    The one of failure.json comes last and has `last`: True; the others, of failures.jsonl, have no
-    `last`. Files that are absent or damaged are left out.
-    """
+    """Return the failures of the run, oldest first; that of failure.json has `last`: True."""
     found = list(read_jsonl(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
-        if isinstance(last := read_json(run / "failure.json"), dict):
-            found.append({**last, "last": True})
+        found.append({**json.loads((run / "failure.json").read_bytes()), "last": True})
     names = ("time", "role", "rank", "host", "phase", "iteration", "message", "last")
     return [{name: each[name] for name in names if name in each} for each in found]
 
 
 def read_resumes(run: Path) -> list[str]:
-    """Return the lines of driver.log that contain RESUMED, oldest first.
-
-    At most the last 100, of the last LOG_TAIL bytes of the file; [] if it cannot be read.
-    """
-    with contextlib.suppress(OSError), open_plain(run / "logs" / "driver.log") as stream:
-        stream.seek(0, 2)
-        stream.seek(max(stream.tell() - LOG_TAIL, 0))
-        lines = stream.read(LOG_TAIL).decode("utf-8", "replace").splitlines()
+    """Return the last 100 lines of driver.log that contain RESUMED, oldest first."""
+    with contextlib.suppress(OSError), open(run / "logs" / "driver.log", "rb") as stream:
+        stream.seek(max(stream.seek(0, 2) - LOG_TAIL, 0))
+        lines = stream.read().decode("utf-8", "replace").splitlines()
         return [line for line in lines if RESUMED in line][-100:]
     return []
 
 
 def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints in the order of their names, and "versions" and "layouts" of the last.
-
-    A checkpoint has `name`, `iteration`, `bytes` and `best`. Those set aside are listed too, those
-    without a readable manifest are not. The second value is flattened to keys with dots; without
-    any checkpoint, returns ([], {}).
-    """
-    folder, found, about = run / "checkpoints", [], {}
-    best = -1
+    """Return the checkpoints by name, and "versions" and "layouts" of the last, flattened."""
+    folder, found, about, best = run / "checkpoints", [], {}, -1
     with contextlib.suppress(OSError, ValueError):
-        best = int(read_pointer(folder / "best_checkpointed_iteration.txt"))
+        best = int((folder / "best_checkpointed_iteration.txt").read_text())
     for path in sorted(folder.glob("iter_*")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            manifest = read_json(path / "manifest.json", MAX_JSON)
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            manifest = json.loads((path / "manifest.json").read_bytes())
             size = sum(entry["size"] for entry in manifest["files"])
             number = int(manifest["iteration"])
             found.append({"name": path.name, "iteration": number, "bytes": size,
@@ -125,11 +94,8 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _finite_number(value: Any) -> float | None:
-    """Return a finite number as float, None for any other value, also for True and False."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer that is too large
-        return None
-    return number if math.isfinite(number) else None
+    with contextlib.suppress(OverflowError):  # an integer that is too large
+        return float(value) if math.isfinite(value) else None
+    return None

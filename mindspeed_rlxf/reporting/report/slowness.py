@@ -18,10 +18,7 @@ TIME = "timing/all"
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive slow iterations, `first` to `last`.
-
-    last: None = they go on to the end; before, now: median seconds of an iteration
-    """
+    """Slow iterations, `first` to `last` (None = to the end); before, now: median seconds."""
 
     first: int
     last: int | None
@@ -41,9 +38,7 @@ class Stretch:
 def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
     """Return stretches in which the median of 10 iterations is over 1.5 times the level before.
 
-    The level is the median of all iterations before the first such 10. A stretch begins and ends
-    with an iteration that is over the limit itself; `last` is None if it goes on at the end. Only
-    iterations from 1 on with a time count; [] for under 20 of them.
+    The level is the median of all iterations before the first such 10.
     """
     curve = [point for point in curve_of(iterations, TIME) if point[0] > 0]
     values = [value for _, value in curve]
@@ -70,11 +65,7 @@ def find_slow_stretches(iterations: Sequence[Iteration]) -> list[Stretch]:
 
 
 def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
-    """Return a text: the long phases that became over SLOW times slower, if any, and an advice.
-
-    It advises to compare lengths, memory and skews; if all long phases became slower, to look at
-    load, clocks and temperatures of the hosts, without naming phases.
-    """
+    """Return a text: the long phases that became over SLOW times slower, and an advice."""
     before = [i for i in iterations if 0 < i.number < stretch.first]
     last = stretch.last if stretch.last is not None else iterations[-1].number
     during = [i for i in iterations if stretch.first <= i.number <= last]
@@ -93,11 +84,7 @@ def explain(iterations: Sequence[Iteration], stretch: Stretch) -> str:
 def _compare_phases(
     before: Sequence[Iteration], during: Sequence[Iteration]
 ) -> Iterator[tuple[str, float]]:
-    """Yield (phase, median of its times in `during` / median in `before`), sorted by phase.
-
-    Only phases that both have, with a median in `during` of at least LAG_SHARE of the whole
-    iteration's, and not 0 in `before`. Validation and saves are left out.
-    """
+    """Yield (phase, its median in `during` over that in `before`) of each long phase."""
     names = sorted({n for i in during for n in i.metrics if n.startswith("timing/")} - {TIME})
     whole = statistics.median(v for _, v in curve_of(during, TIME))
     for name in (n for n in names if n not in ("timing/val", "timing/save")):
