@@ -107,7 +107,7 @@ class ActorRole:
         `old_log_probs` is auto; no rows.
         Errors: FloatingPointError for a loss or gradient that is not finite, by `nan_policy`.
         """
-        metrics = []
+        metrics: list[dict[str, float]] = []
         for rows in steps:
             step = self.objective.step(rollouts, experience, rows, kl_coef)
             if self.measures and not metrics:  # later steps have other weights than generation
