@@ -38,7 +38,8 @@ class Rewarded:
     rewards:       [batch, slots] fp32: the score on the last True slot, and the KL penalty if it is
                    in the reward; whitened with `whiten_rewards`
     value_mask:    [batch, slots] bool, True = slot that is learnt from
-    trained_mask:  [batch, response] bool, True = token that is learnt from
+    trained_mask:  [batch, response] bool, True = token that is learnt from; a row without True is
+                   masked out (`is_scored`): it must not change the advantages of others
     values:        [batch, slots] fp32, 0 where masked; None without a critic
     greedy_scores: [batch], of the greedy response to the same prompt, penalties included; None
                    unless the estimator reads it
@@ -58,6 +59,11 @@ class Rewarded:
     lam: float
     critic_lam: float | None = None
     lam_alpha: float | None = None
+
+    @property
+    def is_scored(self) -> Tensor:
+        """[batch] bool, False = the response is masked out, because it could not be scored."""
+        return self.trained_mask.any(1)
 
 
 class Estimate(NamedTuple):
@@ -111,15 +117,16 @@ def remax(given: Rewarded) -> Estimate:
     return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
 
 
-def make_group_estimator(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
+def make_group_estimator(advantages: Callable[[Tensor, Tensor, int], Tensor]) -> Estimator:
     """Return an estimator that gives all trained tokens of a response the same advantage, others 0.
 
     It has no returns.
-    advantages: function of (sum of the rewards of each response [batch], group_size) -> [batch]
+    advantages: function of (sum of the rewards of each response [batch], whether the response is
+                scored [batch] bool, group_size) -> [batch]
     """
 
     def estimate(given: Rewarded) -> Estimate:
-        found = advantages(given.rewards.sum(1), given.group_size)
+        found = advantages(given.rewards.sum(1), given.is_scored, given.group_size)
         return Estimate(found[:, None] * given.trained_mask)
 
     return estimate

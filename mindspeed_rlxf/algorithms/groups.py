@@ -2,6 +2,8 @@
 
 Axes: batch = samples; the `group_size` (2 or more) samples of one prompt are next to each other.
 Rewards are totals of a response: score, penalties, and the KL penalty if it is in the reward.
+A response that is not `scored` belongs to no group: its advantage is 0, and so is that of a
+response that is alone in its group.
 """
 
 from __future__ import annotations
@@ -14,62 +16,63 @@ from torch import Tensor
 EPSILON = 1e-8
 
 
-def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
+def grpo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
     """Return (R - mean) / (std + 1e-8) of each group (GRPO, arXiv:2402.03300, 4.1.2).
 
     The standard deviation has divisor n - 1. AssertionError for a group_size of 1.
     rewards: [batch], the `group_size` rewards of a group are adjacent -> [batch]
+    scored:  [batch] bool
     """
-    groups = _groups(rewards, group_size)
-    centred = groups - groups.mean(1, keepdim=True)
-    return _flatten_groups(centred / (groups.std(1, keepdim=True) + EPSILON), rewards)
+    centred, counts = _centre(rewards, scored, group_size)
+    variance = centred.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)
+    return (centred / (variance.sqrt() + EPSILON)).flatten().to(rewards.dtype)
 
 
-def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
+def dr_grpo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
     """Return each reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783, 3.2), [batch].
 
-    Rewards of a group are adjacent, `group_size` each.
+    The arguments are those of `grpo_advantages`.
     """
-    groups = _groups(rewards, group_size)
-    return _flatten_groups(groups - groups.mean(1, keepdim=True), rewards)
+    return _centre(rewards, scored, group_size)[0].flatten().to(rewards.dtype)
 
 
-def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
+def rloo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
     """Return R - mean of the group's other rewards, for each reward R (RLOO, arXiv:2402.14740).
 
-    rewards: [batch], the `group_size` rewards of a group are adjacent -> [batch]
+    It is (R - mean of the group) * n / (n - 1). The arguments are those of `grpo_advantages`.
     """
-    groups = _groups(rewards, group_size)
-    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return _flatten_groups(groups - others, rewards)
+    centred, counts = _centre(rewards, scored, group_size)
+    return (centred * counts / (counts - 1).clamp(min=1)).flatten().to(rewards.dtype)
 
 
-def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
+def groups_that_differ(scores: list[float], scored: list[bool], group_size: int) -> list[int]:
     """Return the indices of groups with unequal scores, or with a score that is NaN or inf.
 
-    scores: of all samples, group after group
+    scores: of all samples, group after group; those that are not `scored` do not count
     """
-    groups = [scores[i : i + group_size] for i in range(0, len(scores), group_size)]
-    return [
-        number
-        for number, group in enumerate(groups)
-        if min(group) != max(group) or not all(map(isfinite, group))
-    ]
+    found = []
+    for start in range(0, len(scores), group_size):
+        members = range(start, start + group_size)
+        group = [scores[i] for i in members if scored[i]]
+        if len(set(group)) > 1 or not all(map(isfinite, group)):
+            found.append(start // group_size)
+    return found
 
 
-def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Return rewards as [groups, group_size] fp64. AssertionError unless the groups are whole.
+def _centre(rewards: Tensor, scored: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return the rewards minus the mean of their group, and the number of scored ones, in fp64.
 
-    A group has two or more rewards. In fp32 the mean of equal rewards may differ from them, which
-    1 / std would amplify.
-    rewards: [batch] on the host, because an NPU converts fp64 to fp32
+    [groups, group_size], 0 where not scored, and [groups, 1]. In fp32 the mean of equal rewards may
+    differ from them, which 1 / std would amplify.
+    rewards, scored: [batch] on the host, because an NPU converts fp64 to fp32; whole groups of two
+                     or more, else AssertionError
     """
     assert group_size >= 2 and len(rewards) % group_size == 0, "whole groups of two or more"
-    return rewards.double().view(-1, group_size)
-
-
-def _flatten_groups(groups: Tensor, like: Tensor) -> Tensor:
-    return groups.flatten().to(like.dtype)
+    mask = scored.view(-1, group_size)
+    groups = rewards.double().view(-1, group_size).where(mask, 0.0)
+    counts = mask.sum(1, keepdim=True)
+    centred = groups - groups.sum(1, keepdim=True) / counts.clamp(min=1)
+    return centred.where(mask, 0.0), counts
 
 
 def preference_of_pairs(rewards: Tensor) -> Tensor:

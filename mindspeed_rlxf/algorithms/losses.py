@@ -63,7 +63,7 @@ def sequence_policy_loss(
     lengths = lengths.to(log_probs.device)
     row = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
     difference = (log_probs - old_log_probs).detach()
-    sums = torch.zeros_like(difference[: len(lengths)]).index_add(0, row, difference)
+    sums = difference.new_zeros(len(lengths)).index_add(0, row, difference)
     means = (sums / lengths)[row]
     ratio = torch.exp(bounded_log_ratio(means + (log_probs - log_probs.detach())))
     return _clip_loss(ratio, advantages, clip)

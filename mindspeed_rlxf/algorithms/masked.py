@@ -45,15 +45,17 @@ def masked_whiten(
     shift_mean: False = the mean stays as it is, not 0 (TRL's whitening of rewards)
     The variance has divisor n - 1, as TRL's. Sums are in fp64, so that the result does not depend
     on the distribution of samples over ranks.
-    Errors: ValueError with fewer than two True elements on all ranks together.
+    Errors: ValueError with a single True element on all ranks together.
     """
     wide = values.double()
     first = all_reduce(torch.stack((mask.sum().double(), (wide * mask).sum())))
     count, mean = first[0], first[1] / first[0]
+    if not count:  # no response could be scored
+        return torch.zeros_like(values)
     if int(count) < 2:
         raise ValueError(
-            f"whitening needs at least two tokens, the batch has {int(count)}; "
-            "use a larger batch or algorithm.advantage_whiten=none"
+            "whitening needs at least two tokens, the batch has one; use a larger batch or "
+            "algorithm.advantage_whiten=none"
         )
     deviation = (wide - mean) * mask
     variance = all_reduce((deviation**2).sum()) / (count - 1)

@@ -109,7 +109,11 @@ class RewardConfig(RoleConfig):
     processes: int = key(8, "processes that score beside each replica that generates", "free", ge=1)
     timeout_s: float = key(30.0, "longest time to score one sample, seconds", "free", gt=0)
     worker_memory_gib: float = key(8.0, "address space of a scoring process, GiB", "free", gt=0)
-    failed_score: float = key(0.0, "score of a sample whose scoring failed", used_if="runs_code")
+    failed_score: float = key(
+        0.0,
+        "score of a sample whose scoring failed for a cause that may be the response",
+        used_if="runs_code",
+    )
     max_failed: Annotated[int, Field(ge=0)] | None = key(
         None,
         "failed samples of a batch beyond which the run stops; null = a tenth of it",

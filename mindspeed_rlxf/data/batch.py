@@ -171,7 +171,6 @@ class Rollouts(Rows):
         _fill_extra_infos(self)
         outside = self.trained_mask & ~self.response_mask
         assert not bool(outside.any()), "only tokens of a response can be learnt from"
-        assert bool(self.trained_mask.any(1).all()), "a response without a token to learn from"
 
     @property
     def response_lengths(self) -> Tensor:
@@ -213,6 +212,11 @@ class Values(Rows):
 class Scores(Rows):
     scores: Tensor  # [batch] fp32
 
+    @property
+    def is_scored(self) -> Tensor:
+        """[batch] bool, False = no score for a cause that is not the response's; not trained."""
+        return torch.ones(len(self.scores), dtype=torch.bool)
+
 
 @dataclass(frozen=True)
 class RuleScores(Scores):
@@ -224,6 +228,10 @@ class RuleScores(Scores):
 
     parts: list[dict[str, float]]
     failures: list[Any]
+
+    @property
+    def is_scored(self) -> Tensor:
+        return torch.tensor([not (f and f.is_outside) for f in self.failures], dtype=torch.bool)
 
 
 @dataclass(frozen=True)

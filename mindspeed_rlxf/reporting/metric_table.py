@@ -115,6 +115,9 @@ SAMPLES = (
     Metric("reward/failed_<cause>", "responses", "responses that could not be scored for this "
                                                  "cause", (0.0, 0.0),
            "timeout: raise the function's time; else correct the function"),
+    Metric("reward/masked", "responses", "responses that are not trained on, because the cause of "
+                                         "the failure is not theirs (remote, exit)", (0.0, 0.0),
+           "see reward/failed_<cause>"),
     *_spread("prompt_length", "tokens", "length of a prompt"),
     *_spread("response_length", "tokens", "length of a response"),
     Metric("response_length/p50", "tokens", "median length of a response"),

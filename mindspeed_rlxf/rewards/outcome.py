@@ -22,6 +22,11 @@ class Cause(str, Enum):
     OUTPUT = "output"  # it printed or returned more bytes than allowed for a sample
     REMOTE = "remote"  # the server of a url did not score it
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether the response is not to blame: its sample is then masked out, not punished."""
+        return self in (Cause.EXIT, Cause.REMOTE)
+
 
 class ScoreFailure(Exception):
     """A sample that has no score."""

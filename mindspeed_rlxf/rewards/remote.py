@@ -117,8 +117,8 @@ def _ask_server(server: Server, samples: Sequence[Sample], timeout_s: float) -> 
     """Send samples to the server until it answers or timeout_s passes; return their outcomes.
 
     Network errors and statuses 5xx and 429 are tried again after waits. Other statuses, answers of
-    another form, and no answer in time (Cause.TIMEOUT, or Cause.REMOTE if the last try failed with
-    another error) are the outcome of every sample. Raises only for a bad address or sample.
+    another form, and no answer in time (Cause.REMOTE) are the outcome of every sample. Raises only
+    for a bad address or sample.
     """
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
@@ -132,12 +132,11 @@ def _ask_server(server: Server, samples: Sequence[Sample], timeout_s: float) -> 
             reason = f"{type(error).__name__}: {error}"[:200]
         time.sleep(min(RETRY_S[min(tries, len(RETRY_S) - 1)], max(left, 0.0)))
         tries += 1
+    text = f"{server.url} gave no score within {timeout_s:g} s"
     if reason and "timed out" not in reason:
         said = f"did not answer within {timeout_s:g} s, the last of {tries} tries: {reason}"
         text = f"{server.url} {said}"
-        return [Outcome(None, Cause.REMOTE, text)] * len(samples)
-    text = f"{server.url} gave no score within {timeout_s:g} s"
-    return [Outcome(None, Cause.TIMEOUT, text)] * len(samples)
+    return [Outcome(None, Cause.REMOTE, text)] * len(samples)
 
 
 def _post_once(server: Server, body: bytes, deadline: float) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import truncated_importance
@@ -13,6 +15,7 @@ from mindspeed_rlxf.data.batch import (
     LogProbs,
     RoleOutput,
     Rollouts,
+    fit_columns,
 )
 from mindspeed_rlxf.engine.protocol import Part
 from mindspeed_rlxf.roles.differences import measure_differences
@@ -107,6 +110,9 @@ class ActorRole:
         `old_log_probs` is auto; no rows.
         Errors: FloatingPointError for a loss or gradient that is not finite, by `nan_policy`.
         """
+        # Responses that could not be scored have no trained token in the experience.
+        trained = fit_columns(experience.trained_mask, rollouts.response_mask.size(1))
+        rollouts = replace(rollouts, trained_mask=trained)
         metrics: list[dict[str, float]] = []
         for rows in steps:
             step = self.objective.step(rollouts, experience, rows, kl_coef)

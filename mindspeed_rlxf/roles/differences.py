@@ -32,17 +32,19 @@ def measure_differences(
         found = {"rollout/log_prob_gap_mean": Mean.of(gaps, gaps.numel())}
         if experience.ref_log_probs.size(1):
             kl = kl_per_token(log_probs, experience.ref_log_probs[rows][mask], kl_penalty)
-            found["critic/kl"] = Mean.of(_row_means(kl, mask), len(rows))
+            means = _row_means(kl, mask)
+            found["critic/kl"] = Mean.of(means, len(means))
         return replace(output, metrics=output.metrics | found)
 
     return replace(step, loss=loss)
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return [rows]: the mean of each row's values, NaN for a row without any.
+    """Return the mean of each row's values, for the rows that have any.
 
     values: [tokens], those where `mask` [rows, response] is True, row after row
     """
     placed = values.new_zeros(mask.shape)
     placed[mask] = values
-    return placed.sum(1) / mask.sum(1)
+    present = mask.any(1)
+    return placed[present].sum(1) / mask[present].sum(1)

@@ -16,7 +16,7 @@ from mindspeed_rlxf.algorithms.estimators import Estimate, Rewarded
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
 from mindspeed_rlxf.algorithms.slots import value_mask
-from mindspeed_rlxf.config.enums import KlPenalty, NanPolicy, OldLogProbs
+from mindspeed_rlxf.config.enums import KlPenalty, NanPolicy, OldLogProbs, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -47,6 +47,7 @@ class ExperienceMaker:
         self.algorithm, self.objective = config.algorithm, objective
         self.shaping = ScoreShaping(config)
         self.group_size = config.actor_rollout.n_samples_per_prompt
+        self.pairs = config.training.stage is Stage.RAY_ONLINE_DPO
         self.skips = config.training.nan_policy is NanPolicy.SKIP
         self.sum_over_replicas = sum_over_replicas
         self.old_are_of_update = config.old_log_probs is OldLogProbs.AUTO
@@ -62,17 +63,17 @@ class ExperienceMaker:
         whitening over fewer than two tokens.
         """
         rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
-        trained = rollouts.trained_mask
         # Each role pads to the longest response that its own replica saw.
         given_old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
         old = None if self.old_are_of_update else fit_columns(given_old, width)
         ref = None if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
         kl = self._compute_kl(inputs, old, ref)
+        trained = rollouts.trained_mask & self._find_scored(inputs)[:, None]
         zero = torch.zeros(trained.shape)
-        given = self._make_rewarded(inputs, zero if kl is None else kl * trained)
+        given = self._make_rewarded(inputs, trained, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
         experience = self._make_experience(given, estimate, old, ref)
-        report = _summarize(experience, given, kl)
+        report = _summarize(experience, given, kl, rollouts.trained_mask)
         return RoleOutput(experience, report, _make_token_rows(inputs, experience, kl))
 
     def _compute_kl(
@@ -89,17 +90,29 @@ class ExperienceMaker:
             return None
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
-    def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
+    def _find_scored(self, inputs: ExperienceInputs) -> Tensor:
+        """Return [batch] bool: False = the response is masked out of advantages and losses.
+
+        It, its greedy response, or in online DPO the other response of its pair, could not be
+        scored for a cause that is not the response's.
+        """
+        scored = inputs.scores.is_scored
+        if inputs.greedy_scores is not None:
+            scored = scored & inputs.greedy_scores.is_scored
+        return scored.view(-1, 2).all(1).repeat_interleave(2) if self.pairs else scored
+
+    def _make_rewarded(self, inputs: ExperienceInputs, trained: Tensor, kl: Tensor) -> Rewarded:
         """Return the input of the advantage estimator: rewards per slot, masks, values, scores.
 
         The rewards contain the KL penalty if the objective puts it there, and are whitened (without
         a shift of the mean) with `whiten_rewards`. Values and greedy scores are None if not given.
 
-        kl: [batch, response], 0 where not trained
+        trained: [batch, response] bool
+        kl:      [batch, response], 0 where not trained
         """
         rollouts, algorithm = inputs.rollouts, self.algorithm
         mask = value_mask(
-            rollouts.trained_mask,
+            trained,
             rollouts.response_mask,
             rollouts.has_eos,
             algorithm.score_position,
@@ -119,7 +132,7 @@ class ExperienceMaker:
             scores=scores,
             rewards=rewards,
             value_mask=mask,
-            trained_mask=rollouts.trained_mask,
+            trained_mask=trained,
             values=values,
             greedy_scores=greedy,
             group_size=self.group_size,
@@ -149,7 +162,7 @@ class ExperienceMaker:
         none = trained.new_zeros(len(trained), 0)
         reads_reference = self.objective.reads_reference or self.measures_kl
         return Experience(
-            advantages=estimate.advantages * trained,
+            advantages=estimate.advantages.where(trained, 0.0),  # NaN too
             trained_mask=trained,
             old_log_probs=none.float() if old is None else old,
             ref_log_probs=none.float() if ref is None or not reads_reference else ref,
@@ -191,24 +204,28 @@ def _make_token_rows(
     )
 
 
-def _summarize(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
+def _summarize(
+    experience: Experience, given: Rewarded, kl: Tensor | None, generated: Tensor
+) -> ExperienceReport:
     """Return summaries of a replica's experience for the metrics.
 
     `rewards` is of their sum per response, `advantages` of trained tokens. `returns`, `values`
-    and `fit` are of the slots, None without a critic.
-    kl: [batch, response], reported as a list of each response's mean over trained tokens;
-        None = not computed, reported as []
+    and `fit` are of the slots, None without a critic. All leave out responses that are not scored.
+    kl:        [batch, response], reported as a list of each response's mean over its generated
+               tokens; None = not computed, reported as []
+    generated: [batch, response] bool
     """
-    tokens, slots = experience.trained_mask, experience.value_mask
+    tokens, slots, scored = experience.trained_mask, experience.value_mask, given.is_scored
     has_values = bool(slots.numel())
     return ExperienceReport(
-        kl=[] if kl is None else masked_mean(kl, tokens, dim=1).tolist(),
-        score=Summary.of(given.scores),
-        rewards=Summary.of(given.rewards.sum(1)),
+        kl=[] if kl is None else masked_mean(kl, generated, dim=1).tolist(),
+        score=Summary.of(given.scores[scored]),
+        rewards=Summary.of(given.rewards.sum(1)[scored]),
         advantages=Summary.of(experience.advantages[tokens]),
         returns=Summary.of(experience.returns[slots]) if has_values else None,
         values=Summary.of(experience.values[slots]) if has_values else None,
         fit=ValueFit.of(experience.returns[slots], experience.values[slots])
         if has_values
         else None,
+        num_masked=len(scored) - int(scored.sum()),
     )

@@ -187,10 +187,11 @@ class PairObjective:
         return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-        """Return the sum of DPO losses of a micro-batch's pairs, the number of all pairs, metrics.
+        """Return the sum of DPO losses of a micro-batch's pairs, the number of pairs, metrics.
 
         A pair with equal scores has loss 0; the metrics but the entropy leave it out, and
-        `dpo_decided` is the share of other pairs. A NaN score gives a NaN loss.
+        `dpo_decided` is the share of other pairs. A NaN score gives a NaN loss. A pair without
+        trained tokens could not be scored and does not count.
         rows:   of the micro-batch, two responses of a pair next to each other
         tokens: log-probs and entropy of their trained tokens, row after row
         """
@@ -207,7 +208,7 @@ class PairObjective:
         beta = self.actor.dpo_beta
         loss = preference_loss(chosen, rejected, beta, self.actor.dpo_loss_type) * decided
         loss = loss + 0.0 * sign
-        pairs, num_decided = len(loss), int(decided.sum())
+        pairs, num_decided = int(mask.any(1).sum()) // 2, int(decided.sum())
         metrics = {
             "dpo_loss": Mean.of(loss, num_decided),
             "dpo_accuracy": Mean.of((chosen > rejected) * decided, num_decided),

@@ -22,8 +22,10 @@ class Summary:
     def of(cls, values: Tensor) -> Summary:
         """Return the summary of all numbers of a tensor.
 
-        values: any shape, at least one number; on the host, as an NPU lacks fp64
+        values: any shape; on the host, as an NPU lacks fp64
         """
+        if not values.numel():
+            return cls(0, 0.0, -math.inf, math.inf)
         wide = values.double()
         return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))
 
@@ -43,12 +45,11 @@ class Summary:
         return self.total / self.count
 
     def named(self, prefix: str) -> dict[str, float]:
-        """Return metrics `prefix/mean`, `prefix/max` and `prefix/min`."""
-        return {
-            f"{prefix}/mean": self.mean,
-            f"{prefix}/max": self.largest,
-            f"{prefix}/min": self.smallest,
-        }
+        """Return metrics `prefix/mean`, `prefix/max` and `prefix/min`, NaN without a number."""
+        names = f"{prefix}/mean", f"{prefix}/max", f"{prefix}/min"
+        if not self.count:
+            return dict.fromkeys(names, math.nan)
+        return dict(zip(names, (self.mean, self.largest, self.smallest), strict=True))
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,15 @@ class LogProbReport:
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample whose scoring failed. cause: a word of `rewards.outcome.Cause`"""
+    """A sample whose scoring failed.
+
+    cause, is_outside: of `rewards.outcome.Cause`
+    """
 
     sample_id: int
     cause: str
     message: str
+    is_outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,13 @@ class ScoreReport:
     # None = scored; [] where scoring cannot fail for a single sample
     failures: list[FailedSample | None] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)  # bounded in length; of a validation
+
+    @property
+    def is_scored(self) -> list[bool]:
+        """Of each sample: False if it failed for a cause outside and is masked out."""
+        if not self.failures:
+            return [True] * len(self.scores)
+        return [not (failure and failure.is_outside) for failure in self.failures]
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,7 @@ class ExperienceReport:
     kl: mean KL per token of each sample; [] where it is not computed
     score, rewards: over samples; advantages: over tokens; returns, values: over slots
     returns, values, fit: None without a critic
+    num_masked: samples that no other entry but kl counts, because they could not be scored
     """
 
     kl: list[float]
@@ -157,6 +170,7 @@ class ExperienceReport:
     returns: Summary | None
     values: Summary | None
     fit: ValueFit | None = None
+    num_masked: int = 0
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ class RewardRole:
 
         Without a style the score is model_weight * the model's + the functions'.
 
-        Rows: Scores. Report: ScoreReport, with the model's score as the part `model`. Neither on
-        ranks other than the leader.
+        Rows: RuleScores. Report: ScoreReport, with the model's score as the part `model`. Neither
+        on ranks other than the leader.
         rules: scores of the functions for the same samples. A sample whose functions failed keeps
                the score it has there (`reward.failed_score`); the model's is not added
         """
@@ -86,8 +86,9 @@ class RewardRole:
             by_rule = reward_style(extra_info) == "rule"
             scores.append(of_rules if failure or by_rule else weight * of_model + of_rules)
             parts.append(named if by_rule else {**named, "model": of_model})
-        report = ScoreReport(scores, parts, rules.failures)
-        return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
+        failures = rules.failures
+        both = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
+        return RoleOutput(both, ScoreReport(scores, parts, failures))
 
     def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
         """Score responses, as text, by the verifiers or the rule of each sample's data source.

@@ -128,6 +128,6 @@ def _list_failures(
 ) -> list[FailedSample | None]:
     """Return one entry per sample: its failure, or None where it was scored."""
     return [
-        FailedSample(sample_id, outcome.cause.value, outcome.message) if outcome.cause else None
-        for sample_id, outcome in zip(sample_ids, outcomes, strict=True)
+        FailedSample(sample_id, o.cause.value, o.message, o.cause.is_outside) if o.cause else None
+        for sample_id, o in zip(sample_ids, outcomes, strict=True)
     ]

@@ -185,8 +185,8 @@ class Collector:
         arXiv:2503.14476, section 3.2. Prompts whose responses all score the same are dropped, but
         fill the batch where `max_num_gen_batches` batches are not enough. Scores are compared after
         shaping; penalties (missing EOS, length, KL) do not count, because any two responses differ
-        in them. Prompts beyond the batch are dropped too; kept ones stay in the order drawn. Waits
-        for the scores.
+        in them, and neither do responses that could not be scored. Prompts beyond the batch are
+        dropped too; kept ones stay in the order drawn. Waits for the scores.
         """
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []
@@ -194,8 +194,9 @@ class Collector:
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
             batches.append(self._start_batch(self.prompts.next_prompts()))
             offset = (len(batches) - 1) * wanted
-            seen = self.shaping.shape(torch.tensor(batches[-1].scores()))
-            differing += [offset + g for g in groups_that_differ(seen.tolist(), size)]
+            seen = self.shaping.shape(torch.tensor(batches[-1].scores())).tolist()
+            scored = [each for report in batches[-1].scored.result() for each in report.is_scored]
+            differing += [offset + g for g in groups_that_differ(seen, scored, size)]
         alike = sorted(set(range(len(batches) * wanted)) - set(differing))
         missing = max(0, wanted - len(differing))
         groups = sorted(differing[:wanted] + alike[:missing])

@@ -89,15 +89,18 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def group_metrics(scores: Sequence[float], group_size: int) -> dict[str, float]:
+def group_metrics(report: ScoreReport, group_size: int) -> dict[str, float]:
     """Return `rollout/equal_score_groups`, the share of prompts whose responses all score the same.
 
-    {} for group_size 1.
+    {} for group_size 1. Responses that could not be scored do not count, and neither do prompts
+    with less than two others; {} without other prompts.
     """
-    if group_size == 1:
+    scored = report.is_scored
+    counts = [sum(scored[i : i + group_size]) for i in range(0, len(scored), group_size)]
+    groups = sum(count > 1 for count in counts)
+    if not groups:
         return {}
-    groups = len(scores) // group_size
-    alike = groups - len(groups_that_differ(list(scores), group_size))
+    alike = groups - len(groups_that_differ(report.scores, scored, group_size))
     return {"rollout/equal_score_groups": alike / groups}
 
 
@@ -106,11 +109,14 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
 
     Scores, rewards and advantages as mean, maximum and minimum over all ranks; KL as mean, left out
     where the reports have none (no reference, or the update measures it); the coefficient as it is.
-    With a critic also returns and values, and the explained variance.
+    With a critic also returns and values, and the explained variance. If samples were masked out,
+    their number as `reward/masked`.
     """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
     metrics["critic/kl_coeff"] = kl_coef
+    if num_masked := sum(report.num_masked for report in reports):
+        metrics["reward/masked"] = float(num_masked)
     for name in ("score", "rewards", "advantages", "returns", "values"):
         parts = [getattr(report, name) for report in reports]
         if None not in parts:  # only a critic reports returns and values

@@ -97,7 +97,7 @@ class PpoTrainer:
                 **(names.log_prob_metrics(old.result()) if old else {}),
                 **names.score_metrics(collected.score_report()),
                 **names.source_metrics(collected.score_report(), collected.data_sources()),
-                **names.group_metrics(collected.score_report().scores, self._group_size),
+                **names.group_metrics(collected.score_report(), self._group_size),
                 **names.experience_metrics(experience.result(), self.kl.value),
             }
             for role, update in updates.items():

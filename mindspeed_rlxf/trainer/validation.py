@@ -95,7 +95,8 @@ class Validator:
         scores = [score for report in reports for score in report.scores]
         parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
         answers = [a for report in reports for a in report.answers] or [None] * len(scores)
-        rows = zip(scores, lengths, parts, answers, strict=True)
+        scored = [each for report in reports for each in report.is_scored]
+        rows = zip(scores, lengths, parts, answers, scored, strict=True)
         return [Scored(*row) for row, _ in zip(rows, self.prompts.sample_ids, strict=False)]
 
 

@@ -21,15 +21,17 @@ ACCURACY = ("accuracy", "acc", "base_acc")
 class Scored:
     """One scored response.
 
-    length: in tokens
-    parts:  named parts of the score
-    answer: extracted answer; None if there is none, or answers are not extracted
+    length:    in tokens
+    parts:     named parts of the score
+    answer:    extracted answer; None if there is none, or answers are not extracted
+    is_scored: False = it could not be scored, for a cause that is not the response's
     """
 
     score: float
     length: int
     parts: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    is_scored: bool = True
 
     def is_right(self, pass_score: float | None) -> bool:
         """Return whether the response counts as right: score >= pass_score.
@@ -90,24 +92,31 @@ def measure(
     data_sources: of each prompt
     `score`, `response_length` and the parts are means over responses that have them. The other
     names (mean@N, best@K, pass@K, maj@N), if in `ValidationConfig.metrics`, are means over prompts.
+    Responses that could not be scored are left out, and so is a prompt with less than K others.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for group, source in zip(groups, data_sources, strict=True):
-        for each in group:
+        scored = [each for each in group if each.is_scored]
+        for each in scored:
             named = {"score": each.score, "response_length": float(each.length), **each.parts}
             for name, value in named.items():
                 values[f"val/{source}/{name}"].append(value)
-        for name, value in _measure_prompt(group, config).items():
+        for name, value in _measure_prompt(scored, len(group), config).items():
             values[f"val/{source}/{name}"].append(value)
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def _measure_prompt(group: Sequence[Scored], config: ValidationConfig) -> dict[str, float]:
-    """Return mean@N, best@K, pass@K and maj@N of one prompt, those in `config.metrics`."""
-    scores, n = [each.score for each in group], len(group)
+def _measure_prompt(group: Sequence[Scored], n: int, config: ValidationConfig) -> dict[str, float]:
+    """Return mean@N, best@K, pass@K and maj@N of one prompt, those in `config.metrics`.
+
+    group: its scored responses, N unless some could not be scored; {} for none
+    """
+    if not group:
+        return {}
+    scores, sizes = [each.score for each in group], [k for k in config.sizes if k <= len(group)]
     num_right = sum(each.is_right(config.pass_score) for each in group)
-    found = {f"mean@{n}": sum(scores) / n}
-    found |= {f"best@{k}": best_at_k(scores, k) for k in config.sizes}
-    found |= {f"pass@{k}": pass_at_k(n, num_right, k) for k in config.sizes}
+    found = {f"mean@{n}": sum(scores) / len(group)}
+    found |= {f"best@{k}": best_at_k(scores, k) for k in sizes}
+    found |= {f"pass@{k}": pass_at_k(len(group), num_right, k) for k in sizes}
     found[f"maj@{n}"] = majority_score([each.answer for each in group], scores)
     return {name: value for name, value in found.items() if name in config.metrics}

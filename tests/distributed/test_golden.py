@@ -14,6 +14,7 @@ import pytest
 from mindspeed_rlxf.config.schema import ValidationConfig
 from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric
 from mindspeed_rlxf.roles.reports import (
+    ExperienceReport,
     FailedSample,
     LogProbReport,
     ScoreReport,
@@ -54,6 +55,9 @@ def of_other_runs() -> set[str]:
         **metrics.flops_metrics(1.0, 1.0, 1, 1.0),
         **phase_metrics({"gen": [pending("main", 1.0, 2.0)]}),
         **measure([[Scored(1.0, 3)]], ["a"], ValidationConfig()),
+        **metrics.experience_metrics(
+            [ExperienceReport([], gap, gap, gap, None, None, None, 1)], 0.0
+        ),
     }
     return {*found, "timing/val"}  # of `Validator.validate`
 

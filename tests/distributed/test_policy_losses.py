@@ -189,20 +189,44 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
 def test_gradient_equals_a_loop_over_transformers(
     warm_runtime: Any, tmp_path: Path, case: str, layout: str
 ) -> None:
+    check_gradient(warm_runtime, tmp_path, case, layout, lost=[])
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("kl and entropy", "tp2 pp2"),
+        ("gspo", "tp2 pp2"),
+        ("dual clip", "tp2 dp2"),
+        ("online dpo", "tp2 dp2"),
+    ],
+)
+def test_responses_that_could_not_be_scored_have_no_gradient(
+    warm_runtime: Any, tmp_path: Path, case: str, layout: str
+) -> None:
+    check_gradient(warm_runtime, tmp_path, case, layout, lost=[2, 3])  # a whole micro-batch
+
+
+def check_gradient(
+    runtime: Any, tmp_path: Path, case: str, layout_name: str, lost: list[int]
+) -> None:
     slow, sections = CASES[case]
     model = make_llama(tmp_path / "lm", TIED).double()
     model.model.embed_tokens.padding_idx = None  # transformers would drop the gradient of token 0
     rollouts, experience = samples(prefers="training" in sections)
-    loss = slow(responses_of(model, rollouts, experience))
+    responses = responses_of(model, rollouts, experience)
+    loss = slow([response for row, response in enumerate(responses) if row not in lost])
     loss.backward()
-    size, keys = LAYOUTS[layout]
+    experience.trained_mask[lost] = False
+    experience.advantages[lost] = 0.0
+    size, keys = LAYOUTS[layout_name]
     optimizer = OptimizerConfig(lr=EPSILON, adam_eps=EPSILON, clip_grad=0.0)
     config = run_config(
         tmp_path / "lm", tmp_path / "lm", TIED, keys, size, optimizer,
         **{"reward": {"kind": RewardKind.RULE}, **sections},
     )  # fmt: skip
     layout = config.layout(Role.ACTOR_ROLLOUT)
-    group = build_group(warm_runtime, layout, ActorRole, config)
+    group = build_group(runtime, layout, ActorRole, config)
     report = update(group, ActorRole.update_policy, rollouts, experience, KL_COEF)
     group.call_engine(TrainEngine.export, tmp_path / "out", None).result()
     before, after = (read_folder(tmp_path / name) for name in ("lm", "out"))
@@ -216,15 +240,17 @@ def test_gradient_equals_a_loop_over_transformers(
     metrics = report.steps[0]
     assert metrics["grad_norm"] == pytest.approx(float(theirs.norm()), rel=1e-4)
     if "dpo_loss" in metrics:
-        assert metrics["dpo_decided"] == 0.75
-        assert metrics["dpo_loss"] * 0.75 == pytest.approx(loss.item(), rel=1e-5)
+        decided = 2 / 3 if lost else 0.75
+        assert metrics["dpo_decided"] == pytest.approx(decided)
+        assert metrics["dpo_loss"] * decided == pytest.approx(loss.item(), rel=1e-5)
 
 
 def samples(prefers: bool) -> tuple[Rollouts, Experience]:
     """Eight responses; of four pairs one has no preference. One advantage for a whole response."""
     rollouts = make_rollouts()
     made = make_experience(rollouts)
-    mask = made.trained_mask
+    made = replace(made, trained_mask=made.trained_mask.clone())
+    mask = rollouts.trained_mask
     generator = torch.Generator().manual_seed(9)
 
     def noise() -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden.runs import START, golden_config
 from tests.registries import restored_registries
 from tests.training import train
+from tests.unit.rewards.test_remote import Server
 
 TEXT = """
 async def exact(prompt, response, ground_truth, extra_info, right=1.0):
@@ -47,6 +49,14 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(TEXT, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
 
 
 def metrics_of(out: Path, runtime: Any, more: dict[str, Any]) -> list[dict[str, float]]:
@@ -87,6 +97,70 @@ def test_a_function_trains_as_the_rule_that_it_repeats(
     names = [name for name in by_function[-1] if name.startswith("val/")]
     assert alone["val/arithmetic/exact"] is not None
     assert {name: alone[name] for name in names} == {name: by_function[-1][name] for name in names}
+
+
+def run_with_server(
+    runtime: Any, out: Path, server: Server, name: str, more: dict[str, Any]
+) -> list[dict[str, float]]:
+    """Metrics of two iterations of sixteen samples without those that measure the machine."""
+    judge = f'[{{url: "{server.url}", name: judge}}]'
+    keys = {
+        "training.train_iters": 2,
+        "training.global_batch_size": 16 if name == "gae" else 4 if name == "dapo" else 8,
+        "actor_rollout.ppo_mini_batch_size": 8,
+        "actor_rollout.micro_batch_size": 2,
+        "+reward.functions": judge,
+        "+reward.max_failed": 16,
+    }  # fmt: skip
+    if name == "gae":
+        keys |= {"critic.critic_mini_batch_size": 8, "critic.micro_batch_size": 1}
+    if name == "dapo":  # one step, which measures the KL
+        keys |= {"actor_rollout.ppo_mini_batch_size": 16, "actor_rollout.ppo_epochs": 1}
+    config = golden_config(name, out, {**keys, **more})
+    directory = RunDirectory.create(config)
+    train(config, prepare(config), directory, runtime)
+    directory.unlock()
+    lines = read_metrics(directory)
+    return [{k: v for k, v in m.items() if not k.startswith(MACHINE_METRICS)} for m in lines]
+
+
+@pytest.mark.parametrize("name", ["gae", "dapo", "online_dpo"])
+def test_scores_that_a_server_lost_have_no_part_in_training(
+    warm_runtime: Any, tmp_path: Path, server: Server, name: str
+) -> None:
+    def judge(samples: list[dict[str, Any]]) -> tuple[int, Any]:
+        lost = {"error": "lost"}
+        return 200, {
+            "scores": [
+                lost if sum(s.encode()) % 3 == 0 else sum(s.encode()) % 2 for s in texts(samples)
+            ]
+        }
+
+    def texts(samples: list[dict[str, Any]]) -> list[str]:
+        return [s["prompt"] + s["response"] for s in samples]
+
+    server.answer = judge
+    runs = [
+        run_with_server(
+            warm_runtime, tmp_path / str(score), server, name, {"+reward.failed_score": score}
+        )
+        for score in (0.0, 9.0)
+    ]
+    assert runs[0] == runs[1]
+    masked = [metrics.get("reward/masked", 0.0) for metrics in runs[0]]
+    assert sum(masked) > 0 and max(masked) < 16
+    for metrics in runs[0]:
+        assert all(map(math.isfinite, metrics.values()))
+
+
+@pytest.mark.parametrize("name", ["gae", "dapo", "online_dpo"])
+def test_a_batch_without_any_score_has_no_gradient(
+    warm_runtime: Any, tmp_path: Path, server: Server, name: str
+) -> None:
+    server.answer = lambda samples: (200, {"scores": [{"error": "lost"}] * len(samples)})
+    for metrics in run_with_server(warm_runtime, tmp_path, server, name, {}):
+        assert metrics["reward/masked"] == 16.0
+        assert metrics["actor/grad_norm"] == metrics.get("critic/grad_norm", 0.0) == 0.0
 
 
 def test_too_many_failed_samples_stop_the_run_and_are_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from math import nan
 
 import pytest
 import torch
@@ -47,21 +48,28 @@ REWARDS = st.floats(-4, 4, width=32).map(lambda reward: round(reward, 3))
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(2, 5), data=st.data())
 def test_every_response_is_compared_with_its_own_group(
-    fast: Callable[[Tensor, int], Tensor],
+    fast: Callable[[Tensor, Tensor, int], Tensor],
     slow: Callable[[list[float]], list[float]],
     size: int,
     data: st.DataObject,
 ) -> None:
-    group = st.lists(REWARDS, min_size=size, max_size=size)
+    """A reward of None is that of a response that could not be scored."""
+    group = st.lists(REWARDS | st.none(), min_size=size, max_size=size)
     groups = data.draw(st.lists(group, min_size=1, max_size=4))
-    rewards = torch.tensor([reward for group in groups for reward in group], dtype=torch.float64)
-    expected = [advantage for group in groups for advantage in slow(group)]
-    assert fast(rewards, size).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    expected = []
+    for members in groups:
+        scored = [reward for reward in members if reward is not None]
+        found = iter(slow(scored) if len(scored) > 1 else [0.0] * len(scored))
+        expected += [0.0 if reward is None else next(found) for reward in members]
+    flat = [reward for members in groups for reward in members]
+    rewards = torch.tensor([nan if r is None else r for r in flat], dtype=torch.float64)
+    found = fast(rewards, ~rewards.isnan(), size)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_grpo_of_four_by_hand() -> None:
     # mean 0.5, deviations -0.5 -0.5 0.5 0.5, variance 1 / 3 with divisor 3
-    advantages = grpo_advantages(torch.tensor([0.0, 0.0, 1.0, 1.0]), 4)
+    advantages = grpo_advantages(torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.ones(4).bool(), 4)
     assert advantages.tolist() == pytest.approx([-(0.75**0.5)] * 2 + [0.75**0.5] * 2)
     assert advantages.dtype == torch.float32
 
@@ -70,15 +78,18 @@ def test_grpo_of_four_by_hand() -> None:
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
 def test_equal_rewards_have_no_advantage(reward: float, size: int) -> None:
     """In fp32 the mean of seven 0.1 is not 0.1, and 1e-8 / 1e-8 would be an advantage of 1."""
-    assert not grpo_advantages(torch.full((size,), reward), size).any()
+    rewards = torch.full((size,), reward)
+    assert not grpo_advantages(rewards, torch.ones(size).bool(), size).any()
 
 
 def test_groups_with_one_score_only_are_found_and_wrong_scores_are_not_alike() -> None:
     scores = [1.0, 1.0, 0.0, 1.0, 0.5, 0.5, 2.0, 1.0]
-    assert groups_that_differ(scores, 2) == [1, 3]
-    assert groups_that_differ(scores, 4) == [0, 1]
-    nan = float("nan")
-    assert groups_that_differ([1.0, nan, 2.0, 2.0, nan, 1.0], 2) == [0, 2]
+    assert groups_that_differ(scores, [True] * 8, 2) == [1, 3]
+    assert groups_that_differ(scores, [True] * 8, 4) == [0, 1]
+    assert groups_that_differ([1.0, nan, 2.0, 2.0, nan, 1.0], [True] * 6, 2) == [0, 2]
+    # Without the first and the last two, the groups have 1 0 1 and 0.5 0.5.
+    assert groups_that_differ(scores, [False, *[True] * 5, False, False], 4) == [0]
+    assert groups_that_differ(scores, [False] * 7 + [True], 4) == []
 
 
 def test_the_better_of_a_pair_is_preferred_and_equals_are_not() -> None:

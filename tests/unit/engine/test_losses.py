@@ -79,6 +79,7 @@ def slow(loss: list[float], lengths: list[int], normalizer: LossNormalizer) -> f
     for length in lengths:
         responses.append(rest[:length])
         rest = rest[length:]
+    responses = [response for response in responses if response]
     if normalizer is LossNormalizer.MINIBATCH_TOKENS:
         return sum(loss) / len(loss)
     if normalizer is LossNormalizer.SEQUENCE_MEANS:
@@ -96,13 +97,18 @@ def slow(loss: list[float], lengths: list[int], normalizer: LossNormalizer) -> f
 )
 @settings(max_examples=40, deadline=None)
 @given(
-    parts=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4),
+    parts=st.lists(
+        st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=4
+    ).filter(lambda parts: any(map(sum, parts))),
     seed=st.integers(0, 2**16),
 )
 def test_micro_batches_change_neither_loss_nor_gradient(
     normalizer: LossNormalizer, parts: list[list[int]], seed: int
 ) -> None:
-    """Sums over the sum of weights, as the schedule divides them, of any split into parts."""
+    """Sums over the sum of weights, as the schedule divides them, of any split into parts.
+
+    A response without tokens, which could not be scored, does not count.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = sum(map(sum, parts))
     leaf = torch.randn(count, generator=generator, dtype=torch.float64).requires_grad_()
@@ -118,3 +124,11 @@ def test_micro_batches_change_neither_loss_nor_gradient(
     whole = output_of(leaf * 1.0, everything, normalizer)
     (expected,) = torch.autograd.grad(whole.loss / whole.weight, leaf)
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("normalizer", LossNormalizer)
+def test_a_micro_batch_without_tokens_has_no_weight(normalizer: LossNormalizer) -> None:
+    loss = torch.zeros(0, requires_grad=True)
+    output = output_of(loss * 1.0, [0, 0], normalizer)
+    assert (float(output.loss), output.weight) == (0.0, 0)
+    assert [metric.weight for metric in output.metrics.values()] == [0, 0]

@@ -28,12 +28,14 @@ from mindspeed_rlxf.data.batch import (
     LogProbsWithKl,
     RoleOutput,
     Rollouts,
+    RuleScores,
     Scores,
     TokenLog,
+    Values,
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
-from mindspeed_rlxf.roles.reports import ExperienceReport
+from mindspeed_rlxf.roles.reports import ExperienceReport, FailedSample
 from tests.rows import length_mask, rollouts_of
 
 LIMIT = 6  # max_new_tokens
@@ -46,7 +48,7 @@ def made(
     estimator: AdvEstimator,
     stage: Stage = Stage.RAY_GRPO,
     greedy: tuple[Rollouts | None, Scores | None] = (None, None),
-    scores: list[float] = SCORES,
+    scores: list[float] | Scores = SCORES,
     kl: torch.Tensor | None = None,
     policy: NanPolicy = NanPolicy.RAISE,
     **keys: Any,
@@ -61,9 +63,10 @@ def output_of(
     estimator: AdvEstimator,
     stage: Stage = Stage.RAY_GRPO,
     greedy: tuple[Rollouts | None, Scores | None] = (None, None),
-    scores: list[float] = SCORES,
+    scores: list[float] | Scores = SCORES,
     kl: torch.Tensor | None = None,
     policy: NanPolicy = NanPolicy.RAISE,
+    group_size: int = 2,
     token_log: TokenLog | None = None,
     **keys: Any,
 ) -> tuple[RoleOutput, torch.Tensor]:
@@ -74,7 +77,9 @@ def output_of(
     keys = {"advantage_whiten": AdvantageWhiten.NONE, **keys}
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(adv_estimator=estimator, **keys),
-        actor_rollout=ActorConfig.model_construct(max_new_tokens=LIMIT, n_samples_per_prompt=2),
+        actor_rollout=ActorConfig.model_construct(
+            max_new_tokens=LIMIT, n_samples_per_prompt=group_size
+        ),
         training=SimpleNamespace(stage=stage, nan_policy=policy),
         roles=[Role.REF],
         old_log_probs=OldLogProbs.ROLLOUT,
@@ -82,7 +87,10 @@ def output_of(
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))
     ref = LogProbs(log_probs) if kl is None else LogProbsWithKl(log_probs, kl)
-    given = rollouts, None, ref, Scores(torch.tensor(scores)), None, *greedy
+    rows = scores if isinstance(scores, Scores) else Scores(torch.tensor(scores))
+    has_critic = (estimator, stage) == (AdvEstimator.GAE, Stage.RAY_PPO)
+    values = Values(torch.linspace(-1, 1, 28).view(4, 7)) if has_critic else None
+    given = rollouts, None, ref, rows, values, *greedy
     maker = ExperienceMaker(config, make_objective(config, alone), alone)
     output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT, token_log))
     mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))
@@ -246,3 +254,63 @@ def test_where_steps_are_skipped_a_wrong_score_spoils_its_group_and_no_other(wro
         )
         spoiled = experience.advantages[:, 0].isnan().tolist()
         assert spoiled == [False, False, True, True], "groups of two"
+
+
+def lost_scores(scores: list[float], lost: list[int]) -> Scores:
+    """Scores whose samples `lost` were not scored by a server, so that their number is made up."""
+    failures = [FailedSample(i, "remote", "", True) if i in lost else None for i in range(4)]
+    return RuleScores(torch.tensor(scores), [{} for _ in scores], failures)
+
+
+def test_a_lost_score_is_no_signal_by_hand() -> None:
+    scores = lost_scores([1.0, 1.0, 0.0, 1.0], [2])  # seven right answers would be the same
+    experience, report, _ = made(
+        AdvEstimator.GRPO, scores=scores, group_size=4, kl_in=KlIn.LOSS, kl_penalty=KlPenalty.MSE
+    )
+    assert not experience.advantages.any()
+    assert experience.trained_mask.sum(1).tolist() == [3, 5, 0, 6]
+    assert (report.score.mean, report.num_masked) == (1.0, 1)
+    assert len(report.kl) == 4, "the KL needs no score"
+
+
+STAGES = {"pairs": Stage.RAY_ONLINE_DPO, AdvEstimator.GAE: Stage.RAY_PPO}
+
+
+@pytest.mark.parametrize("lost", [[1], [1, 2], [0, 1, 2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("whiten", [AdvantageWhiten.NONE, AdvantageWhiten.BATCH])
+@pytest.mark.parametrize("estimator", [*AdvEstimator, "pairs"])
+def test_nothing_depends_on_the_number_of_a_lost_score(
+    estimator: AdvEstimator | str, whiten: AdvantageWhiten, lost: list[int]
+) -> None:
+    found = []
+    for made_up in (0.0, 77.0):
+        scores = [made_up if i in lost else score for i, score in enumerate(SCORES)]
+        greedy = rollouts_of([2] * 4, [True] * 4), Scores(torch.tensor([0.5] * 4))
+        experience, report, _ = made(
+            AdvEstimator.GRPO if estimator == "pairs" else AdvEstimator(estimator),
+            STAGES.get(estimator, Stage.RAY_GRPO),
+            greedy if estimator is AdvEstimator.REMAX else (None, None),
+            lost_scores(scores, lost),
+            group_size=2 if estimator == "pairs" else 4,
+            advantage_whiten=whiten,
+        )
+        found.append((vars(experience), report))
+        masked = {i ^ 1 for i in lost} | set(lost) if estimator == "pairs" else set(lost)
+        assert {i for i in range(4) if not experience.trained_mask[i].any()} == masked
+        assert report.num_masked == len(masked) == 4 - report.score.count
+        assert bool(experience.advantages.isfinite().all())
+        outside = ~experience.trained_mask
+        assert not experience.advantages[outside].any()
+        if experience.value_mask.size(1):
+            assert not experience.value_mask[sorted(masked)].any()
+    (first, one), (second, two) = found
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+    assert one == two
+
+
+def test_a_lost_greedy_score_masks_the_responses_to_its_prompt() -> None:
+    greedy = rollouts_of([2] * 4, [True] * 4), lost_scores([0.5] * 4, [2, 3])
+    experience, report, _ = made(AdvEstimator.REMAX, greedy=greedy)
+    assert experience.trained_mask.any(1).tolist() == [True, True, False, False]
+    assert report.num_masked == 2

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.masked import alone
@@ -176,9 +175,7 @@ def test_log_probs_of_training_and_generation_are_compared_on_these_tokens() -> 
     assert (gap.count, gap.largest, gap.smallest) == (3, 0.25, 0.25)
 
 
-def test_a_response_without_a_token_to_learn_from_is_refused() -> None:
-    good = rollouts()
-    for wrong in (TRAINED & torch.tensor([[True], [False]]), ~THERE | TRAINED):
-        columns: dict[str, Tensor | list[Any]] = {**vars(good), "trained_mask": wrong}
-        with pytest.raises(AssertionError, match=r"to learn from|can be learnt from"):
-            Rollouts(**columns)  # type: ignore[arg-type]
+def test_only_tokens_of_a_response_can_be_learnt_from() -> None:
+    columns: dict[str, Any] = {**vars(rollouts()), "trained_mask": ~THERE | TRAINED}
+    with pytest.raises(AssertionError):
+        Rollouts(**columns)

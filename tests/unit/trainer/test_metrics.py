@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,8 +183,12 @@ def test_scores_and_parts_are_averaged_by_data_source() -> None:
 
 
 def test_groups_with_equal_scores_are_counted_where_there_are_groups() -> None:
-    assert group_metrics([1.0, 1.0, 0.0, 1.0], 2) == {"rollout/equal_score_groups": 0.5}
-    assert group_metrics([1.0, 1.0, 0.0, 0.0], 1) == {}
+    report = ScoreReport([1.0, 1.0, 0.0, 1.0])
+    assert group_metrics(report, 2) == {"rollout/equal_score_groups": 0.5}
+    assert group_metrics(report, 1) == {}
+    lost = FailedSample(8, "remote", "", is_outside=True)
+    report = replace(report, failures=[None, None, lost, None])
+    assert group_metrics(report, 2) == {"rollout/equal_score_groups": 1.0}
 
 
 def test_the_explained_variance_is_that_of_all_slots_at_once() -> None:

@@ -97,6 +97,19 @@ def test_metrics_of_two_sources_by_hand() -> None:
     assert found["val/b/c/maj@4"] == found["val/b/c/pass@4"] == 0.0
 
 
+def test_responses_that_could_not_be_scored_are_left_out() -> None:
+    lost = Scored(0.0, 4, {}, None, is_scored=False)
+    groups = [
+        [Scored(1.0, 4), lost, Scored(0.0, 4), Scored(1.0, 4)],
+        [lost, Scored(1.0, 4), lost, lost],
+    ]
+    found = measure([*groups, [lost] * 4], ["a"] * 3, ValidationConfig(n_samples=4, do_sample=True))
+    assert found["val/a/score"] == 3 / 4
+    assert found["val/a/mean@4"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["val/a/best@2"] == found["val/a/pass@2"] == 1.0, "of the prompt with three"
+    assert "val/a/best@4" not in found
+
+
 def test_one_response_has_no_metrics_of_several() -> None:
     found = measure([[Scored(0.25, 4, {})]], ["a"], ValidationConfig())
     assert found == {
