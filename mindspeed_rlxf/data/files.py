@@ -227,7 +227,7 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
         return
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         rule, remedy = f"must be a JSON array of objects ({error})", "write one {...} a line"
         raise BrokenFile(0, fault(rule, f"repair it or {remedy}")) from error
     for number, row in enumerate(rows, start=1):
