@@ -40,7 +40,8 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
-GUARD, GUARD_END_S = Path(__file__).with_name("orphan_guard.py"), 30.0
+GUARD = Path(__file__).with_name("orphan_guard.py")
+GUARD_END_S, GUARD_PAUSE_S = 30.0, 0.5
 PROBE_S = 60.0
 START_ATTEMPTS = 2  # of our own cluster
 # In what Ray raises when its processes do not answer within 30 s, most of which has no option.
@@ -53,6 +54,39 @@ SOCKET_BYTES = 107  # longest path of a unix socket
 LONGEST_SOCKET = "session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_store"
 
 
+class OrphanGuard:
+    """The `orphan_guard` process of a private cluster; one that is killed is replaced."""
+
+    def __init__(self, temp_dir: Path) -> None:
+        self._temp_dir, self._ending = temp_dir, threading.Event()
+        self.process = self._start()
+        threading.Thread(target=self._replace_killed, name="orphan guard", daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-S", str(GUARD), str(self._temp_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # signals to the driver do not reach it
+        )
+
+    def _replace_killed(self) -> None:
+        while not self._ending.is_set():
+            self.process.wait()
+            if not self._ending.wait(GUARD_PAUSE_S):
+                self.process = self._start()
+
+    def end(self) -> None:
+        """Close the guard's pipe, so that it cleans up; wait for it, kill it after GUARD_END_S."""
+        self._ending.set()
+        try:
+            self.process.communicate(timeout=GUARD_END_S)  # closes its standard input
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
 @dataclass
 class RayCluster:
     """A connection to a Ray cluster, which `close` ends. own: the cluster ends with it"""
@@ -60,7 +94,7 @@ class RayCluster:
     own: bool
     address: str
     temp_dir: Path | None = None
-    guard: subprocess.Popen[bytes] | None = None
+    guard: OrphanGuard | None = None
 
     def close(self) -> None:
         """Disconnect from Ray. For our own cluster also kill its processes and remove its folder.
@@ -72,7 +106,7 @@ class RayCluster:
 
         processes = psutil.Process().children(recursive=True) if self.own else []
         if self.guard is not None:
-            processes = [p for p in processes if p.pid != self.guard.pid]
+            processes = [p for p in processes if p.pid != self.guard.process.pid]
         ray.shutdown()
         if not self.own:
             return
@@ -82,7 +116,7 @@ class RayCluster:
                 process.kill()
         psutil.wait_procs(left, timeout=5)
         if self.guard is not None:
-            _end_guard(self.guard)
+            self.guard.end()
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
@@ -234,7 +268,7 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
     import ray
 
     temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temp_root()))
-    guard = _start_guard(temp_dir)
+    guard = OrphanGuard(temp_dir)
     try:
         with _own_sigterm():
             context = ray.init(
@@ -251,31 +285,11 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
     except BaseException:
         ray.shutdown()
         _log_ends(temp_dir)
-        _end_guard(guard)
+        guard.end()
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     address = context.address_info["address"]
     return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
-
-
-def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
-    """Start `orphan_guard` in its own session, which signals to the driver do not reach."""
-    return subprocess.Popen(
-        [sys.executable, "-S", str(GUARD), str(temp_dir)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def _end_guard(guard: subprocess.Popen[bytes]) -> None:
-    """Close the guard's pipe, so that it cleans up; wait for its end, kill it after GUARD_END_S."""
-    try:
-        guard.communicate(timeout=GUARD_END_S)  # closes its standard input
-    except subprocess.TimeoutExpired:
-        guard.kill()
-        guard.wait()
 
 
 def _log_ends(temp_dir: Path) -> None:

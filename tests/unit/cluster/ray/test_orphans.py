@@ -5,30 +5,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rlxf.cluster.ray import orphan_guard
-from mindspeed_rlxf.cluster.ray.cluster import _end_guard, _start_guard
+from mindspeed_rlxf.cluster.ray.cluster import OrphanGuard
 
 
-def test_the_guard_ends_the_processes_of_its_cluster_alone(tmp_path: Path) -> None:
+def test_a_killed_guard_is_replaced_and_ends_the_processes_of_its_cluster_alone(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
     sleeper = "import time; time.sleep(300)"
     named = subprocess.Popen([sys.executable, "-c", sleeper, str(folder)])
     other = subprocess.Popen([sys.executable, "-c", sleeper])
-    guard = _start_guard(folder)
+    guard = OrphanGuard(folder)
     try:
+        first = guard.process
+        first.kill()
+        deadline = time.monotonic() + 20
+        while guard.process is first:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert named.poll() is None
-        _end_guard(guard)
+        guard.end()
         assert named.wait(20) == -9 and other.poll() is None
-        assert not folder.exists() and guard.poll() == 0
+        assert not folder.exists() and guard.process.poll() == 0
     finally:
-        for process in (named, other, guard):
+        for process in (named, other):
             process.kill()
             process.wait()
+        guard.end()
 
 
 def test_a_process_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
