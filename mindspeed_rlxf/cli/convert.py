@@ -3,7 +3,7 @@
 Two spellings: `convert SOURCE TARGET --to mg`, and that of MindSpeed-LLM's convert_ckpt.py.
 
 Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted or
-the disk is full: run the same command again, finished files are kept.
+the disk is full: run the same command again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mindspeed_rlxf.cli.older_flags import (
     refused_flags,
 )
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.ops.conversion import FAMILIES, GB, plan_conversion
+from mindspeed_rlxf.weights.conversion import FAMILIES, GB, plan_conversion
 
 LINES = 20  # lines of progress in all, where stderr is no terminal
 
@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert the weights; print notes, progress and the target; return 0.
 
     Prints and returns 2 for mistakes, damaged sources and files that cannot be read or written, and
-    75 when interrupted or when the disk is full, where the same command goes on with the finished
-    files. Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this process if unset: no accelerator is used.
+    75 when interrupted or when the disk is full. Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this
+    process if unset: no accelerator is used.
     """
     protect_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
@@ -105,22 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         try:
             with _progress() as progress:
-                reused = convert(conversion, progress)
+                convert(conversion, progress)
         except DiskFull as error:
             return fail([Problem("", str(error))], 75)
     except UserError as error:
         return fail(error.problems)
     except KeyboardInterrupt:
-        return fail(
-            [
-                Problem(
-                    "", "interrupted", remedy="run the same command again, finished files are kept"
-                )
-            ],
-            75,
-        )
-    if reused:
-        print(f"kept {reused / GB:.2f} GB that an earlier run wrote, after verifying them")
+        return fail([Problem("", "interrupted", remedy="run the same command again")], 75)
     bias = getattr(conversion.weights, "dropped_bias", None)
     if bias:
         print(f"note: the bias {bias:g} of the reward head is dropped: scores shift by that much")

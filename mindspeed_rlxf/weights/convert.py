@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,20 +27,22 @@ from mindspeed_rlxf.models.parameters import (
 )
 from mindspeed_rlxf.weights.boxes import BoxedWeights, shard_boxes, whole
 from mindspeed_rlxf.weights.folders import (
+    CONFIG,
+    SIDE_FILES,
     check_side_files,
     copy_side_files,
     is_scorer,
     open_weights,
 )
-from mindspeed_rlxf.weights.formats import Format, find_weights
+from mindspeed_rlxf.weights.formats import COMMON, INDEX, METADATA, Format
 from mindspeed_rlxf.weights.hf_folder import hf_file_name, shape_problems, write_index
 from mindspeed_rlxf.weights.layout import ITERATION, TRACKER, MegatronLayout
 from mindspeed_rlxf.weights.legacy import legacy_files
-from mindspeed_rlxf.weights.planned import PlannedFile, PlannedTensor, Wrote
+from mindspeed_rlxf.weights.planned import PlannedFile, PlannedTensor
+from mindspeed_rlxf.weights.publish import new_folder
 from mindspeed_rlxf.weights.reader import refuse, unknown_names
 from mindspeed_rlxf.weights.safetensors_file import write_safetensors
-from mindspeed_rlxf.weights.staging import StagedFolder
-from mindspeed_rlxf.weights.torch_dist import dist_files, write_metadata
+from mindspeed_rlxf.weights.torch_dist import BACKEND, EXTRA_STATES, dist_files, write_metadata
 
 ITERATION_FOLDER = f"iter_{ITERATION:07d}"
 SPARE_BYTES = 1 << 20  # for everything beside the tensors
@@ -54,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion whose arguments are checked; `ops.conversion.plan_conversion` makes it.
+    """A conversion whose arguments are checked; `conversion.plan_conversion` makes it.
 
     config:     folder of config.json and the tokenizer
     target:     folder to write
@@ -145,38 +146,34 @@ def open_source(
     return weights
 
 
-def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the target folder; reuse files that an interrupted run of the same conversion finished.
+def convert(conversion: Conversion, progress: Progress) -> None:
+    """Write the target folder, which appears under its name once complete.
 
-    Returns the number of bytes of tensors in reused files. The target appears under its name once
-    complete.
-    progress: called with (bytes done, bytes in all) before the first file and after each tensor;
-              reused files count as done
+    progress: called with (bytes done, bytes in all) before the first file and after each tensor
     Raises UserError when the target exists (unless it may be replaced), another process writes it,
-    the partial folder has other files, the disk is too small, tensors to be joined differ in dtype,
-    the source is damaged, or a file cannot be read or written; DiskFull when the disk or the quota
-    is full.
+    the disk is too small, tensors to be joined differ in dtype, the source is damaged, or a file
+    cannot be read or written; DiskFull when the disk or the quota is full.
     """
     c = conversion
     files = _plan_files(c)
-    staged = StagedFolder(c.target, _fingerprint(c), c.replace)
-    try:
-        kept = [file for file in files if staged.is_finished(file.path)]
-        done = reused = sum(file.num_bytes for file in kept)
-        total = sum(file.num_bytes for file in files)
-        _check_space(c, total - done)
+    done, total = 0, sum(file.num_bytes for file in files)
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done += count
         progress(done, total)
 
-        def wrote(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
-        for file in files:
-            if file not in kept:
-                staged.write(file.path, partial(_write_planned, file, wrote))
-        staged.write_beside(partial(_write_beside, c, staged, files))
-        staged.publish()
+    inside = (f"{ITERATION_FOLDER}/{name}" for name in (METADATA, COMMON, BACKEND, EXTRA_STATES))
+    names = [*(file.path for file in files), CONFIG, *SIDE_FILES, INDEX, TRACKER, *inside]
+    try:
+        with new_folder(c.target, names, c.replace) as folder:
+            _check_space(c, total)
+            progress(0, total)
+            notes: dict[str, Any] = {}
+            for file in files:
+                (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
+                notes[Path(file.path).name] = file.write(folder / file.path, wrote=wrote)
+            _write_beside(c, notes, folder)
     except UserError:
         raise
     except ValueError as error:  # damage of the source that shows when its bytes are read
@@ -184,19 +181,11 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             rule = f"cannot be read or written ({error.strerror})"
-            remedy = "mend that and run the same command again; finished files are kept"
+            remedy = "correct that and run the same command again"
             raise UserError(Problem(f"{error.filename or c.target}", rule, remedy=remedy)) from None
         raise DiskFull(
-            f"the disk of {c.target} is full; free some space and run the same command again, "
-            "finished files are kept"
+            f"the disk of {c.target} is full; free some space and run the same command again"
         ) from None
-    finally:
-        staged.close()
-    return reused
-
-
-def _write_planned(file: PlannedFile, wrote: Wrote, folder: Path) -> Any:
-    return file.write(folder / file.path, wrote=wrote)
 
 
 class DiskFull(Exception):
@@ -289,13 +278,10 @@ def _plan_tensor(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTen
     return PlannedTensor(shape, dtype, lambda: c.weights.read(name, whole(shape)).to(dtype))
 
 
-def _write_beside(
-    c: Conversion, staged: StagedFolder, files: list[PlannedFile], folder: Path
-) -> None:
+def _write_beside(c: Conversion, notes: dict[str, Any], folder: Path) -> None:
     """Write the small files of the target to `folder`: config, tokenizer and those of its format.
 
-    These are, for Hugging Face, the index (of several files); else the tracker file and, for
-    torch_dist, the metadata in the iteration's subfolder, which is made.
+    notes: name of each file of tensors -> what `PlannedFile.write` returned
     """
     if c.to is Format.HF:
         groups = _hf_groups(c)
@@ -304,10 +290,8 @@ def _write_beside(
         (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
     if c.to is Format.TORCH_DIST:
         assert c.layout is not None
-        notes = {Path(file.path).name: staged.note(file.path) for file in files}
-        place, model = folder / ITERATION_FOLDER, (c.layout, c.architecture, c.head)
-        place.mkdir()
-        write_metadata(place, notes, *model, _model_dtype(c))
+        model = (c.layout, c.architecture, c.head)
+        write_metadata(folder / ITERATION_FOLDER, notes, *model, _model_dtype(c))
     copy_side_files(c.config, folder, c.head, c.dtype)
 
 
@@ -323,29 +307,3 @@ def _check_space(c: Conversion, needed: int) -> None:
                 remedy="free some space or give a folder on another disk",
             )
         )
-
-
-def _fingerprint(c: Conversion) -> dict[str, Any]:
-    """Return what determines the target's bytes: options; path, size and time of the weight files.
-
-    Weight files are those that end with .safetensors, .pt or .distcp in the folder that has the
-    weights or below it, sorted by path; paths are relative to it. Its resolved path is in the
-    result, under "folder". `shard_size` is None unless the target is Hugging Face.
-    """
-    _, place = find_weights(c.source)
-    files = sorted(
-        path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp|bin)$", path.name)
-    )
-    return {
-        "source": [
-            [str(path.relative_to(place)), path.stat().st_size, path.stat().st_mtime_ns]
-            for path in files
-        ],
-        "folder": str(place.resolve()),
-        "to": c.to.value,
-        "head": c.head.value,
-        "architecture": c.architecture.model_dump(mode="json"),
-        "layout": None if c.layout is None else str(c.layout),
-        "dtype": str(c.dtype),
-        "shard_size": c.shard_size if c.to is Format.HF else None,
-    }

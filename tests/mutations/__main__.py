@@ -32,7 +32,7 @@ TABLE = Path(__file__).with_name("mutations.yaml")
 PACKAGE = "mindspeed_rlxf"
 CORE = ("algorithms", "engine", "rollout", "roles", "rewards", "data", "trainer", "models",
         "weights", "run", "config")  # fmt: skip
-SLOW = ("convert", "convert_memory", "staging", "supervisor", "bad_files", "npu_driver",
+SLOW = ("convert", "convert_memory", "supervisor", "bad_files", "npu_driver",
         "host_parts", "real_models", "pipeline", "handlers", "resolve", "mindspeed_llm",
         "tokenizer", "shipped")  # fmt: skip
 """Test files of these folders, `test_NAME.py`, that are slow and do not test the core."""

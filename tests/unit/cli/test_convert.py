@@ -11,8 +11,7 @@ import pytest
 
 from mindspeed_rlxf.cli import convert
 from mindspeed_rlxf.cli.convert import main
-from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights import staging
+from mindspeed_rlxf.weights import convert as module
 from tests.unit.weights.folders_of import make_folder, read_folder
 
 WRONG: dict[str, tuple[list[str], str]] = {
@@ -98,34 +97,6 @@ def test_a_megatron_folder_without_config_json_needs_one(
     assert main([*arguments, "--hf-config", str(model)]) == 0
 
 
-def test_a_checkpoint_without_config_json_names_the_folder_that_its_run_loaded(
-    model: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """The critic has loaded a folder of Megatron's, which the tokenizer's config.json describes."""
-    make_folder(tmp_path / "scored", "llama", Head.SCORE)
-    (tmp_path / "mg" / "mp_rank_00").mkdir(parents=True)
-    iteration = tmp_path / "iter_0000003"
-    (iteration / "trainer").mkdir(parents=True)
-    (iteration / "trainer" / "config.yaml").write_text(
-        f"actor_rollout: {{load: {model}}}\ncritic: {{load: {tmp_path / 'mg'}}}\n"
-        f"training: {{tokenizer_name_or_path: {model}}}\n"
-    )
-    of_role = {"actor": (model, ""), "critic": (tmp_path / "scored", " --orm")}
-    for role, (source, orm) in of_role.items():
-        target = [str(tmp_path / role), "--to", "mg", "--format", "torch_dist"]
-        assert main([str(source), *target]) == 0
-        (tmp_path / role / "iter_0000001").rename(iteration / role)
-        arguments = [str(iteration / role), str(tmp_path / f"{role}_hf"), "--to", "hf"]
-        assert main(arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()[-1:]
-        flags = f"--hf-config {model}{orm}"
-        assert line.endswith(f"the model; give what describes it in its run: {flags}")
-        assert main([*arguments, *flags.split()]) == 0
-    (iteration / "trainer" / "config.yaml").write_text("actor_rollout: [")
-    assert main([str(iteration / "actor"), str(tmp_path / "x"), "--to", "hf"]) == 2
-    assert "give the original Hugging Face folder as --hf-config" in capsys.readouterr().err
-
-
 def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path: Path, capsys: Any) -> None:
     iteration = tmp_path / "checkpoints" / "iter_0000003"
     (iteration / "actor").mkdir(parents=True)
@@ -185,6 +156,6 @@ def test_what_ends_the_writing_is_an_error_line(
     def write(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(staging.StagedFolder, "write", write)
+    monkeypatch.setattr(module, "copy_side_files", write)
     assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == code
     assert said in capsys.readouterr().err

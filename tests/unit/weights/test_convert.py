@@ -159,7 +159,7 @@ def test_a_folder_that_is_there_is_replaced_with_force_only(tmp_path: Path, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
 
 
-def test_a_full_disk_or_an_interrupt_keeps_what_is_done(
+def test_a_full_disk_or_an_interrupt_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     make_folder(tmp_path / "hf", "llama")
@@ -177,6 +177,6 @@ def test_a_full_disk_or_an_interrupt_keeps_what_is_done(
         ),
         (KeyboardInterrupt(), "interrupted; run the same command again"),
     ):
-        monkeypatch.setattr(module.StagedFolder, "write", mock.Mock(side_effect=error))
+        monkeypatch.setattr(module, "copy_side_files", mock.Mock(side_effect=error))
         assert main(arguments) == 75
         assert said in capsys.readouterr().err

@@ -7,13 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
 from mindspeed_rlxf.config.suggest import closest
-from mindspeed_rlxf.files.plain_yaml import read_yaml
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
 
 if TYPE_CHECKING:
@@ -98,8 +94,6 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     of a role is wanted), if the flags name another format, or a Hugging Face folder is to become
     one.
     """
-    from mindspeed_rlxf.run.store import MANIFEST
-
     if not source.is_dir():
         remedy = "give the folder of the weights"
         raise UserError(Problem(f"{source}", "must be a folder", remedy=remedy))
@@ -109,7 +103,7 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
         raise UserError(Problem("", str(error))) from None
     is_hf = kind is Format.HF
     roles = [name for name in SAVED_AS.values() if (place / name).is_dir()]
-    if roles and (place / MANIFEST).is_file():
+    if roles and (place / "manifest.json").is_file():
         rule = f"is a checkpoint of a run, which holds {' and '.join(roles)}"
         remedy = f"give {' or '.join(str(place / role) for role in roles)}"
         raise UserError(Problem(f"{place}", rule, remedy=remedy))
@@ -144,29 +138,9 @@ def _find_config_and_target(
             raise UserError(Problem("--save-dir", rule, target, "give that, or --hf-config"))
     if config == source and not is_hf and not described:
         rule = "must have a config.json that describes the model"
-        remedy = f"give {_original_of(source)}"
+        remedy = "give the original Hugging Face folder as --hf-config"
         raise UserError(Problem(f"{source}", rule, remedy=remedy))
     return config, target
-
-
-def _original_of(source: Path) -> str:
-    """Return a remedy for weights without config.json: what to give as --hf-config.
-
-    Of a role's weights in a checkpoint of a run, the folder whose config.json the run used, with
-    --orm for the critic; of other weights, a general text.
-    """
-    from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
-    from mindspeed_rlxf.weights.folders import find_description
-
-    folder = source.resolve()
-    section = next((role.value for role, name in SAVED_AS.items() if name == folder.name), "")
-    try:
-        tree = read_yaml(folder.parent / TRAINER / CONFIG)
-        load = find_description(tree[section]["load"], tree["training"]["tokenizer_name_or_path"])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        return "the original Hugging Face folder as --hf-config"
-    orm = " --orm" if section == Role.CRITIC.value else ""
-    return f"what describes it in its run: --hf-config {load}{orm}"
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:

@@ -1,0 +1,93 @@
+"""A folder appears whole; what was not written by us is never removed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.weights.publish import MARKER, new_folder
+
+FILES = ("a", "below/b")
+
+
+def write(target: Path, text: str = "1", replace: bool = False) -> None:
+    with new_folder(target, FILES, replace) as folder:
+        (folder / "below").mkdir()
+        for name in FILES:
+            (folder / name).write_text(text)
+        assert not target.exists() or replace
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    assert names(tmp_path) == {"x"} and names(tmp_path / "x") == {"a", "below", MARKER}
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "x", FILES, False) as folder:
+        (folder / "a").write_text("1")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == set()
+
+
+def test_an_older_target_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    with pytest.raises(UserError, match="must not exist yet"):
+        write(tmp_path / "x", "2")
+    write(tmp_path / "x", "2", replace=True)
+    assert (tmp_path / "x" / "a").read_text() == "2" and names(tmp_path) == {"x"}
+
+
+@pytest.mark.parametrize("where", ["x", "x.partial"])
+@pytest.mark.parametrize("kind", ["without marker", "one more file", "link"])
+def test_what_others_wrote_stays(tmp_path: Path, where: str, kind: str) -> None:
+    write(tmp_path / "made")
+    folder = tmp_path / where
+    if kind == "link":
+        folder.symlink_to(tmp_path / "made")
+    else:
+        (tmp_path / "made").rename(folder)
+        if kind == "one more file":
+            (folder / "below" / "mine").write_text("mine")
+        else:
+            (folder / MARKER).unlink()
+    before = sorted(path for path in tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="convert"):
+        write(tmp_path / "x", "2", replace=True)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert (folder / "a").read_text() == "1"
+
+
+def test_a_target_that_appears_meanwhile_stays(tmp_path: Path) -> None:
+    with pytest.raises(OSError), new_folder(tmp_path / "x", FILES, False):
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x" / "mine").write_text("mine")
+    assert names(tmp_path) == {"x"} and names(tmp_path / "x") == {"mine"}
+
+
+def test_the_folder_of_a_live_writer_stays(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "x", FILES, False), pytest.raises(UserError, match="another proc"):
+        write(tmp_path / "x")
+
+
+def test_a_killed_writer_leaves_no_target_and_the_next_one_starts_anew(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from mindspeed_rlxf.weights.publish import new_folder\n"
+        "with new_folder(Path(sys.argv[1]), ['a', 'below/b'], False) as folder:\n"
+        "    (folder / 'a').write_text('0')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], timeout=120)
+    assert done.returncode == -signal.SIGKILL and names(tmp_path) == {"x.partial"}
+    write(tmp_path / "x")
+    assert names(tmp_path) == {"x"}
