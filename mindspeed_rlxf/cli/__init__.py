@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mindspeed_rlxf.cli.command_line import protect_output
+from mindspeed_rlxf.cli.command_line import use_utf8_output
 from mindspeed_rlxf.ops.supervisor import supervise
 
 COMMANDS = ("train", "preprocess", "convert", "doctor", "report", "watch")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         commands = (train, preprocess, convert, doctor, report, watch)
         return dict(zip(COMMANDS, commands, strict=True))[name].main(arguments[1:])
-    protect_output()
+    use_utf8_output()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
         print(usage)

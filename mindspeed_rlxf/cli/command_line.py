@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
-from mindspeed_rlxf.files.printable import RawStream, protect
+from mindspeed_rlxf.reporting.console import use_utf8
 
 Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -64,13 +64,10 @@ def fail(problems: Sequence[Problem], code: int = 2) -> int:
     return code
 
 
-def protect_output() -> None:
-    """Make sys.stdout and sys.stderr write UTF-8 in every locale, with control characters escaped.
-
-    This includes output of libraries and tracebacks. A StringIO in their place stays as it is.
-    """
+def use_utf8_output() -> None:
+    """Make sys.stdout and sys.stderr write UTF-8 in every locale."""
     for stream in (sys.stdout, sys.stderr):
-        protect(stream)
+        use_utf8(stream)
 
 
 @contextmanager
@@ -85,7 +82,7 @@ def progress_bar(print_line: Callable[..., None], **options: Any) -> Iterator[Ca
         return
     from tqdm import tqdm  # here, as the process that supervises a run imports this module too
 
-    with tqdm(unit_scale=True, file=RawStream(sys.stderr), **options) as bar:
+    with tqdm(unit_scale=True, file=sys.stderr, **options) as bar:
 
         def move(done: int, total: int | None = None) -> None:
             bar.total = total

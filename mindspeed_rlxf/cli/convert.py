@@ -20,8 +20,8 @@ from mindspeed_rlxf.cli.command_line import (
     fail,
     option,
     progress_bar,
-    protect_output,
     unknown_options,
+    use_utf8_output,
 )
 from mindspeed_rlxf.cli.older_flags import (
     CONVERT_FLAGS,
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     75 when interrupted or when the disk is full. Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this
     process if unset: no accelerator is used.
     """
-    protect_output()
+    use_utf8_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
     try:
         arguments = _parse(argv)

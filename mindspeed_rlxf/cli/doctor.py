@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import ConfigError, UserError
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
     """
-    protect_output()
+    use_utf8_output()
     try:
         arguments = _parse(argv)
         config, found = _load_config(arguments)

@@ -21,8 +21,8 @@ from mindspeed_rlxf.cli.command_line import (
     fail,
     option,
     progress_bar,
-    protect_output,
     unknown_options,
+    use_utf8_output,
 )
 from mindspeed_rlxf.cli.older_flags import (
     PREPROCESS_FLAGS,
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for mistakes, 75 if interrupted, 1 if a worker process was killed.
     Sets TOKENIZERS_PARALLELISM and TORCH_DEVICE_BACKEND_AUTOLOAD in this process.
     """
-    protect_output()
+    use_utf8_output()
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     try:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
 from mindspeed_rlxf.run.report import report_mode, write_report
@@ -23,7 +23,7 @@ OPTIONS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report, print its path and size; return 0, or 2 for mistakes, which it prints."""
-    protect_output()
+    use_utf8_output()
     try:
         arguments = _parse(argv)
         runs = [Path(run) for run in arguments.runs]

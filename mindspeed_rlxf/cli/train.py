@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import RuntimeKind
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     user are printed, not raised, and return 2; so does a plan with problems. --cfg returns 0,
     training the code of the run.
     """
-    protect_output()
+    use_utf8_output()
     try:
         arguments = _parse(argv)
         tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, protect_output
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.cli.report import parse_with_samples
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.reporting.report.page import make_report
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns 2 for mistakes, which it prints.
     """
-    protect_output()
+    use_utf8_output()
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf watch",

@@ -27,7 +27,6 @@ from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows, TokenRows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import residency, shared_groups
-from mindspeed_rlxf.files.printable import CODEC
 from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
 from mindspeed_rlxf.reporting.sample_tokens import write_tokens
 
@@ -274,8 +273,7 @@ def freeze_imports() -> None:
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:
     """Append all further stdout and stderr of this process, C++ included, to the file `path`.
 
-    Python's output is written with control characters escaped (CODEC). Folders are made by
-    `make_private_folder`, which also sets the mode of an existing parent.
+    Folders are made by `make_private_folder`, which also sets the mode of an existing parent.
     mode: of the file; the folders' follows from it
     """
     if not path.parent.parent.exists():
@@ -286,6 +284,6 @@ def redirect_output(path: Path, mode: int = PRIVATE) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
         os.dup2(log, number)
-        stream = os.fdopen(number, "w", 1, CODEC, "replace", closefd=False)
+        stream = os.fdopen(number, "w", 1, "utf-8", "replace", closefd=False)
         setattr(sys, name, stream)
     os.close(log)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.config.suggest import format_value
-from mindspeed_rlxf.files.printable import printable
 
 MAX_LINE = 8000  # characters of a problem as text; a longer one is cut
 REF = "\0"

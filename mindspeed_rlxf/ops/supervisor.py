@@ -24,7 +24,6 @@ from typing import Any
 
 from mindspeed_rlxf.config.quoting import quote
 from mindspeed_rlxf.files.plain import open_plain, parse_json, read_pointer
-from mindspeed_rlxf.files.printable import protect
 from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
 from mindspeed_rlxf.run.supervised import (
     CHILD_OF,
@@ -52,7 +51,7 @@ def supervise() -> int | None:
     Returns None if this process must do the work itself: it is that child, or a rank of torchrun,
     or its arguments (the YAML is not read) say that it runs in one process (runtime=local), may not
     restart, or does not train (dry_run, --cfg, --help).
-    The child is set to end with its parent. The parent's output is protected (`protect`).
+    The child is set to end with its parent.
     """
     if given := read_supervision():
         _end_with_parent(given[0])
@@ -62,8 +61,6 @@ def supervise() -> int | None:
     is_plain = any(word.lstrip("+").lower() in UNSUPERVISED for word in words)
     if "WORLD_SIZE" in os.environ or is_plain or not trains:
         return None
-    for stream in (sys.stdout, sys.stderr):
-        protect(stream)
     return Supervisor([sys.executable, *sys.orig_argv[1:]]).run()
 
 

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import TextIO
 
 from mindspeed_rlxf.config.enums import ConsoleMode
-from mindspeed_rlxf.files.printable import CODEC, printable
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.reporting.phases import PHASES
 
 WARNING = "warning:"
@@ -129,7 +129,7 @@ def use_utf8(stream: TextIO) -> None:
 
     What UTF-8 cannot encode is then written as an escape. A UTF-8 stream is not changed.
     """
-    if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", CODEC):
+    if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO, cast
+from typing import TextIO
 
 from rich.console import Console as Terminal
 from rich.console import ConsoleOptions, Group, RenderResult
@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mindspeed_rlxf.files.printable import RawStream, printable
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.reporting.console import WARNING, Console, format_short
 from mindspeed_rlxf.reporting.phases import PHASES
 
@@ -57,8 +57,7 @@ class LiveConsole(Console):
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, clock)
         self.view = View(self)
-        file = cast(TextIO, RawStream(stream))
-        self._terminal = Terminal(file=file, force_terminal=True, highlight=False)
+        self._terminal = Terminal(file=stream, force_terminal=True, highlight=False)
         self._live = Live(self.view, console=self._terminal, refresh_per_second=2)
         self._live.start()
         self._terminal.show_cursor(True)  # a killed process cannot show it again

@@ -21,7 +21,6 @@ from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.files.printable import CODEC
 from mindspeed_rlxf.files.safe import open_file
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.run import failure, supervised
@@ -366,7 +365,7 @@ def _log_to_file(directory: RunDirectory) -> None:
 
     Those of `cluster` are also printed to stdout. The file stays open until the process ends.
     """
-    file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding=CODEC)
+    file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding="utf-8")
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("mindspeed_rlxf")

@@ -26,8 +26,8 @@ import psutil  # type: ignore[import-untyped]
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.config.schema import DeviceConfig
-from mindspeed_rlxf.files.printable import printable
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.files.printable import printable
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.reporting.report.answers import answer_all, wall_seconds
 from mindspeed_rlxf.reporting.report.checks import check_ranges, list_checks, read_kl_limit
 from mindspeed_rlxf.reporting.report.curves import describe_metrics, make_curves

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.files.printable import protect
 from mindspeed_rlxf.reporting.live import LiveConsole, draw_curve
 from mindspeed_rlxf.reporting.phases import PHASES, Phase
 
@@ -28,12 +27,11 @@ METRICS = {
 
 
 class Terminal(io.TextIOWrapper):
-    """A terminal that keeps what it gets, with the codec that commands put on their output."""
+    """A terminal that keeps what it gets."""
 
     def __init__(self) -> None:
         self.raw = io.BytesIO()
         super().__init__(self.raw, encoding="utf-8", write_through=True)
-        protect(self)
 
     def isatty(self) -> bool:
         return True
