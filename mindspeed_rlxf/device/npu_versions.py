@@ -147,8 +147,8 @@ class Host(NamedTuple):
 
 def read_versions() -> Installed:
     """Return the versions that this process would import, from files; imports none of them."""
-    names = ("torch", TORCH_NPU, packages.MEGATRON, "mindspeed")
-    return Installed(*map(packages.version, names), cann_version())
+    torch, torch_npu, core, mindspeed = map(packages.version, PACKAGES[:4])
+    return Installed(torch, torch_npu, core, mindspeed, cann_version())
 
 
 def cann_version() -> str | None:

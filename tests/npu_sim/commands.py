@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.golden.runs import SETTINGS, SMALL
-from tests.npu_rehearsal import ray_run, run
+from tests.npu_sim import ray_run, run
 from tests.npu_sim.processes import environment
 from tests.processes import ROOT
 

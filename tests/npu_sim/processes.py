@@ -7,11 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.npu_standin import FOLDER as STANDIN
+from tests.npu_sim import LIBRARY
 from tests.processes import ROOT
 
-HERE = Path(__file__).resolve().parent
-LIBRARY, ADAPTOR = HERE / "library", HERE / "adaptor"
+ADAPTOR, KERNELS = LIBRARY.with_name("adaptor"), LIBRARY.with_name("kernels")
 
 
 def environment(
@@ -27,14 +26,14 @@ def environment(
     library = scratch / "cann" / "lib64" / "libascendcl.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     library.touch()
-    path = [ROOT, *(sources or (megatron(scratch), ADAPTOR)), LIBRARY, STANDIN]
+    path = [ROOT, *(sources or (megatron(scratch), ADAPTOR)), LIBRARY]
     given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, path), *given]),
         "ASCEND_HOME_PATH": str(scratch / "cann"),
         "LD_LIBRARY_PATH": str(library.parent),
-        "RLXF_STANDIN_DEVICES": str(devices),
+        "RLXF_SIM_DEVICES": str(devices),
         "OMP_NUM_THREADS": "1",
         **variables,
     }

@@ -11,8 +11,7 @@ import pytest
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.test_bf16 import BAND
 from tests.golden.runs import START
-from tests.npu_rehearsal import ray_run, run
-from tests.npu_sim import commands
+from tests.npu_sim import commands, ray_run, run
 from tests.processes import ROOT, read_metrics
 
 pytestmark = pytest.mark.long
@@ -77,11 +76,7 @@ def test_a_device_without_memory_is_named(simulated: Path, tmp_path: Path) -> No
     assert "NPU out of memory. Tried to allocate" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "reward model", "split", "stopped"])
+@pytest.mark.parametrize("name", ray_run.CASES)
 def test_a_run_on_ray_with_npus_equals_that_on_cpu(simulated: Path, name: str) -> None:
     """`ray start` with NPUs, two or three of them; each worker has a device of its own."""
-    assert run.rehearse_each([name], on_simulated_devices, "/var/tmp")  # sockets: short paths
-
-
-def on_simulated_devices(name: str, scratch: Path) -> bool:
-    return ray_run.rehearse(name, scratch, "sim")
+    assert run.rehearse_each([name], ray_run.rehearse, "/var/tmp")  # sockets: short paths

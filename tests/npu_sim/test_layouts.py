@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu_rehearsal import run
-from tests.npu_rehearsal.cases import CASES
+from tests.npu_sim import run
+from tests.npu_sim.cases import CASES
 
 SHORT = "tp2"  # two ranks over HCCL, which generate
 
@@ -18,4 +18,4 @@ SHORT = "tp2"  # two ranks over HCCL, which generate
 )
 def test_a_run_equals_that_on_cpu(simulated: Path, tmp_path: Path, name: str) -> None:
     """With MindSpeed itself where RLXF_MINDSPEED names it, else with the small adaptor."""
-    assert run.rehearse(name, tmp_path, "sim")
+    assert run.rehearse(name, tmp_path)

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.rollout import kv_cache
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
-from tests.npu_standin import load
+from tests.npu_sim import load
 
 standin = load("attention")
 

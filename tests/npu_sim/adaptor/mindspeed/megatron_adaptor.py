@@ -1,8 +1,7 @@
 """A small replacement of MindSpeed: the patches that the models of this project need.
 
 As in the branch core_r0.16.0, Megatron's core attention, norm and activation call operators of
-torch_npu, and calls of CUDA go to NPU. MindSpeed's optimizer and other features are missing;
-`tests/npu_rehearsal` runs the real MindSpeed.
+torch_npu, and calls of CUDA go to NPU. MindSpeed's optimizer and other features are missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """torch_npu of the simulated device.
 
-Modules that this folder lacks come from `tests/npu_standin/torch_npu`, which `__path__` adds:
-operators, compiled modules, and names that are imported and never called.
+A name that it lacks raises an AttributeError with the name; no name is created on demand.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ from typing import Any
 import torch
 
 from tests.npu_sim import build, rules, watch
-from tests.npu_standin import FOLDER as STANDIN
 
 MIB = 1024**2
 __version__ = torch.__version__.partition("+")[0]  # the device layer requires that of torch
-__path__.append(str(STANDIN / "torch_npu"))
 
 device = build.load()
 listed = [n for n in os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",") if n.strip()]
 device.set_devices(
-    len(listed) or int(os.environ.get("RLXF_STANDIN_DEVICES", "1")),
+    len(listed) or int(os.environ.get("RLXF_SIM_DEVICES", "1")),
     int(os.environ.get("RLXF_SIM_MEMORY_MIB", "65536")) * MIB,
 )
 device.start()

@@ -1,6 +1,6 @@
 """`torch_npu.npu`, which is also `torch.npu`: the runtime of the simulated device.
 
-Environment variables: RLXF_STANDIN_DEVICES and ASCEND_RT_VISIBLE_DEVICES (number of devices),
+Environment variables: RLXF_SIM_DEVICES and ASCEND_RT_VISIBLE_DEVICES (number of devices),
 RLXF_SIM_MEMORY_MIB (memory of each), RLXF_SIM_DELAYED=1 (non-blocking copies end late),
 RLXF_SIM_PAIRS (folder for a file with the pairs of operator and dtype that the process called).
 """

@@ -1,9 +1,10 @@
-"""Run cases on the CPU path and on the rehearsed NPU path, and report where they differ.
+"""Run cases on the CPU and on simulated NPUs, and report where they differ.
 
-    RLXF_MINDSPEED=... RLXF_MEGATRON_LM=... python -m tests.npu_rehearsal.run [case ...]
+    RLXF_MINDSPEED=... RLXF_MEGATRON_LM=... python -m tests.npu_sim.run [case ...]
 
-The variables name checkouts of MindSpeed and of the Megatron-LM version that it requires. These
-also import einops, scipy, sentencepiece and six, which have to be installed.
+The variables name checkouts of MindSpeed and of the Megatron-LM version that it requires; without
+them the small adaptor runs with the installed megatron-core. The real ones also import einops,
+scipy, sentencepiece and six, which have to be installed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.same_run import MACHINE_METRICS
-from tests.npu_rehearsal.cases import CASES, REQUIRED, operators_of
 from tests.npu_sim import processes
-from tests.npu_standin import FOLDER as STANDIN
+from tests.npu_sim.cases import CASES, Case, operators_of
 from tests.processes import ROOT, read_lines, start_logged
 
 SOURCES = {"mindspeed": "RLXF_MINDSPEED", "megatron": "RLXF_MEGATRON_LM"}
@@ -40,35 +40,21 @@ def missing() -> list[str]:
 def environment(kind: str, scratch: Path) -> dict[str, str]:
     """Return the environment of a process: the sources that it imports, on NPU an empty CANN too.
 
-    kind: cpu; npu = stand-in for torch_npu on the CPU; sim = simulated devices, with the small
-          adaptor where no checkout of MindSpeed is named
+    kind: cpu; sim = simulated devices with delayed copies, and the small adaptor where no checkout
+          of MindSpeed is named
     """
     if kind == "sim":
-        return simulated_environment(scratch)
+        sources: list[Path] = []
+        if not missing():
+            sources = [link_package(name, os.environ[v], scratch) for name, v in SOURCES.items()]
+            sources += [processes.KERNELS] if needs_triton() else []
+        return processes.environment(scratch, MAX_DEVICES, sources, RLXF_SIM_DELAYED="1")
     path = [ROOT]
     if checkout := os.environ.get("RLXF_MEGATRON_LM"):  # else the CPU path uses the installed one
         path.append(link_package("megatron", checkout, scratch))
-    found = dict(os.environ)
-    if kind == "npu":
-        path += [link_package("mindspeed", os.environ["RLXF_MINDSPEED"], scratch), STANDIN]
-        if needs_triton():
-            path.append(STANDIN / "kernels")
-        library = scratch / "cann" / "lib64" / "libascendcl.so"
-        library.parent.mkdir(parents=True, exist_ok=True)
-        library.touch()
-        found |= {"ASCEND_HOME_PATH": str(scratch / "cann"), "LD_LIBRARY_PATH": str(library.parent)}
     given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     paths = os.pathsep.join([*map(str, path), *given])
-    return {**found, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-
-
-def simulated_environment(scratch: Path) -> dict[str, str]:
-    """Return the environment of a process with simulated devices and delayed copies."""
-    sources: list[Path] = []
-    if not missing():
-        sources = [link_package(name, os.environ[v], scratch) for name, v in SOURCES.items()]
-        sources += [STANDIN / "kernels"] if needs_triton() else []
-    return processes.environment(scratch, MAX_DEVICES, sources, RLXF_SIM_DELAYED="1")
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 def needs_triton() -> bool:
@@ -105,14 +91,13 @@ def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> No
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         **environment(kind, scratch),
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.npu_rehearsal.worker", kind]
+    command = [sys.executable, "-m", "tests.npu_sim.worker", kind]
     command += [str(folder), str(out), name]
     logs = [scratch / f"{kind} {name} {rank}.log" for rank in range(ranks)]
     started = []
     try:
         for rank, log in enumerate(logs):
-            local = rank if kind == "sim" else 0  # the stand-in has only device 0
-            own = {**world, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             started.append(start_logged(command, log, own))
         codes = [process.wait(TIMEOUT_S) for process in started]
     finally:
@@ -152,20 +137,15 @@ def result_differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
     return found
 
 
-def read_operators(
-    out: Path, ranks: int, real: bool = True, uncalled: Sequence[str] = ()
-) -> tuple[list[dict[str, int]], list[str]]:
-    """Return how often each rank called each operator, and a message for each that it lacks.
-
-    real:     MindSpeed itself ran, else the small adaptor
-    uncalled: operators that the case does not have to call
-    """
-    counts = [json.loads((out / f"operators.{rank}.json").read_text()) for rank in range(ranks)]
+def read_operators(out: Path, case: Case) -> tuple[list[dict[str, int]], list[str]]:
+    """Return how often each rank called each operator, and a message for each that it lacks."""
+    files = [out / f"operators.{rank}.json" for rank in range(case.ranks)]
+    counts = [json.loads(file.read_text()) for file in files]
     lacking = [
         f"rank {rank} never called {name}: this path of MindSpeed was not rehearsed"
         for rank, called in enumerate(counts)
-        for name in operators_of(real)
-        if name not in uncalled and not called.get(name)
+        for name in operators_of(not missing())
+        if name not in case.uncalled and not called.get(name)
     ]
     return counts, lacking
 
@@ -203,24 +183,23 @@ def make_models(folder: Path, architecture: str, scratch: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment("cpu", scratch), check=True)
 
 
-def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
-    """Run a case on CPU and on `kind`, print the comparison, and return whether both agree.
+def rehearse(name: str, scratch: Path) -> bool:
+    """Run a case on the CPU and on simulated NPUs, print the comparison; return if both agree.
 
     Every rank must also have called the operators of the case.
     """
     architecture = CASES[name].architecture
     folder = scratch / architecture
     make_models(folder, architecture, scratch)
-    outs = [scratch / f"{each} {name}" for each in ("cpu", kind)]
+    outs = [scratch / f"{each} {name}" for each in ("cpu", "sim")]
     with ThreadPoolExecutor() as both:
         runs = [
             both.submit(run_case, each, folder, out, name, scratch)
-            for each, out in zip(("cpu", kind), outs, strict=True)
+            for each, out in zip(("cpu", "sim"), outs, strict=True)
         ]
         for each in runs:
             each.result()
-    real = kind == "npu" or not missing()
-    counts, uncalled = read_operators(outs[1], CASES[name].ranks, real, CASES[name].uncalled)
+    counts, uncalled = read_operators(outs[1], CASES[name])
     found = differences(outs[0], outs[1], CASES[name].ranks)
     over = [(what, by) for what, by in found if by > TOLERANCE]
     worst = max(by for _, by in found)
@@ -230,19 +209,6 @@ def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
     for what in uncalled:
         print(f"  {what}")
     return not over and not uncalled
-
-
-def rehearse_all(
-    names: Sequence[str], rehearse_one: Callable[[str, Path], bool], parent: str | None = None
-) -> int:
-    """Rehearse the cases; return the exit status, 2 where a variable names no checkout.
-
-    parent: folder for the scratch folders, None = that of temporary files
-    """
-    if missing():
-        print(f"error: {', '.join(missing())} must name a folder; see docs/npu.md")
-        return 2
-    return 0 if rehearse_each(names, rehearse_one, parent) else 1
 
 
 def rehearse_each(
@@ -266,4 +232,4 @@ def rehearse_each(
 
 
 if __name__ == "__main__":
-    sys.exit(rehearse_all(sys.argv[1:] or REQUIRED, rehearse))
+    sys.exit(not rehearse_each(sys.argv[1:] or list(CASES), rehearse))

@@ -1,6 +1,6 @@
-"""Record what a process does, for a rehearsal under Ray, which cannot look into its workers.
+"""Record what a process does, for a comparison under Ray, which cannot look into its workers.
 
-RLXF_STANDIN_RECORDS names a folder. The process makes an empty file there, `PID RECORD`, for its
+RLXF_SIM_RECORDS names a folder. The process makes an empty file there, `PID RECORD`, for its
 device, for every operator that it calls, and for each random state that it restores.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FOLDER = os.environ.get("RLXF_STANDIN_RECORDS")
+FOLDER = os.environ.get("RLXF_SIM_RECORDS")
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def npu_fusion_attention(
     actual_seq_qlen, actual_seq_kvlen: for TND, cumulative lengths WITHOUT a leading 0
     Returns (attention, softmax maximum, softmax sum, unused, seed, offset, mask length). Maximum
     and sum are [..., 8]; the last axis repeats one number, as on the device. Raises
-    NotImplementedError for options that the stand-in does not compute.
+    NotImplementedError for options that are not computed here.
     """
     _require(pse is None and padding_mask is None and prefix is None, "pse, padding_mask, prefix")
     _require(keep_prob == 1.0, f"dropout (keep_prob={keep_prob})")
@@ -140,7 +140,7 @@ def scaled_dot_product_attention(
 def _require(supported: bool, what: str) -> None:
     """Raise NotImplementedError unless the option is supported."""
     if not supported:
-        raise NotImplementedError(f"the stand-in's npu_fusion_attention does not do {what}")
+        raise NotImplementedError(f"the simulated npu_fusion_attention does not do {what}")
 
 
 class _Mask:

@@ -1,6 +1,6 @@
-"""Stand-in for triton-ascend: MindSpeed for core 0.16 defines kernels when it is imported.
+"""Replacement of triton-ascend: MindSpeed for core 0.16 defines kernels when it is imported.
 
-No rehearsal runs a kernel.
+No test runs a kernel.
 """
 
 from imported import Imported

@@ -1,6 +1,6 @@
-"""One rank of a rehearsed run, which `run.run_case` starts with the variables of torchrun.
+"""One rank of a compared run, which `run.run_case` starts with the variables of torchrun.
 
-python -m tests.npu_rehearsal.worker KIND MODELS OUTPUT CASE
+python -m tests.npu_sim.worker KIND MODELS OUTPUT CASE
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from mindspeed_rlxf.cluster.local import LocalRuntime, claim_device
 from mindspeed_rlxf.config.enums import DeviceKind
-from tests.npu_rehearsal.cases import CASES, PATHS
+from tests.npu_sim.cases import CASES, PATHS
 
 TIMEOUT_S = 300.0
 calls: collections.Counter[str] = collections.Counter()

@@ -89,7 +89,7 @@ def npu_apply_adam_w(
     out: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do one AdamW step in place on out = (var, m, v): parameter, mean and mean of squares."""
-    assert not amsgrad and max_grad_norm is None, "the stand-in does no amsgrad"
+    assert not amsgrad and max_grad_norm is None, "there is no amsgrad"
     var, m, v = out
     grad = (-grad if maximize else grad).to(m.dtype)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def npu_grouped_matmul(
     group_list: ends of the groups, with group_list_type 1 their sizes
     """
     given = [name for name, value in unsupported.items() if value is not None]
-    assert not given and not bias, f"the stand-in's npu_grouped_matmul does not do {given or bias}"
+    assert not given and not bias, f"npu_grouped_matmul does not do {given or bias}"
     assert len(x) == len(weight) == 1 and group_list is not None, "one tensor of all groups each"
     sizes = torch.as_tensor(group_list, dtype=torch.int64)
     if group_list_type == 0:
@@ -140,7 +140,7 @@ def npu_moe_token_permute(
 
     indices: [tokens] or [tokens, choices] expert numbers
     """
-    assert not padded_mode, "the stand-in does no padded mode"
+    assert not padded_mode, "there is no padded mode"
     choices = 1 if indices.dim() == 1 else indices.size(1)
     order = indices.flatten().argsort(stable=True)
     places = order.argsort(stable=True).to(torch.int32)
@@ -156,7 +156,7 @@ def npu_moe_token_unpermute(
     restore_shape: Any = None,
 ) -> Tensor:
     """Undo npu_moe_token_permute: return the sum of each token's choices, weighted by `probs`."""
-    assert not padded_mode, "the stand-in does no padded mode"
+    assert not padded_mode, "there is no padded mode"
     choices = 1 if probs is None else probs.size(1)
     tokens = permuted_tokens.index_select(0, sorted_indices.long())
     tokens = tokens.unflatten(0, (-1, choices))

@@ -1,4 +1,4 @@
-"""The cases that `run` rehearses: layouts, architectures and options of a run."""
+"""The cases that `run` compares: layouts, architectures and options of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """One run, on CPU and on the rehearsed NPU."""
+    """One run, on the CPU and on simulated NPUs."""
 
     ranks: int = 1
     layout: dict[str, Any] = field(default_factory=dict)  # keys of every role
@@ -64,4 +64,3 @@ CASES = {
         uncalled=("npu_swiglu",),
     ),
 }
-REQUIRED = ("tp1", "tp1 generates", "tp1 padded", "tp2", "pp2", "dp2 distributed optimizer")

@@ -1,0 +1,1 @@
+"""`torch_npu.profiler`: imported, and never called."""

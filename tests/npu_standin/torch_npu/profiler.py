@@ -1,1 +1,0 @@
-"""`torch_npu.profiler`: imported, and not used by any rehearsal."""
