@@ -150,16 +150,6 @@ class RewardKind(str, Enum):
     HUGGING_FACE = "huggingface"  # a sequence classifier of any architecture
 
 
-class SandboxLevel(str, Enum):
-    """Isolation of programs that rules run, the strongest first."""
-
-    AUTO = "auto"
-    BUBBLEWRAP = "bubblewrap"  # bwrap(1)
-    NAMESPACES = "namespaces"  # own namespaces
-    UID = "uid"  # another user, in a root folder of its own; needs root
-    LIMITS = "limits"  # no isolation
-
-
 class Verifier(str, Enum):
     """A rule of `algorithm.verifier_function`."""
 

@@ -8,6 +8,8 @@ REMOVED: dict[str, str] = {
     "plan.device": "remove it: a plan predicts no times",
     "plan.prompt_tokens": "remove it: a plan predicts no times",
     "plan.response_tokens": "remove it: a plan predicts no times",
+    "reward.sandbox.level": "remove it: programs run in bubblewrap",
+    "reward.sandbox.weak": "use reward.sandbox.unsafe=true, which runs programs without isolation",
     "runtime.allow_unauthenticated": "remove it: any cluster that you name is joined",
 }
 """`section.key` -> fix, a clause such as "remove it: output_dir must be on shared storage"."""

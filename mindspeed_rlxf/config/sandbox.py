@@ -1,26 +1,18 @@
-"""The section `reward.sandbox`: isolation and limits of programs that rules run."""
+"""The section `reward.sandbox`: limits of programs that rules run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
-
-from mindspeed_rlxf.config.enums import SandboxLevel
-from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.fields import Section, Word, key
+from mindspeed_rlxf.config.fields import Section, key
 
 
 class SandboxConfig(Section):
-    """Isolation and limits of programs that rules run (docs/sandbox.md)."""
+    """Limits of programs that rules run in bubblewrap (docs/sandbox.md)."""
 
     section_used_if = "reward.runs_programs"
 
-    level: Annotated[SandboxLevel, Word] = key(
-        SandboxLevel.AUTO,
-        "isolation: bubblewrap, namespaces, uid or limits; auto = the strongest that works",
-        "free",
+    unsafe: bool = key(
+        False, "where bubblewrap does not work, run programs without isolation", "free"
     )
-    weak: bool = key(False, "allow the level limits, which does not isolate", "free")
     python: str | None = key(
         None, "interpreter of programs, with its packages; null = Python's standard library alone"
     )
@@ -34,12 +26,3 @@ class SandboxConfig(Section):
     files: int = key(64, "open files of a process; a program may make 100 x as many", ge=16)
     processes: int = key(16, "processes and threads of one program", ge=1)
     output_kb: int = key(256, "standard output of one program, KiB", ge=1)
-
-    def broken_rules(self) -> Iterator[Problem]:
-        if self.level is SandboxLevel.LIMITS and not self.weak:
-            yield Problem(
-                "level",
-                f"does not isolate programs and needs {ref('weak')}=true",
-                self.level.value,
-                "use auto, or accept what docs/security.md says about it",
-            )

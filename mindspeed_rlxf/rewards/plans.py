@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.sources import find_carried
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES
-from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
+from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.rewards.scorer import Part, Plan
 
 
@@ -77,15 +77,13 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
 
 
 def try_sandbox(reward: RewardConfig) -> str | None:
-    """Try the sandbox on this host, and return a line on its level of isolation.
+    """Try the sandbox on this host, and return a line about it; None if no rule runs programs.
 
-    None if no rule runs programs; else runs a harmless program at each level until one works.
-    Raises UserError if none does.
+    Raises UserError if it does not work.
     """
     if not reward.runs_programs:
         return None
-    with Sandbox.choose(reward.sandbox) as sandbox:
-        return sandbox.describe()
+    return Sandbox.choose(reward.sandbox).describe()
 
 
 def rule_decides(reward: RewardConfig, data_source: str, style: str | None = None) -> bool:

@@ -15,13 +15,11 @@ from typing import Any
 import psutil
 
 from mindspeed_rlxf.files.plain import parse_json
-from mindspeed_rlxf.rewards.sandbox.runner import START
 
 MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
 MAX_SHOWN = 1000  # printed bytes that are logged
 SEND_S = 10.0  # longest wait until the process accepts a sample, and until it is dead
 EXIT_S = 0.3  # wait for a process that is about to end by itself
-WARDEN_S = 10.0  # wait for wardens of sandboxes to end by themselves
 READ = 2**16
 
 
@@ -124,10 +122,9 @@ class ScoringProcess:
     def end(self, ends_itself: bool = False) -> str:
         """Kill the process and its descendants; return a text on how the process had ended.
 
-        If it still runs, all descendants are killed; wardens of sandboxes first get WARDEN_S to end
-        by themselves. If it has ended already, only the rest of its process group is killed. Waits
-        for the process, but not for killed descendants. Closes socket and output. If the process
-        still ran, the text says that it closed the socket, whether it did or not.
+        If it still runs, all descendants are killed. If it has ended already, only the rest of its
+        process group is. Waits for the process, but not for killed descendants. Closes socket and
+        output. If the process still ran, the text says that it closed the socket.
         Raises subprocess.TimeoutExpired if the killed process does not end within SEND_S.
         ends_itself: first wait up to EXIT_S, because the process closed the socket and is about to
                      end
@@ -139,8 +136,6 @@ class ScoringProcess:
         descendants = self._stop_descendants() if code is None else []
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        wardens = [process for process in descendants if _is_warden(process)]
-        psutil.wait_procs(wardens, WARDEN_S)  # they end their programs and remove their files
         for descendant in descendants:
             with contextlib.suppress(psutil.Error):
                 descendant.kill()
@@ -162,16 +157,6 @@ class ScoringProcess:
             root.suspend()
             return root.children(recursive=True)
         return []
-
-
-def _is_warden(process: psutil.Process) -> bool:
-    """Return whether a process is the warden of a sandbox, which ends by itself after its parent.
-
-    False if it has ended or cannot be read.
-    """
-    with contextlib.suppress(psutil.Error):
-        return START in process.cmdline()
-    return False
 
 
 def _describe_signal(number: int) -> str:

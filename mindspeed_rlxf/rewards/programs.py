@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
-from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
+from mindspeed_rlxf.rewards.sandbox import Sandbox
 
 # A program that ends early, by exit() for instance, does not get to the last line.
 _ASSERTIONS = "\nimport sys as _sys\nexec(compile(_sys.stdin.read(), 'test', 'exec'))\n"
@@ -52,19 +52,13 @@ class CodeRules:
         self._sandbox: Sandbox | None = None
 
     def use(self, config: SandboxConfig) -> str:
-        """Open a sandbox with this configuration, unless it is open; close one with another.
+        """Make a sandbox with this configuration, unless it is there; return a line about it.
 
-        Returns a line on the sandbox's level of isolation. Raises UserError where no level works.
+        Raises UserError if none works here.
         """
         if self._sandbox is None or config != self.config:
-            self.close()
             self._sandbox, self.config = Sandbox.choose(config), config
         return self._sandbox.describe()
-
-    def close(self) -> None:
-        if self._sandbox is not None:
-            self._sandbox.close()
-        self._sandbox = None
 
     def count_passed(self, program: str, cases: list[Case]) -> int:
         """Run the program on all cases in turn, also after one that fails; return how many pass.

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.sandbox import SandboxConfig
-from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
+from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.distributed.llamas import make_llama

@@ -8,8 +8,7 @@ host. A program that succeeds prints HARM, or a secret of the host. A program th
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from mindspeed_rlxf.rewards.sandbox.levels import Threat
+from enum import Enum
 
 TIME = ("cpu_time", "wall_time")
 ENDED = (*TIME, "killed", "memory", "processes", "files", "output")
@@ -34,6 +33,24 @@ def read(path):
     with open(path, "rb") as file:
         return file.read()
 """
+
+
+class Threat(str, Enum):
+    """An attack that a hostile program may try; the value is its description for messages."""
+
+    CPU_TIME = "computing without end"
+    MEMORY = "filling the memory"
+    OUTPUT = "output without end"
+    FILE_SIZE = "a large file"
+    DISK = "many files, and so a full disk"
+    PROCESSES = "many processes or threads"
+    STAYING = "processes that outlive the run"
+    FILES = "reading or changing files of the host, of the user and of other samples"
+    OTHERS = "signals to other processes, reading or tracing them"
+    SHARED_MEMORY = "shared memory and message queues"
+    SECRETS = "reading secrets of the environment and of open files"
+    PRIVILEGES = "more privileges, by setuid programs, namespaces, mounts or devices"
+    NETWORK = "network, loopback and abstract sockets included"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mindspeed_rlxf.rewards.sandbox.levels import PREVENTS
 from tests.hostile.sandbox_programs import HOSTILE
 
 BEGIN = "<!-- made by: python -m tests.hostile.sandbox_table docs/security.md -->"
@@ -13,12 +12,9 @@ END = "<!-- end of the table -->"
 
 
 def table() -> str:
-    """Return a Markdown table: which level of the sandbox stops which program."""
-    lines = [["a program that", *(level.value for level in PREVENTS)]]
-    lines.append(["---"] * len(lines[0]))
-    for hostile in HOSTILE:
-        stops = (hostile.threat in threats for threats in PREVENTS.values())
-        lines.append([hostile.name, *("stopped" if stop else "**not stopped**" for stop in stops)])
+    """Return a Markdown table: the hostile programs, and the threats they stand for."""
+    lines = [["a program that is stopped", "threat"], ["---", "---"]]
+    lines += [[hostile.name, hostile.threat.value] for hostile in HOSTILE]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

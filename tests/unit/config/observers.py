@@ -39,9 +39,10 @@ from mindspeed_rlxf.models.transformer import recompute_settings, transformer_co
 from mindspeed_rlxf.ops.doctor import checks as doctor_checks
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.rewards import sandbox as sandboxes
 from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
+from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
@@ -412,15 +413,24 @@ def accepted_failures(config: RunConfig) -> str:
 
 
 def sandboxed(config: RunConfig) -> list[Any]:
-    """Return the level, interpreter, packages and limits of each sandbox tried, as none works."""
-    tried = []
+    """Return commands and limits of each sandbox tried, as bubblewrap does not work."""
+    tried: list[Any] = []
 
     def refuse(sandbox: Sandbox) -> str:
-        tried.append((sandbox.level, sandbox.python, sandbox.packages, sandbox.limits))
+        tried.append([sandbox._options(0, 0, 0), sandbox._command("p")])
+        with patch.object(sandbox, "_run") as run, patch.object(sandboxes.os, "set_blocking"):
+            sandbox.run("")
+            limits = sandboxes._Run(sandbox.config, MagicMock(), 0)
+        tried.append((run.call_args.args[2], limits.stdout.limit, limits.config.cpu_s))
         return "not here"
 
-    with patch.object(Sandbox, "probe", refuse), contextlib.suppress(UserError):
-        Sandbox.choose(config.reward.sandbox)
+    with (
+        patch.object(sandboxes.shutil, "which", return_value="/usr/bin/bwrap"),
+        patch.object(sandboxes, "_output_of", return_value='["/python", "/usr", "/usr"]'),
+        patch.object(Sandbox, "probe", refuse),
+        contextlib.suppress(UserError),
+    ):
+        tried.append(Sandbox.choose(config.reward.sandbox).describe())
     return tried
 
 

@@ -302,8 +302,7 @@ FUNCTION_KEYS: dict[str, Any] = {
     ),
 }
 SANDBOX: dict[str, Any] = {
-    "level": Case("uid", see.sandboxed),
-    "weak": Case(True, see.sandboxed),
+    "unsafe": Case(True, see.sandboxed),
     "python": Case("/usr/bin/python4", see.sandboxed),
     "cpu_s": Case(1.5, see.sandboxed),
     "wall_s": Case(1.5, see.sandboxed),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.config.enums import SandboxLevel
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RewardConfig
@@ -22,8 +20,7 @@ from mindspeed_rlxf.rewards import programs
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.plans import try_sandbox
 from mindspeed_rlxf.rewards.programs import Case, code, code_all, find_program, read_cases
-from mindspeed_rlxf.rewards.sandbox import root, runner
-from mindspeed_rlxf.rewards.sandbox.runner import Sandbox, SandboxError
+from mindspeed_rlxf.rewards.sandbox import Outcome, Sandbox, SandboxError
 
 ADD = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 CALLS = json.dumps({"assert_case": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]})
@@ -39,9 +36,8 @@ def rules() -> Iterator[programs.CodeRules]:
     try:
         programs.SHARED.use(SandboxConfig())
     except UserError as error:
-        pytest.skip(f"no level of isolation works here: {error}")
+        pytest.skip(f"bubblewrap does not work here: {error}")
     yield programs.SHARED
-    programs.SHARED.close()
 
 
 @pytest.mark.parametrize(
@@ -129,9 +125,9 @@ def test_cases_end_with_the_time_of_a_response() -> None:
     ran = []
 
     class Slow:
-        def run(self, program: str, stdin: str, wall_s: float) -> runner.Outcome:
+        def run(self, program: str, stdin: str, wall_s: float) -> Outcome:
             ran.append(stdin)
-            return runner.Outcome("3\n", 0, "ok")
+            return Outcome("3\n", 0, "ok")
 
     shared = programs.CodeRules()
     shared._sandbox = Slow()  # type: ignore[assignment]
@@ -161,48 +157,12 @@ def test_a_run_without_a_rule_of_programs_chooses_no_sandbox() -> None:
         assert try_sandbox(reward) is None
 
 
-def test_limits_alone_are_never_chosen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only they work, the run is refused; with weak=true its start says what they lack."""
-    monkeypatch.setattr(
-        Sandbox, "probe", lambda box: "" if box.level is SandboxLevel.LIMITS else "not here"
-    )
-    with pytest.raises(UserError, match=r"bubblewrap with .*: not here.*weak=true") as error:
-        Sandbox.choose(SandboxConfig())
-    assert "limits with" not in str(error.value)
-    reward = RewardConfig.model_construct(rules={"a": "code"}, sandbox=SandboxConfig(weak=True))
-    line = programs.CodeRules().use(reward.sandbox)
-    assert "level limits, which does not prevent: many files" in line and "network" in line
-
-
-def test_a_lost_warden_is_replaced(rules: programs.CodeRules) -> None:
-    """The program counts as killed, and the next one runs: no process of ours is waited for."""
-    sandbox = rules._sandbox
-    assert sandbox is not None and sandbox.run("print(1)").cause == "ok"
-    assert sandbox._warden is not None
-    sandbox._warden.kill()
-    assert sandbox.run("print(1)").cause == "killed"
-    assert sandbox.run("print(2)").stdout == "2\n"
-
-
-def test_a_warden_that_does_not_answer_is_replaced(
-    rules: programs.CodeRules, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sandbox = rules._sandbox
-    assert sandbox is not None and sandbox.run("print(1)").cause == "ok"
-    assert sandbox._warden is not None
-    os.kill(sandbox._warden.pid, signal.SIGSTOP)
-    monkeypatch.setattr(runner, "EXTRA_S", 1 - sandbox.limits.wall_s)
-    with pytest.raises(SandboxError, match="no answer within 1 s"):
-        sandbox._ask_warden("print(1)", "")
-    monkeypatch.undo()
-    assert sandbox.run("print(2)").stdout == "2\n"
-
-
-def test_a_level_that_stopped_working_is_no_score(rules: programs.CodeRules) -> None:
+def test_a_sandbox_that_stopped_working_is_no_score(rules: programs.CodeRules) -> None:
     """A zero for a program that never ran would be learnt from."""
     sandbox = rules._sandbox
     assert sandbox is not None
-    broken = Sandbox(sandbox.level, "/nowhere/python3", sandbox.limits)
+    broken = copy.copy(sandbox)
+    broken.python = "/nowhere/python3"
     with pytest.raises(SandboxError, match=r"no longer works: .*/nowhere/python3"):
         broken.run("print(1)")
 
@@ -214,16 +174,3 @@ def test_the_program_of_the_documents_prints_what_they_say() -> None:
     program, printed = blocks
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.endswith(printed), done.stderr
-
-
-def test_mounts_are_found_by_their_names_in_every_spelling(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A mount that is not found would stay writable."""
-    names = ["/tmp/x/jos\u00e9", "/tmp/x/a b", "/tmp/x/a\\b", "/tmp/x/a\u3000b", "/tmp/x/a\rb"]
-    written = [name.replace("\\", "\\134").replace(" ", "\\040") for name in names]
-    lines = [f"36 35 98:0 /mnt {name} rw - ext3 /dev/root rw\n" for name in [*written, "/other"]]
-    file = tmp_path / "mountinfo"
-    file.write_bytes("".join(lines).encode())
-    monkeypatch.setattr(root, "open", lambda _, mode: file.open(mode), raising=False)
-    assert root._mounted_below("/tmp/x") == names

@@ -23,13 +23,12 @@ from transformers import (
 from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.enums import DeviceKind, SandboxLevel
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.rollout.engines import ENGINES
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
@@ -440,24 +439,22 @@ def write_cases(good: Path, *truths: str) -> str:
     return f"data.train_files={good}/cases.jsonl"
 
 
-def test_a_run_with_programs_says_what_its_sandbox_does_not_prevent(
+def test_a_run_with_programs_needs_bubblewrap_unless_it_is_unsafe(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = [SandboxLevel.LIMITS]
-    monkeypatch.setattr(Sandbox, "probe", lambda box: "" if box.level in works else "not here")
+    monkeypatch.setenv("PATH", "/nowhere")
     cases = write_cases(good, *['{"inputs": [""], "outputs": ["3"]}'] * 2)
-    config = load_config(good, *CODE, cases, "+reward.sandbox.weak=true")
+    config = load_config(good, *CODE, cases, "+reward.sandbox.unsafe=true")
     (line,) = [notice for notice in prepare(config).notices if notice.startswith("sandbox: ")]
-    assert "at level limits, which does not prevent: many files" in line
-    with pytest.raises(UserError, match=r"reward\.sandbox\.level=auto must be a level"):
-        prepare(load_config(good, *CODE, cases, "+reward.sandbox.cpu_s=5"))
+    assert "WITHOUT isolation" in line
+    with pytest.raises(UserError, match=r"not installed.*reward\.sandbox\.unsafe=true"):
+        prepare(load_config(good, *CODE, cases))
 
 
-def test_rows_without_test_cases_are_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sandbox, "probe", lambda box: "")
+def test_rows_without_test_cases_are_refused(good: Path) -> None:
     cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
     with pytest.raises(UserError, match=r"its rule code accepts .* the first is prompt 1"):
-        prepare(load_config(good, *CODE, cases))
+        prepare(load_config(good, *CODE, cases, "+reward.sandbox.unsafe=true"))
 
 
 def test_a_resumed_run_replaces_no_weights_of_others(good: Path) -> None:

@@ -1,0 +1,480 @@
+"""Run programs that a policy wrote: in bubblewrap, with limits for all their processes together.
+
+A program has namespaces of its own, a root of read-only system folders and a small tmpfs, a filter
+of system calls, and limits of the kernel for each process. Every 50 ms we add up memory, CPU time,
+threads and files of all its processes, and kill its pid namespace if they exceed a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import random
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.rewards.outcome import ScoringBroken
+from mindspeed_rlxf.rewards.system_calls import make_filter
+
+BETWEEN_LOOKS_S = 0.05
+KILL_S = 10.0
+MIB = 1 << 20
+INTERPRETER_MIB = 128  # address space that Python has mapped before a program starts
+STDERR_BYTES = 4096
+INODES_PER_FILE = 100  # files that may exist per file that may be open
+NOBODY = "65534"
+PROGRAM, SCRATCH = "/box/program.py", "/tmp"
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}  # fmt: skip
+# Lower the limits, then run the program as __main__. Limits are set inside of the user namespace,
+# which counts its own processes.
+_RUN = """
+def start():
+    import json, resource, site, sys
+    for name, soft, hard in json.loads(sys.argv.pop()):
+        kind = getattr(resource, name)
+        before = resource.getrlimit(kind)[1]
+        if before != resource.RLIM_INFINITY:
+            soft, hard = min(soft, before), min(hard, before)
+        resource.setrlimit(kind, (soft, hard))
+    site.setquit()
+    del sys.argv[0]
+    return sys.argv[0]
+__file__ = start()
+del start
+exec(compile(open(__file__, "rb").read(), __file__, "exec"))
+"""
+_PLACES = """
+import json, os, sys
+paths = sys.executable, sys.prefix, sys.base_prefix
+print(json.dumps([os.path.realpath(path) for path in paths]))
+"""
+# What a harmless program can reach.
+_PROBE = """
+import json, os, socket
+def refused(attempt, *arguments):
+    try:
+        attempt(*arguments)
+    except OSError:
+        return True
+    return False
+print(json.dumps({
+    "no socket": refused(socket.socket),
+    "no host files": refused(os.stat, "/etc/passwd") and refused(os.listdir, "/proc"),
+    "no writing": refused(open, "/box/x", "w"),
+    "not root": os.getuid() != 0,
+}))
+"""
+# Text in the last line of standard error when the kernel enforced a limit -> cause of the end.
+REFUSALS = {
+    "MemoryError": "memory",
+    "[Errno 12]": "memory",
+    "[Errno 27]": "files",
+    "[Errno 28]": "files",
+    "[Errno 24]": "files",
+    "can't start new thread": "processes",
+    "[Errno 11] Resource temporarily unavailable": "processes",
+}
+SIGNALS: dict[int, str] = {signal.SIGXCPU: "cpu_time", signal.SIGXFSZ: "files"}
+
+
+class SandboxError(ScoringBroken):
+    """The sandbox itself failed, not the program."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of running a program.
+
+    Attributes:
+        stdout: standard output, at most reward.sandbox.output_kb of it.
+        exit: exit code, or 128 + number of the signal that ended the program.
+        cause: "ok", "error" (an exit code other than 0), "killed" (by a signal), or the limit that
+            was exceeded: "cpu_time", "wall_time", "memory", "output", "files", "processes".
+        stderr: beginning of standard error, for messages.
+    """
+
+    stdout: str
+    exit: int
+    cause: str
+    stderr: str = ""
+
+
+@dataclass
+class _Output:
+    limit: int
+    data: bytearray = field(default_factory=bytearray)
+    over: bool = False
+
+    def take(self, descriptor: int) -> bool:
+        """Read what is there without waiting; return whether more may come."""
+        try:
+            read = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        self.over |= len(self.data) + len(read) > self.limit
+        self.data += read[: self.limit - len(self.data)]
+        return bool(read)
+
+
+class Sandbox:
+    """Runs programs one after the other, each isolated from the host and from the others.
+
+    Attributes:
+        bwrap: path of bubblewrap; None = without isolation, with limits alone.
+    """
+
+    def __init__(self, config: SandboxConfig, python: str, bwrap: str | None) -> None:
+        self.config, self.bwrap = config, bwrap
+        executable, *prefixes = json.loads(_output_of(python, _PLACES))
+        # With packages the interpreter keeps its path, by which it finds those of a venv.
+        self.python = os.path.abspath(python) if config.python else executable
+        folders = [p for p in dict.fromkeys(prefixes) if not p.startswith("/usr")]
+        home = Path("~").expanduser().resolve()
+        if inside := [p for p in folders if bwrap and home.is_relative_to(p)]:
+            raise OSError(f"{python} is installed in {inside[0]}, which holds the home {home}")
+        self._folders = [p for p in (*SYSTEM, *folders) if os.path.lexists(p)]
+        # Orphans of a program become our children, so that we see all of it end.
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+    @classmethod
+    def choose(cls, config: SandboxConfig) -> Sandbox:
+        """Return a sandbox in bubblewrap, with `config.python` or the first Python that works.
+
+        Raises:
+            UserError: with the reason, if none works and `config.unsafe` is not set.
+        """
+        reasons = []
+        bwrap = shutil.which("bwrap")
+        for python in [config.python] if config.python else _list_interpreters():
+            try:
+                if bwrap is None:
+                    raise OSError("bubblewrap (bwrap) is not installed")
+                sandbox = cls(config, python, bwrap)
+                if not (reason := sandbox.probe()):
+                    return sandbox
+            except (OSError, subprocess.SubprocessError, SandboxError) as error:
+                reason = str(error)
+            reasons.append(f"{python}: {reason}")
+        if config.unsafe:
+            try:
+                return cls(config, config.python or sys.executable, None)
+            except (OSError, subprocess.SubprocessError) as error:
+                reasons.append(str(error))
+        raise UserError(
+            Problem(
+                "reward.sandbox",
+                f"programs of responses must run in bubblewrap, which fails here "
+                f"({'; '.join(dict.fromkeys(reasons))})",
+                remedy="install bubblewrap, allow user namespaces, name an interpreter that other "
+                "users may read as reward.sandbox.python, or let programs do what you may do by "
+                "reward.sandbox.unsafe=true",
+                colon=True,
+            )
+        )
+
+    def probe(self) -> str:
+        """Run a harmless program; return why it fails or is not isolated, "" if all is well."""
+        outcome = self._run(_PROBE, "", self.config.wall_s)
+        if outcome.cause != "ok":
+            last = outcome.stderr.strip().rpartition("\n")[2]
+            return f"a harmless program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
+        seen = json.loads(outcome.stdout)
+        missing = [name for name, found in seen.items() if self.bwrap and not found]
+        return f"isolation is not complete: {', '.join(missing)}" if missing else ""
+
+    def describe(self) -> str:
+        """Return a line for the log."""
+        if self.bwrap is not None:
+            return "sandbox: programs run in bubblewrap; docs/security.md has what it stops"
+        return "sandbox: programs run WITHOUT isolation, with your files and your network"
+
+    def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
+        """Run a Python program until it ends or exceeds a limit; kill all its processes.
+
+        Args:
+            program: source code.
+            wall_s: time limit in seconds, at most reward.sandbox.wall_s; None = that.
+
+        Raises:
+            SandboxError: if the sandbox no longer works, so that a harmless program fails too.
+        """
+        most = self.config.wall_s
+        outcome = self._run(program, stdin, most if wall_s is None else min(wall_s, most))
+        if self.bwrap and outcome.stderr.startswith("bwrap:") and (reason := self.probe()):
+            raise SandboxError(f"the sandbox no longer works: {reason}")
+        return outcome
+
+    def _run(self, program: str, stdin: str, wall_s: float) -> Outcome:
+        with contextlib.ExitStack() as stack:
+            code, given, refused = (
+                _open_read_only(stack, data)
+                for data in (program.encode(errors="replace"), stdin.encode(errors="replace"),
+                             make_filter() if self.bwrap else b"")
+            )  # fmt: skip
+            told, tell = os.pipe()
+            told_file = stack.enter_context(os.fdopen(told))
+            descriptors = (code, refused, tell)
+            options: dict[str, Any] = {"cwd": "/", "env": ENVIRONMENT}
+            if self.bwrap is None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlxf-program-"))
+                options = {"cwd": folder, "env": {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}}
+            elif os.geteuid() == 0:  # the kernel does not limit the processes of root
+                uid = _fresh_uid()
+                options |= {"user": uid, "group": uid, "extra_groups": []}
+            try:
+                process = subprocess.Popen(
+                    [*self._options(*descriptors), *self._command(f"/dev/fd/{code}")],
+                    stdin=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                    **options,
+                )
+            except OSError as error:
+                raise SandboxError(f"{self.bwrap or self.python} does not start: {error}") from None
+            finally:
+                os.close(tell)
+            stack.enter_context(process)
+            if self.bwrap is None:
+                return _Run(self.config, process, process.pid).finish(wall_s, isolated=False)
+            found = re.search(r'"child-pid": (\d+)', told_file.read())
+            first = int(found[1]) if found else process.pid  # bubblewrap failed before
+            return _Run(self.config, process, first).finish(wall_s, isolated=True)
+
+    def _command(self, program: str) -> list[str]:
+        c = self.config
+        seconds, space = max(1, math.ceil(c.cpu_s)), (c.memory_mb + INTERPRETER_MIB) * MIB
+        size = c.file_mb * MIB
+        limits = [
+            ("RLIMIT_CPU", seconds, seconds + 1), ("RLIMIT_AS", space, space),
+            ("RLIMIT_FSIZE", size, size), ("RLIMIT_NOFILE", c.files, c.files),
+            ("RLIMIT_CORE", 0, 0), ("RLIMIT_MEMLOCK", 0, 0), ("RLIMIT_MSGQUEUE", 0, 0),
+        ]  # fmt: skip
+        if self.bwrap:  # else it would count all processes of this user; bwrap is two of them
+            limits.append(("RLIMIT_NPROC", c.processes + 2, c.processes + 2))
+            program = PROGRAM
+        # Without packages `site` does not run, which is most of the start.
+        without = [] if c.python else ["-S"]
+        return [self.python, "-s", *without, "-c", _RUN, program, json.dumps(limits)]
+
+    def _options(self, code: int, refused: int, tell: int) -> list[str]:
+        if self.bwrap is None:
+            return []
+        options = [self.bwrap, "--unshare-user", "--unshare-all", "--die-with-parent"]
+        options += ["--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY]
+        for path in self._folders:
+            link = os.path.islink(path)
+            options += ["--symlink" if link else "--ro-bind"]
+            options += [os.readlink(path) if link else path, path]
+        for name in DEVICES:
+            options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        options += ["--symlink", SCRATCH, "/dev/shm", "--file", str(code), PROGRAM]
+        options += ["--size", str(self.config.file_mb * MIB), "--tmpfs", SCRATCH]
+        options += ["--remount-ro", "/", "--chdir", SCRATCH, "--seccomp", str(refused)]
+        return [*options, "--info-fd", str(tell), "--"]
+
+
+class _Run:
+    """A running program, until all its processes have ended."""
+
+    def __init__(self, config: SandboxConfig, process: subprocess.Popen[bytes], first: int) -> None:
+        """Take over the process.
+
+        Args:
+            first: pid of the first process of the pid namespace, else of the program.
+        """
+        assert process.stdout is not None and process.stderr is not None
+        self.config, self.process, self.first = config, process, first
+        self.stdout, self.stderr = _Output(config.output_kb << 10), _Output(STDERR_BYTES)
+        self.sources = {process.stdout.fileno(): self.stdout, process.stderr.fileno(): self.stderr}
+        self.cpu_s = 0.0
+        for descriptor in self.sources:
+            os.set_blocking(descriptor, False)
+
+    def finish(self, wall_s: float, isolated: bool) -> Outcome:
+        deadline = time.monotonic() + wall_s
+        try:
+            cause = self._watch(deadline, isolated)
+        finally:
+            self._kill_all(isolated)
+        for descriptor, output in self.sources.items():
+            while not output.over and output.take(descriptor):
+                pass
+        code = self.process.returncode
+        code = 128 - code if code < 0 else code
+        stderr = self.stderr.data.decode(errors="replace")
+        if not cause and self.stdout.over:
+            cause = "output"
+        cause = cause or self._cause_of(code, stderr)
+        return Outcome(self.stdout.data.decode(errors="replace"), code, cause, stderr)
+
+    def _watch(self, deadline: float, isolated: bool) -> str:
+        """Wait until the program ends or exceeds a limit; return the limit's name, "" if it ended.
+
+        Reads its output meanwhile.
+        """
+        ended = os.pidfd_open(self.process.pid)
+        next_look = time.monotonic() + BETWEEN_LOOKS_S
+        with selectors.PollSelector() as selector:
+            for descriptor in (ended, *self.sources):
+                selector.register(descriptor, selectors.EVENT_READ)
+            try:
+                while (now := time.monotonic()) < deadline:
+                    if now >= next_look:
+                        if cause := self._find_exceeded_limit(isolated):
+                            return cause
+                        cost = time.monotonic() - now
+                        next_look = time.monotonic() + max(BETWEEN_LOOKS_S, 4 * cost)
+                    wait = min(deadline, next_look) - time.monotonic()
+                    for key, _ in selector.select(max(0.0, wait)):
+                        if key.fd == ended:
+                            return ""
+                        if not self.sources[key.fd].take(key.fd):
+                            selector.unregister(key.fd)
+                    if self.stdout.over:
+                        return "output"
+                return "wall_time"
+            finally:
+                os.close(ended)
+
+    def _find_exceeded_limit(self, isolated: bool) -> str:
+        """Return the first limit that all processes together exceed now, "" for none."""
+        memory, threads, cpu_s = 0, 0, 0.0
+        pids = [self.first, *_descendants(self.first)]
+        for pid in pids:
+            with contextlib.suppress(OSError, IndexError):  # ended meanwhile
+                fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+                values = fields.split()
+                cpu_s += sum(map(int, values[11:15])) / os.sysconf("SC_CLK_TCK")
+                threads += int(values[17])
+                memory += _memory_of(pid)
+        self.cpu_s = max(self.cpu_s, cpu_s)
+        if memory > self.config.memory_mb * MIB:
+            return "memory"
+        if threads > self.config.processes + isolated:  # bubblewrap's own process
+            return "processes"
+        if cpu_s > self.config.cpu_s:
+            return "cpu_time"
+        return "files" if isolated and self._has_too_many_files(pids) else ""
+
+    def _has_too_many_files(self, pids: list[int]) -> bool:
+        for pid in reversed(pids):
+            with contextlib.suppress(OSError):
+                found = os.statvfs(f"/proc/{pid}/root{SCRATCH}")
+                if found.f_blocks * found.f_frsize == self.config.file_mb * MIB:
+                    used = found.f_files - found.f_ffree
+                    return used >= self.config.files * INODES_PER_FILE or not found.f_bfree
+        return False
+
+    def _kill_all(self, isolated: bool) -> None:
+        """Kill all processes of the program, and wait until they have ended.
+
+        The kernel kills a pid namespace with its first process, which ends after all others.
+        """
+        deadline = time.monotonic() + KILL_S
+        if not isolated:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in (self.first, *([] if isolated else _descendants(self.first))):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(KILL_S)
+        while isolated and self.first != self.process.pid and time.monotonic() < deadline:
+            try:
+                if os.waitpid(self.first, os.WNOHANG)[0]:
+                    return
+            except ChildProcessError:  # bubblewrap has waited for it
+                return
+            time.sleep(0.001)
+
+    def _cause_of(self, code: int, stderr: str) -> str:
+        if not code:
+            return "ok"
+        if code > 128:
+            out_of_time = code == 128 + signal.SIGKILL and self.cpu_s >= self.config.cpu_s
+            return "cpu_time" if out_of_time else SIGNALS.get(code - 128, "killed")
+        last = stderr.strip().rpartition("\n")[2]
+        return next((cause for sign, cause in REFUSALS.items() if sign in last), "error")
+
+
+def _descendants(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def _memory_of(pid: int) -> int:
+    """Return the proportional set size of a process, bytes; its resident size if it is hidden."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) << 10 for line in lines if line[:4] == "Pss:"), 0)
+    except OSError:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _open_read_only(stack: contextlib.ExitStack, data: bytes) -> int:
+    """Return a descriptor of a memory file that cannot be written to."""
+    with os.fdopen(os.memfd_create("sandbox"), "wb") as file:
+        file.write(data)
+        file.flush()
+        descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _fresh_uid() -> int:
+    """Return a random user id from the upper half of the ids of this user namespace."""
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    ranges = [[int(part) for part in line.split()] for line in lines]
+    first, _, count = max(ranges, key=lambda each: each[2])
+    high = min(first + count, (1 << 31) - 2)
+    return random.SystemRandom().randrange((first + high) // 2, high)
+
+
+def _list_interpreters() -> Iterator[str]:
+    """Yield this environment's base interpreter, then the system's `python3`, without links."""
+    own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    yield own
+    system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")
+    if system and os.path.realpath(system) != own:
+        yield os.path.realpath(system)
+
+
+def _output_of(python: str, program: str) -> bytes:
+    done = subprocess.run(
+        [python, "-I", "-c", program],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={},
+    )
+    if done.returncode:
+        raise OSError(f"{python} does not start: {done.stderr[-200:].decode(errors='replace')}")
+    return done.stdout
