@@ -12,7 +12,7 @@ from pathlib import Path
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
-from mindspeed_rlxf.run.report import report_mode, write_report
+from mindspeed_rlxf.run.report import write_report
 
 OPTIONS = (
     option("runs", nargs="+", metavar="RUN", help="run directory; several share charts"),
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = [Path(run) for run in arguments.runs]
         file = _report_path(arguments.output, runs)
         try:
-            size = write_report(runs, file, arguments.samples, mode=report_mode(runs[0], file))
+            size = write_report(runs, file, arguments.samples)
         except OSError as error:
             rule = f"must be a file that can be written: {error.strerror}"
             problem = Problem("--output", rule, repr(str(file)), "give another one")

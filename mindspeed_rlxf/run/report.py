@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.token_pieces import TokenPieces
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.files.safe import PRIVATE, mode_within, replace_file
+from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.reporting.report.content import RunFolder, name_runs
 from mindspeed_rlxf.reporting.report.page import make_report
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
@@ -28,19 +28,17 @@ def write_report(
     file: Path,
     max_samples: int = MAX_SAMPLES,
     tokenizer: Any = None,
-    mode: int | None = PRIVATE,
 ) -> int:
     """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
 
     max_samples: of all runs together
     tokenizer:   of all runs; None = each run's own, where it can be loaded
-    mode:        permission bits of the file, None = by umask
     Raises UserError for folders that have no iteration, and OSError.
     """
     split = None if tokenizer is None else TokenPieces(tokenizer)
     folders = open_runs(runs, split)
     content = make_report(folders, max_samples).encode("utf-8", "backslashreplace")
-    replace_file(file, content, mode)
+    replace_file(file, content)
     return len(content)
 
 
@@ -108,14 +106,6 @@ def load_split(run: Path) -> TokenSplitter | None:
 @functools.lru_cache(maxsize=4)
 def _load(path: str) -> Any:
     return load_tokenizer(path)
-
-
-def report_mode(run: Path, file: Path) -> int | None:
-    """Return the permission bits of a report: those of the run's files in the run's folder.
-
-    None elsewhere: by umask.
-    """
-    return mode_within(run / "logs") if file.parent.absolute() == run.absolute() else None
 
 
 def _is_exported(directory: RunDirectory) -> bool:

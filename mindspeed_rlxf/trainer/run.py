@@ -241,7 +241,6 @@ class Run:
                 [directory.path],
                 directory.report,
                 tokenizer=self.prepared.tokenizer,
-                mode=directory.file_mode,
             )
         except Exception as error:
             logger.warning("the report was not written", exc_info=error)
