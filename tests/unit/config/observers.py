@@ -418,7 +418,11 @@ def sandboxed(config: RunConfig) -> list[Any]:
 
     def refuse(sandbox: Sandbox) -> str:
         tried.append([sandbox._options(0, 0, 0), sandbox._command("p")])
-        with patch.object(sandbox, "_run") as run, patch.object(sandboxes.os, "set_blocking"):
+        done = sandboxes.Outcome("", 0, "ok")
+        with (
+            patch.object(sandbox, "_run", return_value=done) as run,
+            patch.object(sandboxes.os, "set_blocking"),
+        ):
             sandbox.run("")
             limits = sandboxes._Run(sandbox.config, MagicMock(), 0)
         tried.append((run.call_args.args[2], limits.stdout.limit, limits.config.cpu_s))
