@@ -53,10 +53,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function wrapped to get the CPU for a CUDA device among its arguments.
-
-    Looks at all positional arguments and at the keyword `device`.
-    """
+    """Return the function wrapped to get the CPU for a CUDA device among its arguments."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -70,11 +67,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.type` wrapped to return names such as `torch.cuda.FloatTensor`.
-
-    Megatron's distributed optimizer compares these names. Calls with a type still convert the
-    tensor.
-    """
+    """Return `Tensor.type` wrapped to return names such as `torch.cuda.FloatTensor`."""
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -113,11 +106,7 @@ def _patch_runtime() -> None:
 
 
 def _patch_random_state() -> None:
-    """Make the seeds and random states of `torch.cuda` those of the CPU's default generator.
-
-    Replaces get_rng_state, set_rng_state, manual_seed, manual_seed_all and initial_seed; `device`
-    arguments are ignored.
-    """
+    """Make the seeds and random states of `torch.cuda` those of the CPU's default generator."""
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

@@ -32,11 +32,7 @@ def wrap_collectives() -> None:
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `exchange` wrapped to turn split sizes that are tensors into lists.
-
-    Only the keyword arguments output_split_sizes and input_split_sizes are converted. Megatron's
-    token dispatcher converts only sizes that are on a device.
-    """
+    """Return `exchange` wrapped to turn split sizes that are tensors into lists."""
 
     @functools.wraps(exchange)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -48,10 +44,6 @@ def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _differ_in_shape(tensors: list[Tensor]) -> bool:
-    return len({tensor.shape for tensor in tensors}) > 1
-
-
 def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
     """Return `gather` (all_gather) wrapped to accept outputs of different shapes.
 
@@ -61,7 +53,7 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(gather)
     def wrapper(outputs: list[Tensor], own: Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if not _differ_in_shape(outputs):
+        if len({output.shape for output in outputs}) <= 1:
             return gather(outputs, own, group=group, **kwargs)
         assert not kwargs.get("async_op"), "tensors of several shapes are gathered synchronously"
         outputs[dist.get_rank(group)].copy_(own)
@@ -82,7 +74,7 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scatter)
     def wrapper(output: Tensor, inputs: list[Tensor], group: Any = None, **kwargs: Any) -> Any:
-        if not _differ_in_shape(inputs):
+        if len({each.shape for each in inputs}) <= 1:
             try:
                 return scatter(output, inputs, group=group, **kwargs)
             except RuntimeError as error:  # gloo of torch 2.7 has none
@@ -120,10 +112,7 @@ def share_device() -> None:
 
 @functools.cache
 def _make_devices() -> list[Any]:
-    """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default.
-
-    Later calls return the same list.
-    """
+    """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     made = [gloo.create_device(interface=name) for name in names]

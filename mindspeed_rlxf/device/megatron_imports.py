@@ -19,18 +19,13 @@ class TrackersHiddenFromMegatron(MetaPathFinder):
     """Import hook that raises ModuleNotFoundError where a module of Megatron imports a tracker."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname in HIDDEN and _importing_module(sys._getframe(1)).startswith(MEGATRON):
+        if fullname not in HIDDEN:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(IMPORTLIB):
+            frame = frame.f_back  # to the module whose import statement runs
+        if frame is not None and str(frame.f_globals.get("__name__", "")).startswith(MEGATRON):
             raise ModuleNotFoundError(f"{fullname} is hidden from Megatron", name=fullname)
-
-
-def _importing_module(frame: FrameType | None) -> str:
-    """Return the name of the module of `frame` or, within importlib, of its first caller outside.
-
-    It is the module whose import statement runs; "" if there is none.
-    """
-    while frame is not None and frame.f_code.co_filename.startswith(IMPORTLIB):
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def hide_trackers() -> None:

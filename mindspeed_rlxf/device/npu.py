@@ -19,8 +19,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,11 +181,7 @@ def _read_seconds(environment: Mapping[str, str], name: str) -> float | None:
 
 
 def _event_timeout(execute: float | None) -> int:
-    """Return the HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, both in seconds.
-
-    It is EVENT_MARGIN_S longer, but not less than EVENT_S. 0 (no limit) gives 0, None (the variable
-    is not set) EVENT_S.
-    """
+    """Return the HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, both in seconds."""
     if execute == 0:
         return 0
     return max(EVENT_S, math.ceil(execute or 0) + EVENT_MARGIN_S)
@@ -211,38 +206,22 @@ def communicator_mib(environment: Mapping[str, str]) -> int:
 
 
 def _patch_megatron() -> None:
-    """Apply MindSpeed's patches to Megatron with ARGUMENTS, and fix its all-reduce of fp64."""
-    all_reduce = dist.all_reduce
-    with _hide_arguments(), _keep_logging():
+    """Apply MindSpeed's patches to Megatron with ARGUMENTS, and fix its all-reduce of fp64.
+
+    sys.argv has the program's name alone meanwhile, as MindSpeed would parse Ray's arguments. The
+    root logger, which MindSpeed changes, keeps its handlers and level.
+    """
+    all_reduce, argv, root = dist.all_reduce, sys.argv, logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    sys.argv = [argv[0] if argv else "mindspeed_rlxf"]
+    try:
         adaptor = importlib.import_module("mindspeed.megatron_adaptor")
         adaptor.repatch(dict(ARGUMENTS))
-    dist.all_reduce = _reduce_fp64_in_place(dist.all_reduce, all_reduce)
-
-
-@contextmanager
-def _hide_arguments() -> Iterator[None]:
-    """Cut sys.argv to the program name in a `with` block, and restore it afterwards.
-
-    MindSpeed would parse Ray's arguments.
-    """
-    before = sys.argv
-    sys.argv = [before[0] if before else "mindspeed_rlxf"]
-    try:
-        yield
     finally:
-        sys.argv = before
-
-
-@contextmanager
-def _keep_logging() -> Iterator[None]:
-    """Restore the root logger's handlers and level after a `with` block: MindSpeed changes them."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        yield
-    finally:
+        sys.argv = argv
         root.handlers[:] = handlers
         root.setLevel(level)
+    dist.all_reduce = _reduce_fp64_in_place(dist.all_reduce, all_reduce)
 
 
 def _reduce_fp64_in_place(patched: Callable[..., Any], plain: Callable[..., Any]) -> Any:

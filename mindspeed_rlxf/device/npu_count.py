@@ -66,10 +66,7 @@ def count_by_torch(reason: str = "") -> int:
 
 
 def _describe_failure(reason: str, result: str) -> str:
-    """Return an error text: why npu-smi (`reason`) and torch_npu (`result`) did not count.
-
-    An empty `reason` is left out.
-    """
+    """Return an error text: why npu-smi (`reason`) and torch_npu (`result`) did not count."""
     tool = f"{reason}, and " if reason else ""
     return (
         f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "

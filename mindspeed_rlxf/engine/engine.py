@@ -130,7 +130,7 @@ class MegatronEngine:
                     role.model_chunks,
                     self.describe,
                 )
-                self._saver = StateSaver(self.state, self._read)
+                self._saver = StateSaver(self.state, lambda *part: self._offload.read(*part))
         self._offload = self._make_offload()
 
     def _make_offload(self) -> Offload:
@@ -270,10 +270,7 @@ class MegatronEngine:
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
     def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
-        """Run forward passes over all rows in order; return `read` of each micro-batch.
-
-        Empty on all pipeline stages but the last.
-        """
+        """Run forward passes over all rows in order; return `read` of each micro-batch."""
         rows = range(rollouts.num_rows)
         return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
 
@@ -394,10 +391,6 @@ class MegatronEngine:
         Offloaded parts are read from the host, not brought back to the device.
         """
         self._saver.begin(folder)
-
-    def _read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Return a copy of elements `start` to `stop` of a state tensor on the host."""
-        return self._offload.read(tensor, start, stop)
 
     def end_save(self) -> Written:
         """Wait for the files of all ranks and return them (see `StateSaver.end`)."""

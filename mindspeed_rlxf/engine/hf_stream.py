@@ -48,11 +48,7 @@ def hf_tensors(
 def _broadcast(
     tensor: Tensor, parameter: StageParameter, groups: ParallelGroups, stage: int, ep_rank: int
 ) -> None:
-    """Broadcast a tensor, in place, from its pipeline stage to all stages.
-
-    An expert's tensor goes to the stages' ranks `ep_rank` only, then from each of these to the
-    other expert-parallel ranks. Does nothing in groups of one rank.
-    """
+    """Broadcast a tensor, in place, from its pipeline stage to all stages."""
     if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
         dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)
     if groups.ep.size() > 1 and parameter.expert is not None:

@@ -82,10 +82,7 @@ def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
 def _lengths_and_targets(
     rollouts: Rollouts, rows: list[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the fields of a MicroBatch that are the same for packed and padded rows.
-
-    They are the lengths and `trained_mask`, on the CPU, and `trained_ids` on the device.
-    """
+    """Return the fields of a MicroBatch that are the same for packed and padded rows."""
     trained = rollouts.trained_mask[rows]
     return {
         "prompt_lengths": rollouts.prompt_lengths[rows],
@@ -98,10 +95,7 @@ def _lengths_and_targets(
 def _pack_rows(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
-    """Make a micro-batch of the rows end to end, of a multiple of `multiple_of` tokens.
-
-    The padding, if any, is one more sequence, which is never read.
-    """
+    """Make a micro-batch of the rows end to end, of a multiple of `multiple_of` tokens."""
     sequences = _sequences(rollouts, rows)
     lengths = torch.tensor([len(s) for s in sequences])
     fill = -int(lengths.sum()) % multiple_of

@@ -20,17 +20,13 @@ from mindspeed_rlxf.engine.shared_groups import groups_of_layout
 
 
 def _globals() -> dict[str, Any]:
-    return {name: value for name, value in vars(parallel_state).items() if _is_state(name)}
-
-
-def _is_state(name: str) -> bool:
-    """Whether `name` is one of Megatron's globals of groups and ranks: _UPPER_CASE, one _ first.
-
-    Also True for `_global_process_group_list`.
-    """
-    if name == "_global_process_group_list":
-        return True
-    return name.startswith("_") and name.upper() == name and not name.startswith("__")
+    """Return Megatron's globals of groups and ranks: _UPPER_CASE names, one _ first."""
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name == "_global_process_group_list"
+        or (name.startswith("_") and name.upper() == name and not name.startswith("__"))
+    }
 
 
 _PRISTINE = _globals()

@@ -49,7 +49,9 @@ def holding(
     holds = [_Hold(offload, frozenset(parts)) for offload, parts in needs]
     _holds.extend(holds)
     try:
-        _make_room()
+        for offload in list(_known):  # make room
+            held = frozenset[Part]().union(*(h.parts for h in _holds if h.offload is offload))
+            offload.offload(offload.movable - held)
         for hold in holds:
             hold.offload.onload(hold.parts)
         for hold in holds:
@@ -65,10 +67,3 @@ def forget() -> None:
     """Forget all engines and open blocks, before the process serves another pool."""
     _known.clear()
     _holds.clear()
-
-
-def _make_room() -> None:
-    """Move all movable parts that no open block needs to the host."""
-    for offload in list(_known):
-        held = frozenset[Part]().union(*(h.parts for h in _holds if h.offload is offload))
-        offload.offload(offload.movable - held)

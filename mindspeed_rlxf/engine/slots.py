@@ -90,10 +90,7 @@ def _step_counts(adam: torch.optim.Optimizer) -> Iterator[int]:
 
 
 def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """Set the number of steps taken to `step`.
-
-    In the state of each parameter for torch's Adam and AdamW, else in each parameter group.
-    """
+    """Set the number of steps taken to `step`."""
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)

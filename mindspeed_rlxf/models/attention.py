@@ -49,7 +49,9 @@ class CoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         half = config.params_dtype in (torch.bfloat16, torch.float16)  # what such kernels take
-        shape = _shape_on_rank(config)
+        tp = config.tensor_model_parallel_size
+        groups = max(config.num_query_groups // tp, 1)  # ranks may share one
+        shape = config.num_attention_heads // tp, groups, config.kv_channels  # on this rank
         self.packed_kernel = kernels.find(kernels.Operator.ATTENTION, *shape) if half else None
 
     def forward(
@@ -78,16 +80,6 @@ class CoreAttention(MegatronModule):
             return attended.flatten(1)
         out = causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
-
-
-def _shape_on_rank(config: Any) -> tuple[int, int, int]:
-    """Return the numbers of heads and query groups on a tensor-parallel rank, and a head's width.
-
-    With fewer query groups than ranks, each rank has one.
-    """
-    tp = config.tensor_model_parallel_size
-    groups = max(config.num_query_groups // tp, 1)  # ranks may share one
-    return config.num_attention_heads // tp, groups, config.kv_channels
 
 
 class FusedAttention(DotProductAttention):

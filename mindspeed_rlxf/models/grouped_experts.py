@@ -154,11 +154,7 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
 
 
 def _await_gathers(experts: list[Any]) -> None:
-    """Wait until `overlap_param_gather` has gathered the experts' weights.
-
-    Megatron waits in pre-forward hooks of the experts' linear layers, which a grouped product does
-    not call; this calls them.
-    """
+    """Wait until `overlap_param_gather` has gathered the experts' weights."""
     for expert in experts:
         for linear in (expert.linear_fc1, expert.linear_fc2):
             for hook in list(linear._forward_pre_hooks.values()):
@@ -172,15 +168,7 @@ def _weighted_mlp(
     weights: ExpertWeights,
     experts: list[Any],
 ) -> Tensor:
-    """Return probability * MLP(row) for each row, with gradients for all tensors.
-
-    The gradients of the weights go to the parameters of `experts`. All arguments are in the
-    experts' order in memory.
-
-    hidden:        [rows, hidden], sorted by expert
-    counts:        [experts] int, rows of each expert
-    probabilities: [rows] fp32
-    """
+    """Return probability * MLP(row) for each row, with gradients for all tensors."""
     ends = counts.cumsum(0).to(torch.int32)
     fc1, fc2 = (
         [getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2")
@@ -191,10 +179,7 @@ def _weighted_mlp(
 
 
 def _reversed_order(counts: Tensor, tokens: int) -> Tensor:
-    """Return row indices [tokens] with the experts in reverse: first the last expert's rows.
-
-    counts: [experts] int, rows of each expert, `tokens` in all
-    """
+    """Return row indices [tokens] with the experts in reverse: first the last expert's rows."""
     first = (counts.cumsum(0) - counts).flip(0)
     counts = counts.flip(0)
     shift = first - (counts.cumsum(0) - counts)

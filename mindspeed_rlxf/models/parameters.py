@@ -100,10 +100,7 @@ def _layer(name: str, split: Split, *sources: str) -> StageParameter:
 
 
 def _qkv_parameter(kind: str) -> StageParameter:
-    """Describe the one parameter of a layer's query, key and value projections.
-
-    kind: "weight" or "bias"
-    """
+    """Describe the one parameter of a layer's query, key and value projections."""
     sources = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
     return _layer(f"self_attention.linear_qkv.{kind}", Split.QKV, *sources)
 
@@ -128,10 +125,7 @@ MLP = (
 
 
 def _router(block: str) -> tuple[StageParameter, ...]:
-    """Return the table's row of the router, in a tuple.
-
-    block: Hugging Face's name of the MoE layer
-    """
+    """Return the table's row of the router, in a tuple."""
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
 
 
@@ -161,20 +155,14 @@ MIXTRAL_MOE = (
 
 
 def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    """Describe the parameters of one decoder layer, except those of its experts.
-
-    In order: attention, MLP (of an MoE layer its router), QKV bias and QK norms if any.
-    """
+    """Describe the parameters of one decoder layer, except those of its experts."""
     mlp = MLP if architecture.num_experts is None else _moe_parameters(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
 
 
 def _moe_parameters(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
-    """Return the rows of the router, and those of an expert, in the names of the model's family.
-
-    Qwen3-MoE if queries and keys are normed, else Mixtral.
-    """
+    """Return the rows of the router, and those of an expert, in the names of the model's family."""
     return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
 
 
@@ -255,11 +243,7 @@ def rank_parameters(
 def _set_indices(
     parameter: StageParameter, local: int, layer: int, index: int = 0, expert: int | None = None
 ) -> StageParameter:
-    """Return a table's row with the indices of its layer and expert in the names.
-
-    local, index:  of layer and expert in the stage and on the rank, for Megatron's name
-    layer, expert: of both in the whole model, for Hugging Face's names
-    """
+    """Return a table's row with the indices of its layer and expert in the names."""
     return StageParameter(
         parameter.name.format(layer=local, expert=index),
         tuple(source.format(layer=layer, expert=expert) for source in parameter.sources),

@@ -165,10 +165,7 @@ class SharedExperts(nn.Module):
         return out.view_as(hidden), None
 
     def _route_tokens(self, hidden: Tensor) -> Tensor:
-        """Return each token's experts: topk weights, then topk global numbers.
-
-        Both in one tensor [tokens, 2 * topk] fp32, to be gathered at once.
-        """
+        """Return each token's experts: topk weights, then topk global numbers."""
         topk = self.router.topk
         if not hidden.numel():
             return hidden.new_zeros(0, 2 * topk, dtype=torch.float32)

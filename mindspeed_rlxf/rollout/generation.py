@@ -96,12 +96,15 @@ class Generation:
     def advance(self) -> list[GrowingSample]:
         """Do steps until at least one sample ends; remove and return those that ended, by slot.
 
-        A step is a prefill if waiting samples are to be admitted now, else a decode. Call it only
-        while samples wait or run.
+        A step is a prefill if the batch is empty, or enough waiting samples fit: all, or 1 in
+        REFILLED of the rows that the batch would have. Else it is a decode. Call it only while
+        samples wait or run.
         """
         finished: list[GrowingSample] = []
         while not finished:
-            refills = self._should_admit()
+            entering, rows = self._count_admissible(), len(self.active)
+            enough = min(len(self.waiting), (rows + entering) // REFILLED)
+            refills = not rows or (entering > 0 and entering >= enough)
             if refills:
                 self._admit()
             else:
@@ -111,23 +114,8 @@ class Generation:
 
     # Rows that enter
 
-    def _should_admit(self) -> bool:
-        """Whether the batch is empty, or enough waiting samples fit to make a prefill worthwhile.
-
-        Enough: at least one, and all waiting samples or 1 in REFILLED of the rows that the batch
-        would have.
-        """
-        entering = self._count_admissible()
-        if not self.active:
-            return True
-        rows = len(self.active) + entering
-        return entering > 0 and entering >= min(len(self.waiting), rows // REFILLED)
-
     def _count_admissible(self) -> int:
-        """Count the first waiting samples that fit: each needs a slot and space in the cache.
-
-        The space is for the longest row and GROWTH more tokens in every row.
-        """
+        """Count the first waiting samples that fit: each needs a slot and space in the cache."""
         longest, rows, limit = self._longest_row(0), len(self.active), self.limits.tokens
         for row in itertools.islice(self.waiting, self.limits.rows - rows):
             longest, rows = max(longest, row.length), rows + 1
@@ -251,13 +239,7 @@ class Generation:
             self._draw_next(hidden, slice(0, rows), self._groups)
 
     def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
-        """Draw the next token of the rows in these slots and append it to their states.
-
-        The ranks of a replica take the tokens that their first rank draws.
-
-        hidden: hidden states of the rows' last tokens, [rows, hidden]
-        groups: the rows by settings
-        """
+        """Draw the next token of the rows in these slots and append it to their states."""
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
@@ -338,10 +320,7 @@ class Generation:
         return removed
 
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
-        """Set the rows of the batch, to be grouped by settings anew.
-
-        counts: [rows] int64, tokens of their responses
-        """
+        """Set the rows of the batch, to be grouped by settings anew."""
         self.active, self._counts, self._groups = rows, counts, None
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
 

@@ -237,9 +237,6 @@ class NativeRollout:
 
 
 def _memory_of_one_process() -> int:
-    """Return the bytes of memory of this process's device, free or not.
-
-    On a CPU the host's memory divided by the processes of the world.
-    """
+    """Return the bytes of memory of this process's device, free or not."""
     on_cpu = device.current_device().type == "cpu"
     return device.memory_total() // (dist.get_world_size() if on_cpu else 1)

@@ -71,10 +71,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
 
 
 def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
-    """Build a replica with the plugin's engine that `config.rollout` names.
-
-    The engine gets every weight as a whole tensor.
-    """
+    """Build a replica with the plugin's engine that `config.rollout` names."""
     engine = ENGINES[config.rollout.engine](config, trained)
 
     def take_weights(version: int) -> None:
@@ -85,10 +82,7 @@ def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
-    """Build a replica on ranks that also train, which uses the storage of the trained weights.
-
-    Taking weights only sets their version.
-    """
+    """Build a replica on ranks that also train, which uses the storage of the trained weights."""
     shared = SharedWeights(trained, config.training.seed)
     engine = _build_native_engine(config, shared)
 

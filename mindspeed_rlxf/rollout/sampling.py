@@ -9,7 +9,6 @@ taken over blocks of the vocabulary first, then within the block that was drawn.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,11 +51,6 @@ class SamplingSettings:
             and len(tokens) >= self.min_new_tokens
             and self.stop.is_completed_by(tokens)
         )
-
-    def end(self, tokens: Sequence[int]) -> bool:
-        """Return `ends_with(tokens)` and warn: the older name, for rollout engines of plugins."""
-        warnings.warn("SamplingSettings.end is now ends_with", FutureWarning, stacklevel=2)
-        return self.ends_with(tokens)
 
     @property
     def logit_temperature(self) -> float:
@@ -132,12 +126,7 @@ def check_log_probs(log_probs: Tensor) -> None:
 
 
 def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return logits with -inf at the tokens that top-k, then top-p drop.
-
-    Top-k keeps all tokens that are as likely as the k-th; 0 or less, or the vocabulary or more,
-    turns it off. Top-p keeps the smallest set of most likely tokens whose total probability reaches
-    `top_p`; 1 turns it off. Returns `logits` itself if both are off.
-    """
+    """Return logits with -inf at the tokens that top-k, then top-p drop."""
     if 0 < top_k < logits.size(-1):
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
@@ -147,11 +136,7 @@ def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _outside_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Return the mask of the tokens that top-p drops, [rows, vocab] bool, True = dropped.
-
-    A token is dropped if the probabilities of more likely tokens sum to `top_p` or more. A function
-    of its own, so that the sorted copies are freed on return.
-    """
+    """Return the mask of the tokens that top-p drops, [rows, vocab] bool, True = dropped."""
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)
     del ordered
@@ -182,13 +167,7 @@ def _draw_by_inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Ten
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the index at which the cumulative weights of each row pass uniform * total.
-
-    weights:  [rows, n] of any positive total
-    uniforms: [rows] in [0, 1]
-    Returns the indices [rows] int64, whose weights are positive; the fractions [rows] in [0, 1] of
-    these weights that lie below uniform * total; and the totals [rows].
-    """
+    """Find the index at which the cumulative weights of each row pass uniform * total."""
     ends = running_sum(weights)
     total = ends[:, -1]
     # Below the total, which a uniform number of 1 would not pass.

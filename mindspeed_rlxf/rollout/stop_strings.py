@@ -25,17 +25,13 @@ class StopStrings:
 
     def is_completed_by(self, tokens: Sequence[int]) -> bool:
         """Whether the last of `tokens`, the response so far, completes one of the strings."""
-        window = self._window
+        # one token for each byte of the longest string
+        window = MARGIN + max(len(string.encode()) for string in self.strings)
         text = self._decode(tokens[-window:])
         if not any(string in text for string in self.strings):
             return False
         before = self._decode(tokens[-window:-1])
         return any(text.count(string) > before.count(string) for string in self.strings)
-
-    @property
-    def _window(self) -> int:
-        """Number of tokens to decode: one for each byte of the longest string, and MARGIN more."""
-        return MARGIN + max(len(string.encode()) for string in self.strings)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""

@@ -89,10 +89,7 @@ class _TransferSide:
         )
 
     def _exchange_tensors(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send tensors to a rank of the group, or receive them from it, and wait for the end.
-
-        operation: `dist.isend` or `dist.irecv`
-        """
+        """Send tensors to a rank of the group, or receive them from it, and wait for the end."""
         operations = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
         for work in dist.batch_isend_irecv(operations):
             work.wait()

@@ -173,10 +173,7 @@ def _find_overlaps(
 def _find_slices(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return (source, dim, start, stop, offset in the shard) of each slice of a rank's shard.
-
-    start, stop and offset count rows (dim 0) or columns (dim 1).
-    """
+    """Return (source, dim, start, stop, offset in the shard) of each slice of a rank's shard."""
     slices, offset = [], 0
     for part in shard_slices(parameter, a, tp_rank, tp):
         slices.append((part.source, part.dim, part.start, part.stop, offset))
@@ -206,25 +203,21 @@ def make_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
     """
     buckets: list[list[Move]] = []
     room = 0
-    for move in (piece for whole in planned for piece in _cut_move(whole, limit)):
-        if move.numbers > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(move)
-        room -= move.numbers
+    for whole in planned:
+        step = max(1, limit // whole.width)
+        for start in range(0, whole.size, step):
+            move = replace(
+                whole,
+                source_start=whole.source_start + start,
+                target_start=whole.target_start + start,
+                size=min(step, whole.size - start),
+            )
+            if move.numbers > room:
+                buckets.append([])
+                room = limit
+            buckets[-1].append(move)
+            room -= move.numbers
     return buckets
-
-
-def _cut_move(move: Move, limit: int) -> Iterator[Move]:
-    """Yield a move in pieces of at most `limit` elements, but at least one row or column."""
-    step = max(1, limit // move.width)
-    for start in range(0, move.size, step):
-        yield replace(
-            move,
-            source_start=move.source_start + start,
-            target_start=move.target_start + start,
-            size=min(step, move.size - start),
-        )
 
 
 def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:

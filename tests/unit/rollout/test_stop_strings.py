@@ -58,5 +58,3 @@ def test_the_finish_reason_is_that_of_an_end() -> None:
         )  # type: ignore[arg-type]
         assert FinishReason.of(ids("ab"), settings) is reason
         assert FinishReason.of([SPECIAL], settings) is FinishReason.STOP
-        with pytest.warns(FutureWarning, match="ends_with"):
-            assert settings.end([SPECIAL]) and not settings.end(ids("a"))
