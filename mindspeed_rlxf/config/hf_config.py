@@ -147,8 +147,9 @@ def find_unsupported(config: dict[str, Any]) -> list[str]:
     if config.get("use_sliding_window"):
         return ["use_sliding_window: false, true"]
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    known = isinstance(window, int) and isinstance(longest, int)
-    is_cut = config["model_type"] == "mixtral" and known and 0 < window < longest
+    is_cut = False
+    if config["model_type"] == "mixtral" and isinstance(window, int) and isinstance(longest, int):
+        is_cut = 0 < window < longest
     only = {"decoder_sparse_step": 1, "router_jitter_noise": 0.0, "mlp_only_layers": []}
     shared = ("shared_expert_intermediate_size", "n_shared_experts")
     return [
