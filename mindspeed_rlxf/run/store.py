@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.files.plain import MAX_JSON, open_plain, parse_json, read_pointer
+from mindspeed_rlxf.files.plain import open_plain, parse_json, read_pointer
 from mindspeed_rlxf.files.safe import is_plain_path, sync_folder
 from mindspeed_rlxf.weights.state_files import (
     HOST,
@@ -61,7 +61,7 @@ class Checkpoint:
         """
         try:
             with open_plain(self.path / MANIFEST) as stream:
-                text = stream.read(MAX_JSON).decode("utf-8")
+                text = stream.read().decode("utf-8")
         except FileNotFoundError:
             raise ValueError(f"{MANIFEST} is missing") from None
         except OSError as error:
