@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Sets TOKENIZERS_PARALLELISM and TORCH_DEVICE_BACKEND_AUTOLOAD in this process.
     """
     use_utf8_output()
+    # Megatron, whose builder writes the data set, says at every import that Apex is missing.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     try:
@@ -229,10 +232,6 @@ def _handler_problems(name: str) -> list[Problem]:
 
 
 def _merge_data_sets(arguments: argparse.Namespace) -> None:
-    """Merge the data sets of the --input folder; print the new files and their sequence counts.
-
-    Raises UserError unless there is one folder and at least one key.
-    """
     if len(arguments.input) != 1 or not arguments.merge_group_keys:
         raise UserError(
             Problem(
@@ -248,10 +247,6 @@ def _merge_data_sets(arguments: argparse.Namespace) -> None:
 
 
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
-    """Return one problem, which suggests the nearest word of `known`; [] if `value` is in `known`.
-
-    It suggests the first word if none is near.
-    """
     if value in known:
         return []
     guess = closest(value, known) or next(iter(known))

@@ -55,10 +55,6 @@ def _take_rows(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: list[Any]) -> Any:
-    """Concatenate the values of one field: tensors along axis 0, others into one list.
-
-    2-D tensors are first padded to the widest, with zeros on the right.
-    """
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     if columns[0].dim() == 2:

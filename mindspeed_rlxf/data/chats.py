@@ -1,8 +1,8 @@
-"""Fill in a tokenizer's chat template, which transformers runs in a sandbox."""
+"""Fill in a tokenizer's chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,30 +12,16 @@ Message = dict[str, Any]
 
 
 def fill_in(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Iterable[Sequence[Message]],
-    variables: Mapping[str, Any],
-) -> Iterator[tuple[str, str]]:
-    """Fill the chat template with each conversation.
-
-    Yields (text, ""), where the text ends with the generation prompt, or ("", reason) if the
-    template refuses the conversation.
-
-    Args:
-        variables: passed to the template (chat_template_kwargs).
-    """
-    return (_fill_one(tokenizer, each, variables) for each in conversations)
-
-
-def _fill_one(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Fill the chat template with one conversation; return (text, "") or ("", reason).
+    """Fill the chat template with one conversation.
 
-    Catches every error of the template. Fields of messages that are None are left out.
+    Returns (text, ""), where the text ends with the generation prompt, or ("", reason) if the
+    template refuses the conversation. Fields of messages that are None are left out.
+    variables: passed to the template (chat_template_kwargs)
     """
+    given = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
-        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         text = tokenizer.apply_chat_template(
             given, tokenize=False, add_generation_prompt=True, **variables
         )

@@ -12,8 +12,6 @@ from mindspeed_rlxf.config.errors import Problem
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
-MAX_LINE = 64 * 2**20  # bytes of a row of jsonl
-BUFFER = 2**20  # bytes of a column of parquet that are read at once
 
 Row = dict[str, Any]
 
@@ -167,16 +165,8 @@ def describe_keys(names: Iterable[str]) -> str:
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (line number from 1, row) of a file with a JSON object per line.
-
-    Blank lines are skipped but counted; lines with anything else are yielded as BadRow. Raises
-    BrokenFile for a line longer than MAX_LINE bytes.
-    """
     with open(file, "rb") as stream:  # as bytes, to name a line that is not UTF-8
-        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
-            if len(line) > MAX_LINE:
-                rule = f"a line must have at most {MAX_LINE >> 20} MiB, this one has more"
-                raise BrokenFile(number, fault(rule, "split it"))
+        for number, line in enumerate(stream, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
             if line.strip():
@@ -184,52 +174,35 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _parse_line(line: bytes) -> Row | BadRow:
-    """Parse a line as a JSON object; return a BadRow for anything else."""
-    try:
-        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
-    except (ValueError, RecursionError) as error:
-        return _make_bad_row(line, error)
-    if isinstance(row, dict):
-        return row
-    rule = f"a line must be one JSON object, this one is {type(row).__name__}"
-    problem = fault(rule, "write one {...} per line")
-    return BadRow("not an object", problem, line.decode("utf-8").strip())
-
-
-def _make_bad_row(line: bytes, error: Exception) -> BadRow:
-    r"""Make the BadRow of a line that is not UTF-8, not JSON, too deep, or has too long a number.
-
-    Its reason is "invalid unicode" or "not JSON"; its text has invalid bytes as \xNN.
-    error: what decoding or parsing the line raised
-    """
     raw = line.decode("utf-8", "backslashreplace").strip()
     rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
-    if isinstance(error, UnicodeDecodeError):
+    try:
+        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
+    except UnicodeDecodeError as error:
         bad = line[error.start]
         problem = fault(f"text must be UTF-8, byte 0x{bad:02x} is not", "save the file as UTF-8")
         return BadRow("invalid unicode", problem, raw)
-    if isinstance(error, json.JSONDecodeError):
+    except json.JSONDecodeError as error:
         found = f"{error.msg.removesuffix(' at')} at column {error.colno}: {raw[:40]!r}"
         return BadRow("not JSON", fault(f"{rule} not JSON ({found})", remedy), raw)
-    return BadRow("not JSON", fault(f"{rule} too long or too deep ({error})", remedy), raw)
+    except (ValueError, RecursionError) as error:
+        return BadRow("not JSON", fault(f"{rule} too long or too deep ({error})", remedy), raw)
+    if isinstance(row, dict):
+        return row
+    return BadRow("not an object", fault(f"{rule} {type(row).__name__}", remedy), raw)
 
 
 def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (row number from 1, row) of a file with one array of objects, or one object per line.
-
-    An array is read if the text begins with `[`. Elements that are no object are yielded as BadRow.
-    Raises BrokenFile for an array that is not valid JSON.
-    """
     with open(file, "rb") as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not start.startswith(b"["):
+    if not start.startswith(b"["):  # one object per line
         yield from _jsonl_rows(file)
         return
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        rule, remedy = f"must be a JSON array of objects ({error})", "write one {...} a line"
-        raise BrokenFile(0, fault(rule, f"repair it or {remedy}")) from error
+        rule = f"must be a JSON array of objects ({error})"
+        raise BrokenFile(0, fault(rule, "repair it or write one {...} a line")) from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             rule = f"an element must be an object, this one is {type(row).__name__}"
@@ -238,11 +211,6 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (row number from 1, row) of a parquet file.
-
-    Raises BrokenFile where it is not one or is damaged, keyed by the last row that was read (0 if
-    there was none).
-    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -250,14 +218,13 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     with open(file, "rb") as stream:
         try:
             # With a buffer, because a column of a row group is read as a whole otherwise.
-            file_of = pq.ParquetFile(stream, buffer_size=BUFFER, pre_buffer=False)
-            for batch in file_of.iter_batches(batch_size=1024):
+            table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
+            for batch in table.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
         # LookupError: a time zone that this host does not know
-        except (pa.ArrowException, ValueError, LookupError, RecursionError, MemoryError,
-                OverflowError) as error:  # fmt: skip
+        except (pa.ArrowException, ValueError, LookupError) as error:
             message = (str(error).splitlines() or [type(error).__name__])[0]
             problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
             raise BrokenFile(number, problem) from error

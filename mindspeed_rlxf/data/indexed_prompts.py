@@ -6,6 +6,7 @@ before the response.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,17 +29,14 @@ from mindspeed_rlxf.data.prompt_store import Int64Array, Labels, Prompt, PromptS
 from mindspeed_rlxf.data.prompts import ENCODE_CHUNK
 from mindspeed_rlxf.data.sidecar import (
     MASK,
-    MOVES,
     TOKEN_IDS,
     Sidecar,
     column_files,
     data_path,
-    partial_folder,
     read_sidecar,
     sidecar_path,
 )
 from mindspeed_rlxf.data.tokenizer import KEY, vocabulary_hash
-from mindspeed_rlxf.files.plain import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,11 +143,6 @@ class _DataSet:
         return None
 
     def _list_old_columns(self) -> dict[str, str]:
-        """Map the columns of a data set without sidecar to their file names, which are the same.
-
-        Columns of token ids, masks and pairs are left out. Raises UserError as `_open` does, and
-        where a column has bytes: only this package writes these, so the data set lost its sidecar.
-        """
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:
@@ -200,11 +193,6 @@ class _DataSet:
                 yield fitting, labels
 
     def _read_prompt_ids(self, row_index: int) -> Int64Array:
-        """Return the token ids of a row's prompt: [prompt] int64.
-
-        In a data set with labels these are the ids up to the last ignored label; none if there is
-        no such label.
-        """
         ids = self._token_ids[row_index].astype(np.int64)
         if self._labels is None:
             return ids
@@ -221,7 +209,7 @@ class _DataSet:
         stored = self._columns[name][row_index]
         if self.sidecar is not None:
             try:
-                return parse_json(stored.tobytes())
+                return json.loads(stored.tobytes())
             except ValueError as error:
                 rule = f"column {name!r} must be JSON, {error}"
                 raise self._error(rule, row=f":{row_index + 1}") from error
@@ -239,10 +227,6 @@ class _DataSet:
         try:
             reader = IndexedReader(path)
         except FileNotFoundError as error:
-            if (partial_folder(Path(self._prefix)) / MOVES).exists():
-                rule = "must be in place, its writer was stopped before it moved the files"
-                remedy = "run the same preprocess_data.py again, which puts it there"
-                raise self._error(rule, remedy) from error
             rule = "must be the --output-prefix of an indexed data set, there is no "
             remedy = "correct data.data_path or data.val_data_path"
             raise self._error(f"{rule}{Path(error.filename).name}", remedy) from error
@@ -257,7 +241,6 @@ class _DataSet:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
-        """Raise UserError unless the sidecar's hash of the vocabulary is that of the tokenizer."""
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer
@@ -268,7 +251,6 @@ class _DataSet:
             )
 
     def _check_special_tokens(self, sidecar: Sidecar) -> None:
-        """Raise UserError unless the data set was made with this run's `allow_special_tokens`."""
         key, flag = "data.allow_special_tokens", "--allow-special-tokens"
         made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
         if made != wanted:

@@ -93,7 +93,6 @@ class LengthLimit:
         return text if self._policy is OverlongPrompts.KEEP_ENDS else text[-most:]
 
     def _too_long(self, length: str) -> Problem:
-        """Make the problem of a prompt over the limit. length: with its unit"""
         limit = f"actor_rollout.max_prompt_length={self._max_length}"
         return fault(
             f"a prompt must fit {limit}, this one has {length}",

@@ -75,12 +75,6 @@ def rank_steps(
 def _divide_samples(
     samples: list[int], num_ranks: int, costs: Sequence[float] | None, group_size: int
 ) -> list[list[int]]:
-    """Divide the samples of one mini-batch among the ranks; return the samples of each rank.
-
-    All ranks get equally many. Without costs, rank r gets the r-th run of consecutive samples. With
-    costs (by sample), ranks get whole groups of `group_size` consecutive samples, chosen so that
-    the sums of cost are nearly equal.
-    """
     if costs is None:
         return np.reshape(samples, (num_ranks, -1)).tolist()
     groups = np.reshape(samples, (-1, group_size))

@@ -116,11 +116,6 @@ class PromptEncoder:
     def _tokenize_pieces(
         self, pieces: Iterable[Piece], opens_prompt: bool
     ) -> dict[Piece, list[int]]:
-        """Return piece -> token ids; each different piece is tokenized once.
-
-        Special tokens get their id. opens_prompt: the pieces start a prompt; the tokenizer's own
-        special tokens are added to text if the template has none
-        """
         # Tokenize each text once: the text of the template between turns is in every prompt.
         different = dict.fromkeys(pieces)
         texts = [piece.text for piece in different if not piece.is_token]
@@ -153,11 +148,6 @@ class PromptEncoder:
         return found
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text, in order; [] for no texts.
-
-        Special tokens spelled in a text are split unless `_allow_special_tokens`. With
-        add_special_tokens, those the tokenizer adds are kept except the EOS that some append.
-        """
         if not texts:
             return []
         encoded = self._tokenizer(
@@ -181,10 +171,6 @@ def _is_text(pieces: Sequence[Piece]) -> bool:
 
 
 def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
-    """Yield each segment with the last character before it; "" at the start and after a token.
-
-    Segments without pieces are passed over when looking for that character.
-    """
     last = Piece("", True)
     for segment in segments:
         yield segment, "" if last.is_token else last.text[-1]

@@ -80,11 +80,6 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:
-    """Return the chat after a system message, or unchanged if it begins with one.
-
-    system: text of the message; None = add none
-    prompt: a chat with at least one message
-    """
     if system is None or prompt[0]["role"] == SYSTEM:
         return prompt
     return [{"role": SYSTEM, "content": system}, *prompt]
@@ -189,10 +184,6 @@ def _extra_names(row: Row, data: DataConfig) -> Iterable[str]:
 
 
 def _foreign_type(value: Any) -> str | None:
-    """Return the type name of the first value that JSON does not have, nested ones included.
-
-    None where there is none. Keys of dicts are not checked; nan and inf are allowed.
-    """
     if isinstance(value, (dict, list)):
         inner = value.values() if isinstance(value, dict) else value
         return next((kind for v in inner if (kind := _foreign_type(v)) is not None), None)

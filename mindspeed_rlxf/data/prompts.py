@@ -60,11 +60,6 @@ def load_prompts(
 
 
 def _may_drop(data: DataConfig, problems: FileProblems, num_kept: int) -> bool:
-    """Whether a file's invalid rows are dropped; if so, log a warning for each and their number.
-
-    False without `data.invalid_rows=drop`, without problems, when a problem concerns the whole file
-    or when no row would be left (num_kept: valid rows).
-    """
     rows = problems.count_rows()
     if data.invalid_rows is not InvalidRows.DROP or not (rows and problems.is_whole and num_kept):
         return False
@@ -88,10 +83,9 @@ class _Reader:
         """Yield (labels, text, token ids) of each prompt that is kept.
 
         A prompt over the limit is cut, dropped or a problem, by `data.overlong_prompts`; the text
-        of a cut prompt is decoded from the ids that remain. Invalid rows are added to `problems`;
-        after a chat for which the template exceeds its time or memory no more are read. Logs
-        at the end how many prompts were over the limit, and how many spell special tokens that are
-        read as text.
+        of a cut prompt is decoded from the ids that remain. Invalid rows are added to `problems`.
+        Logs at the end how many prompts were over the limit, and how many spell special tokens that
+        are read as text.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
         rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
@@ -124,13 +118,12 @@ class _Reader:
 
         Returns the rows that can be tokenized; the others are added to `problems`.
         """
-        chats = [self._messages(row) for row in rows if row.is_chat]
-        filled = fill_in(self._tokenizer, chats, self._data.chat_template_kwargs)
         good = []
         for row in rows:
             row.text, reason = str(row.prompt), ""
             if row.is_chat:
-                row.text, reason = next(filled)
+                variables = self._data.chat_template_kwargs
+                row.text, reason = fill_in(self._tokenizer, self._messages(row), variables)
             problem = _template_problem(reason) if reason else text_problem(row.text)
             if problem:
                 problems.add(row.row, problem)
@@ -164,7 +157,6 @@ class _Reader:
 
 
 def _template_problem(reason: str) -> Problem:
-    """Make the problem of messages that the chat template refuses. reason: its error"""
     return fault(
         f"the tokenizer's chat template must accept the messages: {reason}",
         "give the tokenizer's folder a fitting chat template, or write the prompt as text",
@@ -174,11 +166,6 @@ def _template_problem(reason: str) -> Problem:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Return the token ids of each text, in order; [] for no texts.
-
-    add_special_tokens: add those that the tokenizer puts around a text
-    split: True = special tokens spelled in the texts are tokenized as plain text
-    """
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(

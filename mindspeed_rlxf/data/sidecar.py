@@ -11,11 +11,9 @@ from pydantic import Field, ValidationError
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.fields import Integers, Section
-from mindspeed_rlxf.files.plain import parse_json, read_text
 
 FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
-MOVES = "moves"  # file in the partial folder with the moves to make; exists once all are complete
 MAX_NAME = 80  # characters of a column in a file name, which may have 255 bytes
 
 
@@ -113,8 +111,8 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     """
     file = sidecar_path(prefix)
     try:
-        text = read_text(file)
-        tree = parse_json(text)
+        text = file.read_text(encoding="utf-8")
+        tree = json.loads(text)
         version = tree.get("format_version") if isinstance(tree, dict) else None
         if version == FORMAT_VERSION:
             return Sidecar.model_validate_json(text)

@@ -72,7 +72,6 @@ class SpecialTokens:
         return ids + self._text_ids(text[start:])
 
     def _text_ids(self, text: str) -> list[int]:
-        """Restore hidden special tokens in a text, and tokenize it with them as plain text."""
         if not text:
             return []
         ids: list[int] = self._tokenizer(

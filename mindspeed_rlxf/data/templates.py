@@ -68,7 +68,6 @@ class Template:
 
 
 def _chatml(default_system: str = "", user: str = "{text}") -> Template:
-    """Make a ChatML template. user: pattern of the user's text"""
     return Template(
         system="<|im_start|>system\n{text}<|im_end|>\n",
         user=f"<|im_start|>user\n{user}<|im_end|>\n",
@@ -174,11 +173,6 @@ def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
 
 
 def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
-    """Return the pieces of a layout in order; a run is joined to one piece of text.
-
-    A number in a run stands for the text of the turn with that index. Runs whose text is empty are
-    left out.
-    """
     pieces = []
     for part in layout:
         if isinstance(part, Piece):
@@ -190,10 +184,6 @@ def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[
 
 @lru_cache(maxsize=1024)
 def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
-    """Return the layout of a prompt whose turns have these roles: tokens, and runs of text.
-
-    It ends with the header of a response.
-    """
     parts = [part for _, parts in _split_parts(template, roles) for part in parts]
     return _join_text([*parts, *_fill(template, template.header)])
 
@@ -202,10 +192,6 @@ def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | 
 def _segment_layout(
     template: Template, roles: tuple[str, ...]
 ) -> tuple[tuple[bool, tuple[Piece | Run, ...]], ...]:
-    """Return (whether it is a response, its layout) for each segment of turns with these roles.
-
-    Segments without parts are left out.
-    """
     return tuple(
         (is_r, _join_text(parts)) for is_r, parts in _split_parts(template, roles) if parts
     )
@@ -236,7 +222,6 @@ def _split_parts(template: Template, roles: tuple[str, ...]) -> list[tuple[bool,
 
 
 def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
-    """Join consecutive parts that are no special tokens into one run, a tuple; keep the others."""
     layout: list[Piece | Run] = []
     for is_token, group in groupby(parts, key=lambda part: isinstance(part, Piece)):
         if is_token:

@@ -72,10 +72,6 @@ class TokenPieces:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return character -> byte of byte-level tokenizers, the inverse of GPT-2's `bytes_to_unicode`.
-
-    Printable bytes are written as the character of that code, the others as U+0100, U+0101, ...
-    """
     itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in itself]
     letters = {chr(byte): byte for byte in itself}

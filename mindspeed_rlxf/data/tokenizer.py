@@ -131,11 +131,6 @@ def describe_stop_tokens(
 def _own_stop_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None
 ) -> dict[str, list[int]]:
-    """Return source -> ids that end a response: "tokenizer", and "generation_config.json" if given.
-
-    The latter only with a `model_folder`; a list is [] where the source has none. Raises UserError
-    when that file is not valid.
-    """
     eos = tokenizer.eos_token_id
     ids = {"tokenizer": [] if eos is None else [int(eos)]}
     if model_folder is not None:
@@ -185,7 +180,6 @@ def _generation_config_eos(file: Path) -> list[int]:
 
 
 def _tokenizer_problem(key: str, path: str, reason: str) -> Problem:
-    """Make the problem of a folder without a usable tokenizer. key: what gave the path"""
     files = "(tokenizer.json or tokenizer.model)"
     return Problem(
         key,

@@ -58,11 +58,6 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
 
 
 def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
-    """Make the example of an alpaca row: turns (system, history, prompt and query) and responses.
-
-    Responses: none for output PROMPT, chosen and rejected for PAIR, one otherwise; a column that is
-    None is left out. Raises UnusableRow.
-    """
     turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
     _check_order(turns)
@@ -154,10 +149,6 @@ def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
 
 
 def _read_judged(row: Row, column: str, tags: Tags) -> str:
-    """Return one response of a sharegpt pair: text, or one message of the assistant.
-
-    Raises UnusableRow for anything else.
-    """
     value = _require(row, column, "response")
     if isinstance(value, str):
         return value
@@ -167,10 +158,6 @@ def _read_judged(row: Row, column: str, tags: Tags) -> str:
 
 
 def _require(row: Row, column: str, part: str) -> Any:
-    """Return a column's value. Raises UnusableRow where it is absent or null.
-
-    part: name of what the column contains, such as "prompt", for the error
-    """
     value = look_up(row, column)
     if value is None:
         found = "here it is null" if column in row else f"this one has {describe_keys(row)}"
@@ -183,10 +170,6 @@ def _require(row: Row, column: str, part: str) -> Any:
 
 
 def _read_text(row: Row, column: str | None, part: str) -> str:
-    """Return the text of a column; "" where the column is None, absent or null.
-
-    Raises UnusableRow for a value that is not text. part: what the column holds, for the error
-    """
     value = look_up(row, column) if column else None
     if value is None or isinstance(value, str):
         return value or ""
@@ -235,11 +218,6 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
-    """Return the turns with the system turns first, in their order, or one with text `system`.
-
-    No turn is added for `system` "". Raises UnusableRow if there is a system turn and `system`
-    too. column: where `system` comes from, for the error
-    """
     own = [turn for turn in turns if turn.role == "system"]
     others = [turn for turn in turns if turn.role != "system"]
     if own and system:
@@ -249,10 +227,6 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 
 
 def _check_order(turns: Sequence[Turn]) -> None:
-    """Raise UnusableRow unless the turns are user, assistant, user, ...; system turns are skipped.
-
-    The last turn may be the user's or the assistant's; no turns at all are valid.
-    """
     roles = [turn.role for turn in turns if turn.role != "system"]
     for number, role in enumerate(roles, 1):
         expected = ("assistant", "user")[number % 2]

@@ -167,10 +167,6 @@ def _unknown_key_problem(name: str, key: str, known: Iterable[str]) -> Problem:
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
-    """Parse the JSON object of --map-keys. Raises UserError for invalid JSON or another type.
-
-    rule: first words of the error's message, such as "must be a JSON object"
-    """
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -217,10 +213,6 @@ def _tag_problems(tags: Any) -> Iterator[Problem]:
 
 
 def _same_columns(keys: Keys) -> Iterator[Problem]:
-    """Yield one problem when a column is used for two of prompt, query, history and system.
-
-    Only keys of class MapKeys are checked.
-    """
     if isinstance(keys, MapKeys):
         used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
         if twice := [column for column in used if used.count(column) > 1]:

@@ -20,7 +20,6 @@ from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
     existing_files,
     exists_problem,
-    finish_interrupted,
     report_write_errors,
 )
 from mindspeed_rlxf.data.sidecar import Sidecar, data_path, read_sidecar, rejected_path
@@ -51,8 +50,7 @@ def merge(
     """Write `{output_prefix}_{key}.bin/.idx` from all .bin/.idx pairs whose name contains the key.
 
     The pairs are those in `folder`, concatenated in the order of their names. If some belong to
-    sets with a sidecar, all must; then whole sets are merged and the output has a sidecar. In that
-    case an output that an interrupted run completed is first moved into place, and exists then.
+    sets with a sidecar, all must; then whole sets are merged and the output has a sidecar.
     Returns output path without ending -> number of sequences. Raises UserError where `folder` is no
     folder, a key has no pairs, sets are incomplete or differ, an output exists (without
     `overwrite`), or writing fails.
@@ -76,7 +74,6 @@ def merge(
             problems.append(exists_problem(output_prefix, f"{output.name}.idx"))
     own = _find_own_prefixes(source, groups)
     if own and not overwrite and not problems:
-        finish_interrupted(prefix)
         problems += [exists_problem(output_prefix, f.name) for f in existing_files(prefix)[:1]]
     if problems:
         raise UserError(problems)
@@ -87,7 +84,7 @@ def merge(
             _check_lengths(groups)
             prefix.parent.mkdir(parents=True, exist_ok=True)
             for key, readers in groups.items():
-                _write_pair(prefix.with_name(f"{prefix.name}_{key}"), list(readers.values()))
+                _write_pair(prefix.with_name(f"{prefix.name}_{key}"), readers)
     shown = Path(output_prefix)
     return {
         str(shown.with_name(f"{shown.name}_{key}")): sum(map(len, readers.values()))
@@ -127,10 +124,6 @@ def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Pro
 
 
 def _check_lengths(groups: Mapping[str, Readers]) -> None:
-    """Raise UserError unless the columns have equally many sequences, pair by pair.
-
-    groups: key of a column -> its pairs in order; only numbers of sequences are compared
-    """
     lengths = {key: [len(reader) for reader in readers.values()] for key, readers in groups.items()}
     if any(other != lengths[next(iter(lengths))] for other in lengths.values()):
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
@@ -138,17 +131,17 @@ def _check_lengths(groups: Mapping[str, Readers]) -> None:
         raise UserError(_problem(KEYS, rule, "merge what belongs together"))
 
 
-def _write_pair(output: Path, readers: Sequence[IndexedReader]) -> None:
+def _write_pair(output: Path, readers: Readers) -> None:
     """Write the sequences of all readers, one after the other, to `{output}.bin/.idx`.
 
     Writes to partial files, and once they are complete removes an older .idx and moves them in its
     place, the .idx last. The partial files are removed after an error.
     """
     partial = output.with_name(f".{output.name}.partial")
-    writer = IndexedWriter(partial, readers[0].dtype.type)
+    writer = IndexedWriter(partial, next(iter(readers.values())).dtype.type)
     try:
-        for reader in readers:
-            writer.add_all(reader)
+        for path in readers:
+            writer.add_set(path)
         writer.close()
         output.with_name(f"{output.name}.idx").unlink(missing_ok=True)
         for ending in (".bin", ".idx"):
@@ -159,10 +152,6 @@ def _write_pair(output: Path, readers: Sequence[IndexedReader]) -> None:
 
 
 def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path]:
-    """Return, sorted, the prefixes in `folder` that have a sidecar and a column in `groups`.
-
-    groups: by the keys; a column is a path `{prefix}_packed_...` in any of them
-    """
     names = {stem.name for readers in groups.values() for stem in readers}
     prefixes = (f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}"))
     own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
@@ -173,16 +162,17 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
     """Merge sets with a sidecar into the set `output`, which replaces an older one once complete.
 
     Rows and rejected rows are in the order of the prefixes; the counts of the sidecars are added.
-    First moves a complete `output` of an interrupted run into place.
     Raises UserError with everything that differs or is missing, and OSError.
     """
-    finish_interrupted(output)
     sets = _open_own(prefixes, groups)
     first = sets[0].sidecar
     has_rejected = False
     with PromptSetWriter(output, HANDLERS[first.handler]) as writer:
         for each in sets:
-            writer.append({c.file: each.readers[c.file] for c in first.columns})
+            writer.append(
+                {c.file: data_path(each.prefix, c.file) for c in first.columns},
+                {c.file: each.readers[c.file].dtype.type for c in first.columns},
+            )
             if rejected_path(each.prefix).exists():
                 writer.append_rejected(rejected_path(each.prefix))
                 has_rejected = True
@@ -245,7 +235,6 @@ def _find_differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
 
 
 def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
-    """Return the properties of a set that must be equal in all sets to be merged, by name."""
     return {
         "handler": sidecar.handler,
         "template": sidecar.template,
@@ -257,20 +246,12 @@ def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
 
 
 def _describe_value(value: Any, other: Any) -> str:
-    """Format a value for an error: "with X, Y" for the elements of a set that `other` lacks.
-
-    "without more" for a set with none; other values as `str`.
-    """
     if not isinstance(value, set):
         return str(value)
     return f"with {', '.join(sorted(value - other))}" if value - other else "without more"
 
 
 def _key_problems(groups: Mapping[str, Readers], sidecar: Sidecar) -> Iterator[Problem]:
-    """Yield a problem unless the keys are packed_X_document for all columns X of the sidecar.
-
-    groups: by the keys, in any order
-    """
     keys = [f"packed_{column.file}_document" for column in sidecar.columns]
     if set(groups) != set(keys):
         rule = f"must name all columns of sets with {SIDECAR_ENDING}, it is {' '.join(groups)}"
@@ -302,10 +283,6 @@ def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
 
 
 def _add_counts(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums of the sidecars' counts by name, also of nested ones.
-
-    A count that a sidecar lacks is 0 there. An id that is in two sets does not count as repeated.
-    """
     total: dict[str, Any] = {}
     for counts in all_counts:
         for name, value in counts.items():

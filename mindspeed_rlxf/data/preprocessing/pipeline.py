@@ -40,7 +40,6 @@ from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
     existing_files,
     exists_problem,
-    finish_interrupted,
     report_write_errors,
 )
 from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
@@ -134,11 +133,6 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
 def _make_encoder(
     options: PreprocessOptions, handler: Handler, tokenizer: PreTrainedTokenizerBase
 ) -> RowEncoder:
-    """Make the encoder for the options.
-
-    With `additional_columns`, only these and LABELS are kept as columns. Raises UserError when
-    `append_eod` needs an EOS that the tokenizer lacks, or the template does not fit the tokenizer.
-    """
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     if options.append_eod and eos is None:
         raise UserError(
@@ -166,7 +160,7 @@ def _make_encoder(
 def _check_prefix(options: PreprocessOptions) -> Path:
     """Return the absolute output prefix, "~" expanded.
 
-    First moves a complete data set of an interrupted run into place. Raises UserError for a prefix
+    Raises UserError for a prefix
     that ends with "/" or is empty, and when a data set exists and `overwrite` is not set.
     """
     shown = readable(options.output_prefix)
@@ -175,7 +169,6 @@ def _check_prefix(options: PreprocessOptions) -> Path:
             Problem("--output-prefix", "must end in a name, not in a folder", shown, "add a name")
         )
     prefix = Path(os.path.abspath(os.path.expanduser(options.output_prefix)))
-    finish_interrupted(prefix)
     existing = existing_files(prefix)
     if existing and not options.overwrite:
         raise UserError(exists_problem(shown, readable(existing[0].name)))
@@ -211,10 +204,6 @@ def _encode_chunks(
 
 
 def _start_worker(encoder: RowEncoder, parent: int) -> None:
-    """Set up a worker process: store the encoder globally, ignore SIGINT, turn off the GC.
-
-    Starts a thread that ends the process when process `parent` is gone.
-    """
     global _encoder
     _encoder = encoder
     gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%
@@ -223,10 +212,6 @@ def _start_worker(encoder: RowEncoder, parent: int) -> None:
 
 
 def _exit_after(parent: int) -> None:
-    """Wait until process `parent` is gone, then exit this process with status 1.
-
-    Runs in a thread, because a parent that was killed does not close the queue.
-    """
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)

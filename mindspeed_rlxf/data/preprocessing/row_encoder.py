@@ -143,11 +143,6 @@ class RowEncoder:
         return chunk
 
     def _read(self, row: Row) -> Example:
-        """Make the example of a row.
-
-        Raises UnusableRow as `make_example` does. Also for a prompt with so many characters that it
-        must be over `max_length` tokens, unless it is to be cut.
-        """
         example = make_example(row, self.keys, self.handler)
         if self.max_length is not None and self.overlong not in CUTTING:
             length = sum(len(turn.text) for turn in example.turns)
@@ -195,11 +190,6 @@ class RowEncoder:
         return (kept,)
 
     def _too_long(self, length: str, is_conversation: bool) -> UnusableRow:
-        """Make the error for a row over --seq-length, with the reason TOO_LONG.
-
-        length: with its unit
-        is_conversation: False = the row is a prompt, which --overlong keep-tail would cut
-        """
         name = "conversation" if is_conversation else "prompt"
         remedy = "raise it" if is_conversation else "raise it or use --overlong keep-tail"
         rule = f"a {name} must fit --seq-length={self.max_length}, this one has {length}"

@@ -176,10 +176,6 @@ def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
 
 
 def _num_characters(value: Any) -> int:
-    """Return the sum of the lengths of all texts in a value, nested in lists and dicts too.
-
-    Keys do not count, numbers and others are 0, and a BadRow counts its raw text.
-    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, BadRow):

@@ -1,32 +1,24 @@
-"""Write an indexed data set to a partial folder, and move it to its final names once complete.
-
-A list of the moves is written before the first move. If the writer is killed between two moves, the
-next writer of the prefix makes the remaining ones, so the data set is never lost.
-"""
+"""Write an indexed data set to a partial folder, and move it to its final names once complete."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import io
 import json
-import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.handlers import Handler
-from mindspeed_rlxf.data.indexed import IndexedReader, IndexedWriter
+from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk
 from mindspeed_rlxf.data.sidecar import (
     MASK,
-    MOVES,
     TOKEN_IDS,
     Column,
     Sidecar,
@@ -37,10 +29,6 @@ from mindspeed_rlxf.data.sidecar import (
     rejected_path,
     sidecar_path,
 )
-from mindspeed_rlxf.files.plain import open_plain
-from mindspeed_rlxf.files.safe import is_plain_path, new_file, open_file, replace_file
-
-logger = logging.getLogger(__name__)
 
 PREFIX = "--output-prefix"
 MAX_COLUMNS = 256  # each keeps a file open
@@ -58,38 +46,19 @@ def existing_files(prefix: Path) -> list[Path]:
     return [f for f in (sidecar_path(prefix), *parts, rejected_path(prefix)) if f.exists()]
 
 
-def finish_interrupted(prefix: Path) -> None:
-    """Move a complete data set whose writer was killed to its final names, and log a warning.
-
-    Removes the partial folder then. Does nothing where that has no list of moves. Raises UserError
-    when another process writes to the prefix, and OSError.
-    """
-    folder = partial_folder(prefix)
-    if (folder / MOVES).exists():
-        with _lock_folder(folder, prefix):
-            _make_moves(folder, prefix)
-            shutil.rmtree(folder, ignore_errors=True)
-        logger.warning("%s: moved the complete data set of an interrupted run into place", prefix)
-
-
 class PromptSetWriter:
-    """Writes one data set to a partial folder, which is removed at exit; `commit` publishes it.
-
-    A context manager. Only a `commit` that fails between two moves leaves the folder, for
-    `finish_interrupted`. Raises UserError when another process writes to the prefix, and OSError.
-    """
+    """Writes one data set to a partial folder, which is removed at exit; `commit` publishes it."""
 
     def __init__(self, prefix: Path, handler: Handler) -> None:
         self._prefix, self._handler = prefix, handler
-        prefix.parent.mkdir(parents=True, exist_ok=True)
         self._folder = partial_folder(prefix)
-        self._folder.mkdir(exist_ok=True)  # a killed run may have left it; its files are replaced
-        self._lock = _lock_folder(self._folder, prefix)  # held until __exit__
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a killed run
+        self._folder.mkdir(parents=True)
         self._own = [*handler.sequences, *([MASK] if handler.has_mask else [])]
         self._writers = {name: IndexedWriter(self._folder / name, np.int32) for name in self._own}
         self._files: dict[str, str] = {}  # column -> name in file names
-        self._rejected = new_file(
-            self._folder / "rejected", encoding="utf-8", errors="backslashreplace"
+        self._rejected = open(  # noqa: SIM115 - closed by commit and __exit__
+            self._folder / "rejected", "w", encoding="utf-8", errors="backslashreplace"
         )
         self.num_rows = 0
 
@@ -98,9 +67,7 @@ class PromptSetWriter:
 
     def __exit__(self, *_: object) -> None:
         self._rejected.close()
-        if not (self._folder / MOVES).exists():
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, chunk: EncodedChunk) -> None:
         """Write a chunk: token sequences, mask (all 1, if the handler has one), columns, rejects.
@@ -124,24 +91,22 @@ class PromptSetWriter:
             self._rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
         self.num_rows += chunk.num_rows
 
-    def append(self, columns: Mapping[str, IndexedReader]) -> None:
+    def append(self, columns: Mapping[str, Path], dtypes: Mapping[str, type[np.generic]]) -> None:
         """Append the sequences of another data set's columns, and start the columns that are new.
 
-        columns: opened columns of that data set, all of them, by the names in their file names
+        columns, dtypes: of all columns, by the names in their file names
         """
-        for file, reader in columns.items():
+        for file, path in columns.items():
             if file not in self._writers:
-                self._writers[file] = IndexedWriter(self._folder / file, reader.dtype.type)
-            self._writers[file].add_all(reader)
+                self._writers[file] = IndexedWriter(self._folder / file, dtypes[file])
+            self._writers[file].add_set(path)
 
     def append_rejected(self, file: Path) -> None:
         r"""Append the file of rejected rows of another data set; invalid UTF-8 becomes \xNN."""
-        with open_plain(file) as lines:
-            text = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace")
-            shutil.copyfileobj(text, self._rejected)
+        self._rejected.write(file.read_text(encoding="utf-8", errors="backslashreplace"))
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
-        """Publish the data set: close its files and move them in place of an older one's.
+        """Publish the data set: close and flush its files, and move them over an older one's.
 
         The sidecar is moved last. has_rejected: publish the file of rejected rows too
         """
@@ -149,15 +114,21 @@ class PromptSetWriter:
             writer.close()
         self._rejected.close()
         # Names of columns may have half a surrogate pair, which UTF-8 cannot encode.
-        text = sidecar.json_text().encode("utf-8", "backslashreplace")
-        replace_file(self._folder / "meta", text)
-        moves = [("rejected", rejected_path(self._prefix).name)] if has_rejected else []
+        meta = self._folder / "meta"
+        meta.write_bytes(sidecar.json_text().encode("utf-8", "backslashreplace"))
+        moves = {self._folder / "rejected": rejected_path(self._prefix)} if has_rejected else {}
         for name in reversed(self._writers):  # the prompts' index last
-            target = data_path(self._prefix, name).name
-            moves += [(f"{name}{ending}", f"{target}{ending}") for ending in (".bin", ".idx")]
-        moves.append(("meta", sidecar_path(self._prefix).name))
-        replace_file(self._folder / MOVES, json.dumps(moves))
-        _make_moves(self._folder, self._prefix)
+            for ending in (".bin", ".idx"):
+                final = Path(f"{data_path(self._prefix, name)}{ending}")
+                moves[self._folder / f"{name}{ending}"] = final
+        moves[meta] = sidecar_path(self._prefix)
+        for source in moves:
+            with source.open("rb") as stream:
+                os.fsync(stream.fileno())
+        for file in existing_files(self._prefix):
+            file.unlink()
+        for source, target in moves.items():
+            source.rename(target)
 
     def columns(self) -> list[Column]:
         """Describe every column that was written, for the sidecar."""
@@ -196,35 +167,6 @@ def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
     return "token_ids" if name.endswith(TOKEN_IDS) else "labels"
 
 
-def _make_moves(folder: Path, prefix: Path) -> None:
-    """Make the moves that are listed in `folder` and were not made before; then remove the list.
-
-    Removes the files of an older data set at `prefix` first, but not those moved already.
-    """
-    moves = [(folder / name, prefix.with_name(to)) for name, to in _read_moves(folder)]
-    made = {target for source, target in moves if not source.exists()}
-    for file in existing_files(prefix):
-        if file not in made:
-            file.unlink()
-    for source, target in moves:
-        if target not in made:
-            source.rename(target)
-    (folder / MOVES).unlink()
-
-
-def _read_moves(folder: Path) -> list[list[str]]:
-    """Read the list of moves from the file MOVES in `folder`: [name in the folder, final name].
-
-    Raises OSError if a name is a path with folders, or if the file is missing.
-    """
-    with open_file(folder / MOVES, "r", encoding="ascii") as stream:
-        moves: list[list[str]] = json.load(stream)
-    names = [name for move in moves for name in move]
-    if not all(is_plain_path(name) and "/" not in name for name in names):
-        raise OSError(errno.EINVAL, "its list of moves names files elsewhere", str(folder / MOVES))
-    return moves
-
-
 def exists_problem(output_prefix: str, name: str) -> Problem:
     """Make the problem that `output_prefix` must be new, but its file `name` exists."""
     remedy = "take another prefix or give --overwrite"
@@ -240,21 +182,3 @@ def report_write_errors(output_prefix: str) -> Iterator[None]:
         rule = f"cannot be written: {error.strerror or error}"
         remedy = "check the folder, its rights and the space on the disk"
         raise UserError(Problem(PREFIX, rule, output_prefix, remedy)) from error
-
-
-def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
-    """Lock the folder by its file `lock`, made if absent, until the returned file is closed.
-
-    Raises UserError at once when another process has the lock, OSError when the folder is a link.
-    """
-    if folder.is_symlink():
-        raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
-    lock = open_file(folder / "lock", "w", None)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        rule = "must have one writer, another process is writing it"
-        remedy = "wait for it or take another prefix"
-        raise UserError(Problem(PREFIX, rule, prefix, remedy)) from error
-    return lock

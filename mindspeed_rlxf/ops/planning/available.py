@@ -34,7 +34,6 @@ def asked_once() -> Iterator[None]:
 
 
 def _ask(question: Hashable, find: Callable[[], T]) -> T:
-    """Return the result of `find`; in a block of `asked_once` that of the question's first call."""
     if _answers is None:
         return find()
     if question not in _answers:

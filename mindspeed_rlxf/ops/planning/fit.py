@@ -106,17 +106,11 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
 
 
 def _memory_row(name: str, state: State, other: int, phase: Phase) -> list[object]:
-    """Return the texts of a row of the memory table: `name`, the phase's name and seven sizes.
-
-    The sizes are weights, gradients, optimizer, activations, KV cache, the rest and their sum.
-    state: bytes of weights, gradients and optimizer; other: lasting bytes beside them
-    """
     needs = [*state, phase.activations, phase.kv_cache, other + phase.other]
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
 def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
-    """Return what a rank of the pool needs, what a device has, and a remedy if that is less."""
     there = available.device_memory(config)
     return Need(
         f"resource_pool.{pool.pool}",
@@ -155,7 +149,6 @@ def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:
-    """Return the table of the disk space of final weights and checkpoints, and the need in all."""
     sizes, folder = disk_needed(config), RunDirectory.choose(config).path
     key = f"training.output_dir={str(folder)!r}"
     remedy = "free some space, or set training.output_dir to another disk"

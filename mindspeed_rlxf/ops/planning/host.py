@@ -139,17 +139,14 @@ def disk_needed(config: RunConfig) -> dict[str, int]:
 
 
 def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
-    """Return the most processes on one host: of a joined cluster's largest node, else all."""
     return max(processes) if is_joined(config) else sum(processes)
 
 
 def _numbers(config: RunConfig, role: Role) -> int:
-    """Return the number of parameters of a role's whole model."""
     return model_numbers(config.role(role).architecture, HEADS[role])
 
 
 def _stored(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's weights in Hugging Face format, as in the folder it loads."""
     section = config.role(role)
     return _numbers(config, role) * stored_itemsize(section.load, itemsize(section))
 
@@ -160,7 +157,6 @@ def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
 
 
 def _checkpoint_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes that the host with most ranks writes; all ranks write equal parts."""
     ranks = config.processes_of(role)
     mine = _processes_on_one_host(config, ranks)
     return _checkpoint_bytes(config, role) * mine // sum(ranks)

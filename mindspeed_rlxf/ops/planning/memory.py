@@ -162,7 +162,6 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 
 
 def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of a rank that only generates: all layers, divided by its TP and EP."""
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
@@ -224,14 +223,6 @@ def sampling_itemsize(do_sample: bool, sorts: bool) -> int:
 
 
 def _exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
-    """Return the bytes, beside weights, of a layer's experts in generation, shared by `ep` ranks.
-
-    For all tokens: the routing and the results. For the tokens of one exchange (of all ranks,
-    together about EXCHANGE_TOKENS at most): themselves, and their results in fp32. In addition, for
-    each expert that such a token is sent to, 40 bytes to sort by and the largest of these three:
-    the result, and again in fp32; a hidden state and two parts of the gated MLP; three parts of the
-    MLP, and one of them again in fp32.
-    """
     hidden, width = a.hidden_size, a.mlp_hidden_size // tp
     own = tokens * (hidden * itemsize + 5 * (a.num_experts or 0) + 20 * a.moe_router_topk)
     result = hidden * (itemsize + FP32)
@@ -257,10 +248,6 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
-    """Return how many tokens the KV cache of a rollout replica may have; None = no limit.
-
-    There is no limit if `num_samples_per_step` is set, or the memory of the device is unknown.
-    """
     actor, tp = config.actor_rollout, config.rollout_tp
     token = generation_memory.kv_cache_bytes(1, actor.architecture, tp, itemsize(actor))
     limited = actor.num_samples_per_step is None

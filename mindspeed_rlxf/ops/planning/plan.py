@@ -80,7 +80,6 @@ def _suggestions(config: RunConfig, nested: bool, note: Note) -> tuple[str, list
 
 
 def _run_section(config: RunConfig) -> list[tuple[str, object]]:
-    """Return rows (title, value) on the run: iterations, folders, data, runtime, device, reward."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
@@ -104,10 +103,6 @@ def _run_section(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _describe_checkpoints(config: RunConfig) -> str:
-    """Return as text when checkpoints are saved (always at the end) and how many are kept.
-
-    The interval in iterations is left out if it is 0 or longer than the run, that in seconds if 0.
-    """
     training, found = config.training, []
     if 0 < training.save_interval <= training.train_iters:
         found.append(f"every {training.save_interval} iterations")
@@ -138,10 +133,6 @@ def _describe_decoding(do_sample: bool, temperature: float) -> str:
 
 
 def _environment_table(config: RunConfig) -> str:
-    """Return the table of variables that are set in every worker, as text, or a note that none is.
-
-    On our own cluster a worker also inherits the driver's other variables.
-    """
     found = list_variables(config.pool_settings.env, offload_environment(config))
     if not found:
         return pairs([("no variables", "add some with resource_pool.env")])
@@ -174,7 +165,6 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
 
 
 def _rollout_row(config: RunConfig, precision: str) -> list[object]:
-    """Return the row of the table of roles for the ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
     sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
     model = config.actor_rollout.model
@@ -182,11 +172,6 @@ def _rollout_row(config: RunConfig, precision: str) -> list[object]:
 
 
 def _batch_section(config: RunConfig) -> list[tuple[str, object]]:
-    """Return rows (title, value) on an iteration's prompts, samples, lengths and sampling.
-
-    Samples in all, per actor replica, and generated at once by a rollout replica; the longest
-    prompt and response; greedy, or sampled with which temperature.
-    """
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     return [
@@ -201,17 +186,12 @@ def _batch_section(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _describe_rows_at_once(config: RunConfig) -> str:
-    """Describe how many rows a rollout replica generates at once, and in how many rounds."""
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
     return f"{rows} (rounds: {-(-per_replica // rows)})"
 
 
 def _forwards_table(config: RunConfig) -> list[list[object]]:
-    """Return the table of forward passes: a row for each role with a model, below a heading row.
-
-    Columns: role, samples per rank, size of a micro-batch, number of micro-batches.
-    """
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
     for role in config.roles:
         if has_model(config, role):
@@ -221,10 +201,6 @@ def _forwards_table(config: RunConfig) -> list[list[object]]:
 
 
 def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    """Return size and number of the micro-batches that a rank makes of `samples`, as text.
-
-    For example ("4", "8"); ("<= 4096 tokens", "<= 8") if the role limits their tokens.
-    """
     section, actor = config.role(role), config.actor_rollout
     count = micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch

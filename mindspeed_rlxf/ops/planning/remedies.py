@@ -76,7 +76,6 @@ def _combine(config: RunConfig, pool: PoolMemory, limit: int, allowed: int) -> T
 
 
 def _try_each(config: RunConfig, pool: PoolMemory, start: Tried, allowed: int) -> Iterator[Tried]:
-    """Try each change of the `allowed` cheapest kinds in addition to those of `start`."""
     for kind in _kinds(start.config, pool)[:allowed]:
         for changes in kind:
             if tried := _try_changes(config, pool, {**start.changes, **changes}):
@@ -84,7 +83,6 @@ def _try_each(config: RunConfig, pool: PoolMemory, start: Tried, allowed: int) -
 
 
 def _try_changes(config: RunConfig, pool: PoolMemory, changes: Changes) -> Tried | None:
-    """Return the configuration with the changes; None if they break one of its rules."""
     try:
         varied = vary(config, changes)
     except ConfigError:

@@ -311,11 +311,6 @@ class PipelineStage:
         return held + 4 * FP32 * min(read, CHUNK_TOKENS) * self.vocab
 
     def _head_gradient_bytes(self, samples: int) -> int:
-        """Return the bytes of the fp32 sum of the head's gradient over chunks of tokens.
-
-        It is made on the last stage of a language model that learns in bf16 with
-        overlap_grad_reduce, if the head reads more than one chunk of tokens; else 0.
-        """
         early = self.optimizer is not None and self.optimizer.overlap_grad_reduce
         chunks = self._head_tokens(samples) > CHUNK_TOKENS
         if early and self.section.bf16 and self.last and chunks:
@@ -324,6 +319,5 @@ class PipelineStage:
         return 0
 
     def _head_tokens(self, samples: int) -> int:
-        """Return the tokens that the head reads: of responses; for scores one more a sample."""
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
         return micro_batch_tokens(self.section, samples, slots)

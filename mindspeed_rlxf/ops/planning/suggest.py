@@ -93,11 +93,6 @@ def suggest(config: RunConfig, limit: int, note: Note) -> list[Suggestion]:
 
 
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
-    """Yield the layouts to try: all combinations of TP, PP, recomputation and micro-batch size.
-
-    TP and PP are of SIZES; a micro-batch has 1, 2, 4 or as many longest sequences as FULL_TOKENS
-    hold. Layouts with TP x PP over the size of the largest pool are left out.
-    """
     largest = max(map(config.pool_size, config.resource_pool))
     actor = config.actor_rollout
     full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
@@ -160,11 +155,6 @@ def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
 
 
 def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
-    """Return the changes to recompute_method=uniform and recompute_num_layers=1.
-
-    So full recomputation goes layer by layer, which needs least memory. Keys that have these values
-    already are left out.
-    """
     wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
     given = {name: getattr(section, name) for name in wanted}
     return {
@@ -216,16 +206,11 @@ def _largest_need(config: RunConfig) -> int:
 
 
 def _host_fits(config: RunConfig) -> bool:
-    """Return whether the run fits the host's memory; True if the size of that is unknown."""
     there = available.host_memory(config)
     return there is None or host_memory_needed(config, _pools(config)).total <= there
 
 
 def _row_bytes(config: RunConfig) -> int:
-    """Return the bytes of one row's KV cache on a device, for the longest prompt and response.
-
-    Of all layers: a rollout has no pipeline stages.
-    """
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
     return generation_memory.kv_cache_bytes(length, actor.architecture, tp, itemsize(actor))
@@ -252,7 +237,6 @@ def show_suggestions(config: RunConfig, found: list[Suggestion], nested: bool, l
 
 
 def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
-    """Return the changes without keys that have the same value in `config` already."""
     varied, before = vary(config, changes).model_dump(), config.model_dump()
     return {
         key: value
@@ -262,10 +246,6 @@ def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
 
 
 def _value_at(payload: Changes, path: str) -> Any:
-    """Return the value of a key such as `actor_rollout.lr`. Raises KeyError if it is absent.
-
-    A last name that is not there is looked for in `optimizer` beside it.
-    """
     *parents, last = path.split(".")
     for part in parents:
         payload = payload[part]

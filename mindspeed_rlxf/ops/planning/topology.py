@@ -64,8 +64,6 @@ def _table(pool: str, places: list[Place], layouts: dict[str, Placed], whole: bo
 
 
 def _like_hosts(places: list[Place], placed: Sequence[Placed]) -> Iterator[list[Place]]:
-    """Join neighbouring hosts that have equal devices, and ranks of equal TP and PP."""
-
     def likeness(host: list[Place]) -> tuple[object, ...]:
         ranks = [rank for _, _, rank in host]
         devices = [device for _, device, _ in host]
@@ -77,13 +75,11 @@ def _like_hosts(places: list[Place], placed: Sequence[Placed]) -> Iterator[list[
 
 
 def _coordinates(placed: Placed, ranks: list[int]) -> list[list[int]]:
-    """Return the TP, PP and DP ranks that `ranks` of the pool have in a layout."""
     layout, first = placed
     functions = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
     return [[function(rank - first) for rank in ranks] for function in functions]
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Format numbers without gaps as LOWEST-HIGHEST; as one number if they are equal."""
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low}-{high}"

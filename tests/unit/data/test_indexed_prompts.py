@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.data.sidecar import data_path, partial_folder, sidecar_path
+from mindspeed_rlxf.data.sidecar import data_path, sidecar_path
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from tests.unit.data.bench import Bench
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
@@ -215,14 +215,6 @@ def test_old_conversations_and_pairs_give_the_prompt_before_the_last_response(
     for name, columns in (("talks", conversations), ("pairs", pairs)):
         found = load(tokenizer_folder, write_old(tmp_path / name, columns))
         assert [p.text for p in found.prompts] == ["qansQ"]
-
-
-def test_a_data_set_that_is_not_moved_yet_is_named(tokenizer_folder: str, tmp_path: Path) -> None:
-    prefix = tmp_path / "set"
-    partial_folder(prefix).mkdir()
-    (partial_folder(prefix) / "moves").write_text("[]")
-    (problem,) = problems_of(tokenizer_folder, str(prefix))
-    assert problem.endswith("run the same preprocess_data.py again, which puts it there")
 
 
 def test_ids_that_the_tokenizer_lacks_and_empty_sequences_are_named(

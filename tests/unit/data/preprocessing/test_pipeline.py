@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.preprocessing import row_source
-from mindspeed_rlxf.data.preprocessing import writer as prompt_set_writer
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
 from tests.unit.data.bench import Bench
@@ -242,53 +239,6 @@ def test_a_failure_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     (problem,) = bench.problems(bench.write("a.jsonl", {"prompt": "a"}))
     assert "cannot be written: No space left on device; check the folder" in problem
     assert list(bench.prefix.parent.iterdir()) == []
-
-
-@pytest.mark.parametrize("kill_at", range(1, 13))
-def test_a_kill_while_the_files_are_moved_loses_neither_data_set(
-    kill_at: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Count 2 replaced files (sidecar, list of moves), 5 removals and 5 moves, 1 last removal."""
-    bench.run(bench.write("a.jsonl", {"prompt": "old"}))
-    new = bench.write("b.jsonl", {"prompt": "new"})
-
-    class Killed(BaseException):
-        pass
-
-    done = 0
-
-    def counted(action: Any) -> Any:
-        def act(*arguments: Any, **options: Any) -> Any:
-            nonlocal done
-            if done == kill_at:
-                raise Killed
-            done += 1
-            return action(*arguments, **options)
-
-        return act
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", counted(os.replace))
-        patched.setattr(Path, "rename", counted(Path.rename))
-        patched.setattr(Path, "unlink", counted(Path.unlink))
-        # The lock goes with the process, the folder stays.
-        patched.setattr(prompt_set_writer.shutil, "rmtree", lambda *_, **__: None)
-        with pytest.raises(Killed):
-            bench.run(new, overwrite=True)
-    if kill_at == 1:  # the list of moves is not there yet
-        assert bench.texts() == ["old"]
-        return
-    with pytest.raises(UserError, match="exists; take another prefix"):
-        bench.run(new)  # puts the data set in place, and refuses to overwrite it
-    assert bench.texts() == ["new"] and bench.sidecar().counts["rows_written"] == 1
-    assert not [path for path in bench.prefix.parent.iterdir() if path.is_dir()]
-
-
-def test_a_second_writer_of_a_prefix_is_refused(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"})
-    with PromptSetWriter(bench.prefix, PPO):
-        (problem,) = bench.problems(file)
-    assert "must have one writer, another process is writing it" in problem
 
 
 def test_a_prefix_must_be_a_name_in_a_folder(bench: Bench) -> None:
