@@ -36,6 +36,13 @@ CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[s
         2,
         {},
     ),
+    "reinforce++ in mini-batches": (
+        AdvEstimator.REINFORCE_PLUS_PLUS,
+        {"gamma": 0.99, "advantage_whiten": AdvantageWhiten.MINIBATCH},
+        {},
+        2,
+        {},
+    ),
     "reinforce++ baseline": (
         AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
         {**LOSS, "reward_clip": 0.5},
@@ -45,7 +52,7 @@ CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[s
     ),
     "remax": (AdvEstimator.REMAX, PLAIN, {}, 2, {}),
 }
-SHORT = ("grpo", "reinforce++ baseline")
+SHORT = ("grpo", "reinforce++ in mini-batches", "reinforce++ baseline")
 
 
 @pytest.fixture(scope="module")

@@ -133,6 +133,7 @@ def run_like_trl(
         pytest.param("minibatch", "tp2 pp2", marks=pytest.mark.long),
         ("epoch", "one process"),
         pytest.param("epoch", "tp2 pp2", marks=pytest.mark.long),
+        ("whiten", "one process"),
     ],
 )
 def test_twenty_updates_equal_trl(

@@ -8,6 +8,7 @@ one forward pass. Writes what TRL computes on the way to `traces/`, which the pa
 
 Setting `minibatch`: one optimizer step per mini-batch. Setting `epoch`: TRL as it is, whose
 accumulation counter makes one step per epoch of all mini-batches, with whitened token rewards.
+Setting `whiten`: as `minibatch`, but each mini-batch whitens its own advantages, by TRL's function.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from transformers import (
 TRACES = Path(__file__).parent / "traces"
 PAD, EOS, VOCAB = 0, 2, 32
 UPDATES, BATCH, MICRO, EPOCHS = 20, 16, 2, 2
-MINI_BATCHES = {"minibatch": 4, "epoch": 2}  # to whiten rewards, TRL needs 8 samples in each
+# To whiten rewards, TRL needs 8 samples in each.
+MINI_BATCHES = {"minibatch": 4, "epoch": 2, "whiten": 4}
 LONGEST_PROMPT, LONGEST_RESPONSE = 8, 12
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -49,6 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "temperature": 1.0,
         "whiten_rewards": True,
     },
+    "whiten": {"kl_estimator": "k1", "gamma": 0.97, "lam": 0.93, "temperature": 0.8},
 }
 SHARED = {
     "kl_coef": 0.05,
@@ -127,9 +130,9 @@ def save_models(models: dict[str, Any]) -> None:
 class Recorder:
     """Records what TRL computes. Methods named like functions of TRL replace these functions."""
 
-    def __init__(self, module: Any, trainer: Any, rng: np.random.Generator) -> None:
+    def __init__(self, name: str, module: Any, trainer: Any, rng: np.random.Generator) -> None:
         """module: module of TRL whose functions `trainer` calls; rng: draws the fixed responses"""
-        self.module, self.trainer, self.rng = module, trainer, rng
+        self.name, self.module, self.trainer, self.rng = name, module, trainer, rng
         self.queries: list[list[int]] = []
         self.responses: list[list[int]] = []
         self.orders: list[list[int]] = []  # order of the samples in each epoch of each update
@@ -146,9 +149,12 @@ class Recorder:
         permutation, step = np.random.permutation, optimizer.step
 
         def seen_permutation(count: int) -> Any:
-            self._in_update = True
             order = permutation(count)
             self.orders.append(order.tolist())
+            self._in_update = False
+            if self.name == "whiten":
+                self._whiten_mini_batches(sys._getframe(1).f_locals["advantages"], order)
+            self._in_update = True
             return order
 
         def seen_step(*arguments: Any, **keys: Any) -> Any:
@@ -201,9 +207,18 @@ class Recorder:
         result = self.originals["masked_whiten"](values, mask, **keys)
         if not keys.get("shift_mean", True):
             return result
+        if self.name == "whiten":
+            self._raw, result = (values, mask), values
         for name, tensor in (("mask", mask), ("raw_advantages", values), ("advantages", result)):
             self._keep(name, tensor)
         return result
+
+    def _whiten_mini_batches(self, advantages: Tensor, order: Any) -> None:
+        """Change the advantages of TRL's loop in place, for the mini-batches of one epoch."""
+        values, mask = self._raw
+        for rows in np.split(order, MINI_BATCHES[self.name]):
+            white = self.originals["masked_whiten"](values[rows], mask[rows])
+            advantages[rows] = white * mask[rows]
 
     def masked_mean(self, *arguments: Any) -> Tensor:
         """Record the four means of each micro-batch of an update: value loss, its clip fraction,
@@ -273,9 +288,9 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
             value_model=models["value"],
             train_dataset=Dataset.from_dict({"input_ids": prompts}),
         )
-        if name == "minibatch":
+        if name != "epoch":
             trainer.accelerator.gradient_accumulation_steps = BATCH // MINI_BATCHES[name] // MICRO
-        recorder = Recorder(ppo_trainer, trainer, rng)
+        recorder = Recorder(name, ppo_trainer, trainer, rng)
         with recorder.listening():
             trainer.train()
     write(name, settings, recorder, models)

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
     KlPenalty,
     LossNormalizer,
     LrDecayStyle,
@@ -47,7 +48,8 @@ ARCHITECTURE = ArchitectureConfig(
     untie_embeddings_and_output_weights=True,
 )
 # number of samples in an optimizer step
-MINI_BATCH = {"minibatch": BATCH // MINI_BATCHES["minibatch"], "epoch": BATCH}
+MINI_BATCH = {name: BATCH if name == "epoch" else BATCH // n for name, n in MINI_BATCHES.items()}
+WHITEN = {"whiten": AdvantageWhiten.MINIBATCH}
 KL = {"k1": KlPenalty.KL, "k3": KlPenalty.LOW_VAR_KL}
 
 
@@ -126,6 +128,7 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
             "loss_normalizer": LossNormalizer.MICRO_BATCH_MEAN,
             "score_slot_limit": ScoreSlotLimit.BATCH_WIDTH,
             "old_log_probs": OldLogProbs.ROLLOUT,
+            "advantage_whiten": WHITEN.get(trace.name, AdvantageWhiten.BATCH),
         },
         data={"shuffle": False},
     )
