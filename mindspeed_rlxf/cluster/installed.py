@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mindspeed_rlxf
-from mindspeed_rlxf import packages
+from mindspeed_rlxf.config import packages
 
 OURS = "mindspeed_rlxf"
 NONE = "none"  # the version of what is not installed

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf import packages
 from mindspeed_rlxf.cluster.errors import HostError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, collect_outcomes
 from mindspeed_rlxf.cluster.installed import (
@@ -24,6 +23,7 @@ from mindspeed_rlxf.cluster.installed import (
     versions,
 )
 from mindspeed_rlxf.cluster.nodes import Node
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.weights.formats import Format, find_weights

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from mindspeed_rlxf import packages
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.device import driver
 
 

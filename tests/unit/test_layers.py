@@ -29,7 +29,7 @@ LAYERS = [
     {"reporting"},
     {"algorithms"},
     {"config", "device"},
-    {"files", "packages"},
+    {"files"},
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
@@ -40,6 +40,8 @@ SIDEWAYS = {
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.npu_count", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.config.rules.host", "mindspeed_rlxf.device"),
+    ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config.packages"),
+    ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config"),
 }
 DEVICE_WORDS = re.compile(r"torch\.cuda|torch\.npu|torch_npu|nccl|hccl")
 

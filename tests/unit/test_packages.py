@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf import packages
+from mindspeed_rlxf.config import packages
 from tests.unit.device import npu_recorder
 
 

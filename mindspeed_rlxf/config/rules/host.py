@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from packaging.version import Version
 
-from mindspeed_rlxf import packages
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, ref

@@ -21,8 +21,9 @@ from queue import Empty, Queue
 import psutil  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 
-from mindspeed_rlxf import device, packages
+from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.ray.cluster import object_store_bytes
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import npu_versions

@@ -1,3 +1,3 @@
-"""Version of the small adaptor; `mindspeed_rlxf.packages` reads MindSpeed's from this file."""
+"""Version of the small adaptor; `config.packages` reads MindSpeed's from this file."""
 
 __version__ = "0.16.0"

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf import packages
-from mindspeed_rlxf.config import cluster
+from mindspeed_rlxf.config import cluster, packages
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.load import resolve
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_rlxf import packages
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.device import npu, npu_versions
 
 ADAPTOR = """

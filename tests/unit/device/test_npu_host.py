@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf import packages
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.device.npu_versions import Checked, Host, Installed
 from tests.unit.device import npu_recorder

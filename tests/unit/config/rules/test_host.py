@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mindspeed_rlxf import device, packages
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.rules import host
 
 Problems = Callable[..., list[str]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf import packages
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device.npu_versions import Checked
 from mindspeed_rlxf.ops.doctor import checks

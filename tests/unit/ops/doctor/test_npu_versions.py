@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf import packages
 from mindspeed_rlxf.cluster.node_check import find_node_problems, report_node
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.ops.doctor import checks, cluster
