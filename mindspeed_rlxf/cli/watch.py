@@ -8,6 +8,7 @@ Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:`
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -35,13 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 2 for mistakes, which it prints.
     """
     use_utf8_output()
-    parser = Parser(
-        OPTIONS,
-        prog="mindspeed-rlxf watch",
-        description="Serves the report of a run on the loopback address while the run goes on.",
-    )
     try:
-        arguments = parse_with_samples(parser, argv)
+        arguments = _parse(argv)
         run = Path(arguments.run)
         open_runs([run])
         server = make_server(run, arguments.samples, arguments.port)
@@ -51,6 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"watching {run}: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        OPTIONS,
+        prog="mindspeed-rlxf watch",
+        description="Serves the report of a run on the loopback address while the run goes on.",
+    )
+    return parse_with_samples(parser, argv)
 
 
 def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:

@@ -56,7 +56,8 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
     assert other.extra_info == columns
     config = data(extra_columns=["extra_info", "reward_model.style"])
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
-    assert other.extra_info == {"reward_model.style": "rule"}
+    style = {"reward_model": {"style": "rule"}}  # kept in any case: it chooses what scores the row
+    assert other.extra_info == {"reward_model.style": "rule", **style}
     assert prompt.extra_info == {**row["extra_info"], **other.extra_info}  # type: ignore[dict-item]
 
 
