@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ WEIGHTS = "weights"  # the entry with the format and folder of the weights
 MAX_HASHED = 64 * 2**20
 HEALTHY = ("OK", "")  # words of the tools of device drivers
 MAX_PROBLEMS = 3  # of one folder on one node
+SEEN_WITHIN_S = 10.0  # network file systems show new files late
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def report_node(
     """Return the report of this node: host name, versions, files, whether it sees the run, devices.
 
     folders:  read by workers; their files are listed
-    run_file: a file of the run directory, written by the driver process; None counts as seen
+    run_file: a file that the driver wrote to the run directory; None counts as seen
     probe:    ask the tool of the device driver about this kind of device, which takes seconds;
               None = report no devices
     """
@@ -75,7 +77,7 @@ def report_node(
         host=socket.gethostname(),
         versions=versions((*PACKAGES, *DEVICE_PACKAGES)),
         files={folder: list_files(folder) for folder in folders},
-        sees_run=run_file is None or os.path.exists(run_file),
+        sees_run=run_file is None or sees_file(run_file),
         devices=devices,
         sick=sick,
     )
@@ -281,18 +283,11 @@ class NodeCheck:
             found.append(f"its driver lists {seen.devices} of {node.count} devices")
         return found
 
-    def warn_of_unshared_hosts(self, hosts: set[str]) -> None:
-        """Log a warning that names the hosts which do not see the driver's run directory.
-
-        hosts: those that the run uses
-        """
+    def require_shared_folder(self, hosts: set[str]) -> None:
+        """Raise UserError if one of the hosts of the run does not see the run directory."""
         apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
         if apart:
-            logger.warning(
-                "training.output_dir is not shared with %s: logs of their ranks, and weights that "
-                "they write, stay on these hosts below the same path",
-                ", ".join(apart),
-            )
+            raise UserError(unshared(", ".join(apart)))
 
     def _collect_reports(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
         """Ask all nodes for their reports and wait; return (reports, messages), both by node id.
@@ -313,6 +308,24 @@ class NodeCheck:
             else:
                 found[node.id] = reply
         return found, silent
+
+
+def unshared(hosts: str) -> Problem:
+    """Make the problem of hosts that do not see the run directory. hosts: names, for the message"""
+    return Problem(
+        "training.output_dir",
+        f"must be on storage that all nodes share, {hosts} did not see the file that the driver "
+        "wrote there",
+        remedy="set it to a folder that is the same on every node",
+    )
+
+
+def sees_file(file: str) -> bool:
+    """Wait up to SEEN_WITHIN_S for a file; return whether this node sees it."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not os.path.exists(file) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return os.path.exists(file)
 
 
 def _describe_silence(node: Node, what: str) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mindspeed_rlxf.cluster.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
-from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart, Request
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.cluster.reward_group import RewardGroup
@@ -33,11 +32,6 @@ class TrainedGroup:
     """Base of the groups of roles that learn: exports, saves and loads their training state."""
 
     learners: RoleGroup  # the ranks that hold the state
-
-    @property
-    def hosts(self) -> list[HostAgent]:
-        """Agents of the hosts whose ranks hold the state, each once, in the order of ranks."""
-        return list(dict.fromkeys(self.learners.pool.hosts))
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         """Submit writing the weights as a Hugging Face folder and as a Megatron checkpoint.

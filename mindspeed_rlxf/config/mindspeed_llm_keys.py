@@ -92,6 +92,11 @@ NO_OP_LIST = (
         "1, and padded_vocab_size for rows that are padded",
     ),
     NoOp(
+        ("no_shared_storage",),
+        BOTH,
+        "there is no index cache of data sets; nodes share output_dir",
+    ),
+    NoOp(
         ("distributed_backend",),
         ANY,
         "device.kind decides the backend of process groups",

@@ -105,12 +105,6 @@ class TrainingConfig(Section):
         "free",
         used_if="saves_during_training",
     )
-    no_shared_storage: bool = key(
-        False,
-        "hosts may have separate output_dirs, which keep the parts of checkpoints that they write",
-        "free",
-        used_if="joins_cluster",
-    )
     keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
     keep_every: int = key(
         0, "also keep checkpoints whose iteration is a multiple of it; 0 = none", "free", ge=0

@@ -12,7 +12,6 @@ and other settings of the optimizer are not stored: the configuration has them.
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,10 +43,11 @@ from mindspeed_rlxf.weights.role_state import (
 )
 from mindspeed_rlxf.weights.stage import StageWeights
 from mindspeed_rlxf.weights.state_files import (
-    HOST,
     Loaded,
     Written,
     entry_of,
+    find_damage,
+    role_entries,
     write_text,
 )
 
@@ -121,17 +121,14 @@ class StateSaver:
     def end(self) -> Written:
         """Wait for the files of all ranks; return all entries, by rank, and the longest time in s.
 
-        An entry has the path within the folder, hash and host. Raises OSError on all ranks where
-        one could not write.
+        Raises OSError on all ranks where one could not write.
         """
         writing, folder = self._writing, self._folder
         assert writing and folder, "no save has begun"
         self._writing = None
         with fail_together(folder):
             mine = writing.result()  # waits
-        host = socket.gethostname()
-        seconds = max(gather_all([mine.seconds]))
-        return Written(gather_all([{**entry, HOST: host} for entry in mine.files]), seconds)
+        return Written(gather_all(mine.files), max(gather_all([mine.seconds])))
 
 
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -146,7 +143,7 @@ def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[P
     describe: called with the folder on rank 0; returns files, which get manifest entries too
     """
     started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)  # another host may have no such folder yet
+    folder.mkdir(parents=True, exist_ok=True)
     file = file_of(folder, copy.rank)
     write_boxes(file, copy.boxes)
     copy.boxes.clear()
@@ -161,16 +158,33 @@ def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[P
 
 
 def load_state(state: TrainState, folder: Path) -> Loaded:
-    """Load the training state of this role from `folder`; a collective over its ranks.
+    """Check and load the training state of this role from `folder`; a collective over its ranks.
 
-    Random streams are not loaded if the layout or the kind of device has changed: they go on from
-    the seed, and `same_layout` of the result is False. Where the folder has another model or no
-    state, all ranks return the problem instead of raising; the state may be loaded in part then.
-    Raises OSError on all ranks where one cannot read the folder: the checkpoint may be whole.
+    Each rank first reads and hashes its part of all files. Random streams are not loaded if the
+    layout or the kind of device has changed: they go on from the seed, and `same_layout` of the
+    result is False. If the folder has damage, another model or no state, all ranks return the
+    problem instead of raising; the state may be loaded in part then. Raises OSError on all ranks if
+    one cannot read the folder: the checkpoint may be complete.
     """
-    same, failure = False, []
+    if damage := _agree(lambda: _check_share(folder), folder):
+        return Loaded(damage)
+    same: list[bool] = []
+
+    def load() -> None:
+        same.append(_load_share(state, folder))
+
+    problem = _agree(load, folder)
+    return Loaded(problem) if problem else Loaded(same_layout=same[-1])
+
+
+def _agree(step: Callable[[], None], folder: Path) -> str:
+    """Run a step of loading; return why the folder cannot be loaded on some rank, "" if it can.
+
+    A collective after the step. Raises OSError on all ranks if one of them cannot read the folder.
+    """
+    failure = []
     try:
-        same = _load_share(state, folder)
+        step()
     except ValueError as error:
         failure = [(str(error), True)]
     except OSError as error:
@@ -179,7 +193,14 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
     failures = dict(gather_all(failure))  # text -> whether the folder is at fault
     if not all(failures.values()):
         raise OSError("; ".join(text for text, of_folder in failures.items() if not of_folder))
-    return Loaded("; ".join(failures)) if failures else Loaded(same_layout=same)
+    return "; ".join(failures)
+
+
+def _check_share(folder: Path) -> None:
+    """Read and hash this rank's part of all files. Raises ValueError that names damage."""
+    files = role_entries(folder)[dist.get_rank() :: dist.get_world_size()]
+    if damage := find_damage(folder, files):
+        raise ValueError("; ".join(f"{folder.name}/{problem}" for problem in damage))
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:

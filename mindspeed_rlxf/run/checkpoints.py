@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import secrets
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -12,31 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_rlxf
-from mindspeed_rlxf.cluster.host_agent import call_each
 from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup, RoleGroups
 from mindspeed_rlxf.config.dump import to_yaml
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.sample_tokens import cut_token_files
-from mindspeed_rlxf.run import driver_state, host_files, lock
+from mindspeed_rlxf.run import driver_state, lock
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.host_parts import HostParts
-from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
+from mindspeed_rlxf.run.store import Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import (
-    HOST,
     Entry,
     Loaded,
     Written,
     entry_of,
     under,
-    without_host,
     write_text,
 )
 
 Note = Callable[[str], None]
-PROBE = ".seen_by_all"
 
 
 class RunCheckpoints:
@@ -67,11 +61,9 @@ class RunCheckpoints:
         self.trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
         if roles.critic is not None:
             self.trained[Role.CRITIC] = roles.critic
-        self._timeout_s = config.runtime.timeout_s
         self._clock = clock
         self._last_save = clock()
         self._files: list[Entry] = []
-        self._parts: HostParts | None = None  # None where all hosts see the driver's folder
         self._waiting: dict[str, Any] | None = None
         self.write_s = 0.0  # seconds of the last asynchronous write, beside an iteration
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
@@ -107,13 +99,10 @@ class RunCheckpoints:
         """Make the hidden folder, let all ranks begin to write, and wait for copies of their state.
 
         First removes unfinished checkpoints. The copies are in memory; the files are written later.
-        Where hosts keep parts of checkpoints on their own disks, does both there too.
         """
         hidden = self.store.hidden(iteration)
         if self.writes:
             self.store.begin(iteration)
-        if self._parts:
-            self._parts.begin(iteration)
         begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
         for call in begun:
             call.result()
@@ -151,16 +140,14 @@ class RunCheckpoints:
     def _wait_for_files(self) -> list[Entry]:
         """Wait for the files of all roles; return their manifest entries.
 
-        With `async_save` sets `write_s`, the seconds of the slowest role's write. Entries name a
-        host only where checkpoints have parts on that host's own disk.
+        With `async_save` sets `write_s`, the seconds of the slowest role's write.
         """
         calls = {role: group.end_save() for role, group in self.trained.items()}
         found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
         if self.config.training.async_save:
             self.write_s = max(written.seconds for written in found.values())
-        apart = self._parts.hosts if self._parts else []
         return [
-            entry if entry.get(HOST) in apart else without_host(entry)
+            entry
             for role, written in found.items()
             for entry in under(SAVED_AS[role], written.files)
         ]
@@ -190,15 +177,11 @@ class RunCheckpoints:
                 f"the checkpoint of iteration {iteration} must have all files that its ranks "
                 f"wrote: {found}; is {hidden.parent} the same folder on every host?"
             )
-        if self._parts:
-            self._parts.commit(manifest, texts, mode)
         final = self.store.commit(manifest)
         training = self.config.training
         best = driver_state.find_best_iterations(self.store, self.config.validation.best_metric)
         self.store.prune(training.keep_last, training.keep_every, best)
         self.store.point_to_best(best)
-        if self._parts:
-            self._parts.prune()
         note(f"checkpoint of iteration {iteration}: {final}")
 
     def restore(self, note: Note) -> dict[str, Any] | None:
@@ -206,12 +189,10 @@ class RunCheckpoints:
 
         None if there are no checkpoints. Cuts line files to their length at the checkpoint (to 0
         without one), removes later iterations from token files, renames later checkpoints, and
-        removes unfinished ones. Raises UserError where the prompts differ, where all checkpoints
-        are damaged, and where hosts do not see the run directory without
-        `training.no_shared_storage`.
+        removes unfinished ones. Raises UserError where the prompts differ, and where all
+        checkpoints are damaged.
         note: prints a line: each checkpoint that is passed over, and from where the run goes on
         """
-        self._parts = self._look_at_hosts(note)
         if self.writes:
             self.store.clear_unfinished()
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
@@ -230,19 +211,17 @@ class RunCheckpoints:
             if any(driver_state.line_positions(self.directory).values()):
                 note("no checkpoint to resume from: starting again from iteration 0")
             driver_state.cut_files(self.directory, {})
-        self._cut_token_files(0)
+            cut_token_files(self.directory.samples_tokens, 0)
         return None
 
     def _check_and_load(self, found: driver_state.WholeCheckpoint) -> Loaded:
-        """Check all files of a checkpoint and load it into the roles.
+        """Check a checkpoint and load it into the roles.
 
         `problem` of the result says why it cannot be resumed from: a damaged file, a line file that
         is shorter than at the checkpoint, or a state that does not fit a role. Raises UserError
         where the run has other prompts.
         """
         path = found.checkpoint.path
-        if damage := self._find_damage(found.checkpoint, found.manifest):
-            return Loaded(f"{path} is damaged: {damage}")
         iteration, positions = found.checkpoint.iteration, found.state["positions"]
         if lacking := driver_state.find_shortened_file(self.directory, iteration, positions):
             return Loaded(f"{path} cannot be resumed from: {lacking}")
@@ -267,8 +246,7 @@ class RunCheckpoints:
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
         for found in whole:
             path = found.checkpoint.path
-            damage = self._find_damage(found.checkpoint, found.manifest)
-            loaded = Loaded(f"{path} is damaged: {damage}") if damage else self._load_roles(path)
+            loaded = self._load_roles(path)
             if not loaded.problem:
                 for problem in problems:
                     note(f"warning: {problem}; an older checkpoint is taken")
@@ -286,80 +264,6 @@ class RunCheckpoints:
         if wrong:
             return Loaded(f"{path} cannot be resumed from: {wrong}")
         return Loaded(same_layout=all(each.same_layout for each in loaded))
-
-    def _look_at_hosts(self, note: Note) -> HostParts | None:
-        """Return the parts of hosts that do not share the run directory; None where all share it.
-
-        Writes a file, asks each host whether it sees it, and removes it. Prints a line with such
-        hosts. Raises UserError unless the configuration allows them (`_check_apart`).
-        """
-        # A copied folder holds the probe of another run, so the name is random; but the ranks of
-        # torchrun all look for the same name, without a message from the first one.
-        is_local = self.config.runtime.kind is RuntimeKind.LOCAL
-        probe = self.store.folder / (PROBE if is_local else f"{PROBE}_{secrets.token_hex(8)}")
-        if self.writes:
-            write_text(probe, "")
-        roles = {SAVED_AS[role]: group.hosts for role, group in self.trained.items()}
-        agents = list(dict.fromkeys(agent for hosts in roles.values() for agent in hosts))
-        seen = call_each(agents, host_files.look_for, probe, timeout_s=self._timeout_s)
-        if self.writes:
-            probe.unlink(missing_ok=True)
-        blind = sorted({view.host for view in seen if not view.sees})
-        if not blind:
-            return None
-        self._check_apart(blind)
-        note(f"note: {', '.join(blind)} keep their parts of checkpoints on their own disks")
-        views = dict(zip(agents, seen, strict=True))
-        return HostParts(self.store, roles, views, self._timeout_s)
-
-    def _check_apart(self, blind: list[str]) -> None:
-        """Raise UserError without `training.no_shared_storage`, or if the runtime is the local one.
-
-        blind: hosts that do not see the run directory, one at least
-        """
-        if not self.config.training.no_shared_storage:
-            raise UserError(
-                Problem(
-                    "training.output_dir",
-                    f"must be on storage that all hosts share, {', '.join(blind)} do not see it",
-                    self.directory.path,
-                    "use a shared folder, or training.no_shared_storage=true: each host then keeps "
-                    "its part of a checkpoint",
-                )
-            )
-        if self.config.runtime.kind is RuntimeKind.LOCAL:
-            raise UserError(
-                Problem(
-                    "training.no_shared_storage",
-                    "needs runtime=ray, which copies files from host to host; "
-                    f"{', '.join(blind)} do not see {self.directory.path}",
-                    True,
-                    "use runtime=ray, or a folder that all hosts share",
-                )
-            )
-
-    def _find_damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
-        """Let the hosts hash all files of the roles; return what is damaged, "" for nothing.
-
-        First copies missing files to hosts with their own disks, and checks pickled files; returns
-        at once if that finds damage. Several texts are joined by "; ".
-        """
-        folder, wait_s = checkpoint.path, self._timeout_s
-        if self._parts:
-            unsafe = self._parts.fetch_files(checkpoint, manifest)
-        else:
-            unsafe = host_files.find_unsafe_file(folder)
-        if unsafe:
-            return unsafe
-        calls = []
-        for role, group in self.trained.items():
-            name, entries = SAVED_AS[role], manifest.part(SAVED_AS[role])
-            for i, agent in enumerate(group.hosts):  # hosts with files of their own read all
-                share = entries if self._parts else entries[i :: len(group.hosts)]
-                call = agent.start(host_files.find_damage, folder / name, share, timeout_s=wait_s)
-                calls.append((name, call))
-        found = [f"{name}/{problem}" for name, call in calls for problem in call.result()]
-        return "; ".join(dict.fromkeys(found))
 
     def _rewind_directory(
         self, found: driver_state.WholeCheckpoint, same_layout: bool, note: Note
@@ -386,7 +290,7 @@ class RunCheckpoints:
             self.store.point_to_best(driver_state.find_best_iterations(self.store, metric))
             kept = {**positions, **dict.fromkeys((path.name for path in removed), 0)}
             driver_state.cut_files(self.directory, kept)
-        self._cut_token_files(checkpoint.iteration)
+            cut_token_files(self.directory.samples_tokens, checkpoint.iteration)
         self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights replace those of `load`")
         if not same_layout:
@@ -394,18 +298,6 @@ class RunCheckpoints:
                 "note: the layout or the kind of device has changed; weights, optimizer and data "
                 "continue exactly, the random streams of the ranks start from the seed"
             )
-
-    def _cut_token_files(self, iteration: int) -> None:
-        """Remove the lines of iterations after `iteration` from the token logs.
-
-        The process that writes cuts those of its host; hosts with their own disks cut theirs.
-        """
-        folder = self.directory.samples_tokens
-        if self.writes:
-            cut_token_files(folder, iteration)
-        if self._parts:
-            agents = list(dict.fromkeys(a for group in self.trained.values() for a in group.hosts))
-            call_each(agents, cut_token_files, folder, iteration, timeout_s=self._timeout_s)
 
 
 def _describe_writer(config: RunConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 from itertools import chain, count
 from pathlib import Path
@@ -27,6 +28,7 @@ from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
 
 KEY = "training.output_dir"
+MARK = ".seen_by_all_"
 LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
 
 
@@ -41,11 +43,13 @@ class RunDirectory:
     timeline:  folder of the timelines of all ranks
     trackers:  folder of one folder per tracker
     logs:      folder of driver.log and of one folder of rank logs per pool
+    mark:      file with a new name at each start, which every node must see; None before `create`
     """
 
     def __init__(self, path: Path, file_mode: int = PRIVATE) -> None:
         self.path, self.file_mode = path, file_mode
         self.changes: list[Change] = []
+        self.mark: Path | None = None
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.health = path / "health.jsonl"
@@ -71,8 +75,8 @@ class RunDirectory:
 
         If the folder has a run already, keys that differ are stored in `changes`; if there are any,
         the configuration is written to the next config.<n>.yaml, else it is not written. Earlier
-        configurations get the present file mode. Raises UserError (see `check`), also for a folder
-        that cannot be written, which is then unlocked.
+        configurations get the present file mode. Writes a new `mark`. Raises UserError (see
+        `check`), also for a folder that cannot be written, which is then unlocked.
         """
         if problems := cls.check(config):
             raise UserError(problems)
@@ -92,6 +96,10 @@ class RunDirectory:
                 number = max(later, default=0) + 1
                 later[number] = directory.path / f"config.{number}.yaml"
                 replace_file(later[number], to_yaml(config), mode)
+            for old in directory.logs.glob(f"{MARK}*"):
+                old.unlink(missing_ok=True)
+            directory.mark = directory.logs / f"{MARK}{secrets.token_hex(8)}"
+            open_file(directory.mark, "w", mode).close()
             for file in (directory.config, *later.values()):
                 open_file(file, "a", mode).close()  # files of an earlier start get this mode
         except OSError as error:

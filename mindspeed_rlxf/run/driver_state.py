@@ -15,9 +15,9 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.host_files import find_damage
 from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
+from mindspeed_rlxf.weights.state_files import find_damage
 
 TRAINER = "trainer"
 DEFAULT_METRIC = "score"  # of checkpoints that do not name their metric
@@ -39,9 +39,8 @@ def find_whole_checkpoints(
 ) -> tuple[list[WholeCheckpoint], list[str]]:
     """Return (whole checkpoints, newest first; a line per damaged one).
 
-    Whole: all files but those that other hosts keep have their sizes, no trained role lacks files,
-    and the driver's files have their hashes and can be read. The hosts of the roles hash the roles'
-    files later.
+    Whole: all files have their sizes, no trained role lacks files, and the driver's files have
+    their hashes and can be read. The ranks of the roles hash the roles' files later.
     """
     whole, problems = [], []
     parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]

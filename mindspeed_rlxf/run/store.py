@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from typing import Any
 from mindspeed_rlxf.files.plain import open_plain, parse_json, read_pointer
 from mindspeed_rlxf.files.safe import is_plain_path, sync_folder
 from mindspeed_rlxf.weights.state_files import (
-    HOST,
+    MANIFEST,
     Entry,
+    entries_below,
     size_problem,
     write_text,
 )
 
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 EXPORTED = "exported_iteration.txt"
@@ -44,8 +44,8 @@ class Checkpoint:
     def read(self) -> Manifest:
         """Read and return the manifest, after checking the sizes of the files that it lists.
 
-        Contents are not read, and files of other hosts are ignored. Raises ValueError where the
-        manifest is damaged or of another iteration, or a file is missing or of another size.
+        Contents are not read. Raises ValueError where the manifest is damaged or of another
+        iteration, or a file is missing or of another size.
         """
         manifest = self._read_manifest()
         if manifest.iteration != self.iteration:
@@ -80,20 +80,14 @@ class Manifest:
 
     def part(self, name: str) -> list[Entry]:
         """Return the entries of one subfolder, with paths relative to it; [] for none."""
-        head = f"{name}/"
-        return [
-            {**entry, "path": entry["path"].removeprefix(head)}
-            for entry in self.files
-            if entry["path"].startswith(head)
-        ]
+        return entries_below(name, self.files)
 
     def find_missing(self, folder: Path) -> str:
         """Return a text on files that are missing or of another size, "" for none.
 
-        Names three of them at most, and counts the others. Files of other hosts are ignored.
+        Names three of them at most, and counts the others.
         """
-        here = [entry for entry in self.files if HOST not in entry]
-        problems = [size_problem(folder, entry) for entry in here]
+        problems = [size_problem(folder, entry) for entry in self.files]
         found = [problem for problem in problems if problem is not None]
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         return "; ".join(found[:3]) + more
@@ -211,21 +205,15 @@ class RunStore:
     def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> None:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
-        `best`: iterations. Looks at the disk, so that checkpoints from before a restart count. See
-        `keep` for those set aside.
-        """
-        found = [checkpoint.iteration for checkpoint in self.newest_first()]
-        multiples = [n for n in found if keep_every and n % keep_every == 0]
-        self.keep({*found[:keep_last], *multiples, *best})
-
-    def keep(self, iterations: Collection[int]) -> None:
-        """Remove all checkpoints except those of `iterations`.
-
+        `best`: iterations. Looks at the disk, so that checkpoints from before a restart count.
         Also removes checkpoints that were set aside (`NAME.unused`), if they are of earlier
         iterations than the two newest that remain.
         """
-        for checkpoint in self.newest_first():
-            if checkpoint.iteration not in iterations:
+        found = self.newest_first()
+        kept = {checkpoint.iteration for checkpoint in found[:keep_last]} | set(best)
+        for checkpoint in found:
+            multiple = keep_every and checkpoint.iteration % keep_every == 0
+            if checkpoint.iteration not in kept and not multiple:
                 # Renamed first, so that a half-removed folder never has a checkpoint's name.
                 going = self.folder / f".{checkpoint.path.name}.removed"
                 os.replace(checkpoint.path, going)

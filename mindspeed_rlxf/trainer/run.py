@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import socket
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from mindspeed_rlxf.cluster.errors import (
     TooFewDevices,
     WorkerError,
 )
+from mindspeed_rlxf.cluster.node_check import sees_file, unshared
 from mindspeed_rlxf.cluster.protocol import Runtime
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
@@ -118,7 +120,7 @@ class Run:
         if not self.config.validation.only:
             _report_for_restart(self.config, directory)
         with phase("joining or starting the Ray cluster"):
-            runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
+            runtime = RayRuntime.from_config(self.config, directory.logs, directory.mark)
         self._open.callback(runtime.shutdown)
         self._open.enter_context(_diagnose_worker_errors(runtime))
         supervised.report_facts(joined=not runtime.cluster.own)
@@ -139,6 +141,8 @@ class Run:
         directory = runtime.from_first(lambda: RunDirectory.create(self.config))
         if runtime.is_first:
             self._set_directory(directory)
+        elif not sees_file(str(directory.mark)):
+            raise UserError(unshared(socket.gethostname()))
         return self._build_trainer(directory, runtime, writes=runtime.is_first)
 
     def _build_trainer(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import (
     make_private_folder,
     open_file,
@@ -16,8 +17,7 @@ from mindspeed_rlxf.files.safe import (
 )
 
 Entry = dict[str, Any]
-"""A file in a manifest: `path` within the folder, `size` in bytes, `sha256`; `host` where only one
-host keeps the file."""
+"""A file in a manifest: `path` within the folder, `size` in bytes, `sha256`."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Loaded:
     same_layout: bool = True
 
 
-HOST = "host"
 READ_BYTES = 1 << 22
+MANIFEST = "manifest.json"
 
 
 def entry_of(folder: Path, file: Path) -> Entry:
@@ -56,14 +56,33 @@ def entry_of(folder: Path, file: Path) -> Entry:
     return {"path": path, "size": size, "sha256": digest.hexdigest()}
 
 
+def entries_below(name: str, entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries of one subfolder, with paths relative to it; [] for none."""
+    head = f"{name}/"
+    return [
+        {**entry, "path": entry["path"].removeprefix(head)}
+        for entry in entries
+        if entry["path"].startswith(head)
+    ]
+
+
+def role_entries(folder: Path) -> list[Entry]:
+    """Return the manifest entries of a role's folder in a checkpoint, with paths relative to it.
+
+    Raises OSError, ValueError; the driver has checked the manifest's hash.
+    """
+    return entries_below(folder.name, read_json(folder.parent / MANIFEST)["files"])
+
+
+def find_damage(folder: Path, entries: Iterable[Entry]) -> list[str]:
+    """Read and hash all files of `entries`; return a line for each that differs, [] for none."""
+    problems = (content_problem(folder, entry) for entry in entries)
+    return [problem for problem in problems if problem is not None]
+
+
 def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries with `folder` put before their paths."""
     return [{**entry, "path": f"{folder}/{entry['path']}"} for entry in entries]
-
-
-def without_host(entry: Entry) -> Entry:
-    """Return a copy of the entry without the host that keeps the file."""
-    return {key: value for key, value in entry.items() if key != HOST}
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
@@ -89,7 +108,10 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
     """
     try:
         problem = size_problem(folder, entry)
-        if problem is None and entry_of(folder, folder / entry["path"]) != without_host(entry):
+        if (
+            problem is None
+            and entry_of(folder, folder / entry["path"])["sha256"] != entry["sha256"]
+        ):
             problem = f"{entry['path']} differs from what was written (sha256)"
     except OSError as error:
         return f"{entry['path']} cannot be read ({error.strerror})"

@@ -94,8 +94,8 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
         [str(cut.path), keys],
     )
     assert (
-        f"{newest} is damaged: actor/state_00000.safetensors differs from what was written (sha256)"
-        in said
+        f"{newest} cannot be resumed from: actor/state_00000.safetensors differs from what was "
+        "written (sha256)" in said
     )
     resumed = [line.split(";")[0] for line in said.splitlines() if line.startswith("resumed")]
     taken_up = [f"iter_000000{n}" for n in ((1, 4) if async_save else (2, 5))]

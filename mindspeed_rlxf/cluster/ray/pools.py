@@ -189,7 +189,7 @@ class RayPools:
         """Start the processes of pools on their reserved devices and wait; return them by pool.
 
         Each pool's workers are in the order of ranks. Also starts the agents of their hosts. On a
-        joined cluster the placement is logged, with a warning for hosts that do not share the run.
+        joined cluster the placement is logged. Raises UserError if a host does not see the run.
         groups: placement group of each pool
         """
         actors = {name: self._start_actors(shape, groups[name]) for name, shape in shapes.items()}
@@ -208,7 +208,7 @@ class RayPools:
                 logger.info("pool %s: %s", name, describe_places(workers[name].places))
         if not self._cluster.own:
             hosts = {place.host for w in workers.values() for place in w.places}
-            self._node_check.warn_of_unshared_hosts(hosts)
+            self._node_check.require_shared_folder(hosts)
         return workers
 
     def _start_actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:

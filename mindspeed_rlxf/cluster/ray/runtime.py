@@ -57,7 +57,7 @@ class RayRuntime:
         self.pools = RayPools(*arguments, pool_settings, check, agents)
 
     @classmethod
-    def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
+    def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path | None) -> RayRuntime:
         """Join or start the cluster that the configuration names; `create_pools` checks its nodes.
 
         Workers get `resource_pool.env`, and the variables of `offload_environment`.

@@ -318,16 +318,6 @@ def supervised(config: RunConfig) -> Any:
     return report.call_args, stop.call_args.args[:2]
 
 
-def apart(config: RunConfig) -> str | None:
-    """Return the error for a host that does not see the run directory; None = it is accepted."""
-    stub: Any = SimpleNamespace(config=config, directory=SimpleNamespace(path="here"))
-    try:
-        run.RunCheckpoints._check_apart(stub, ["b"])
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def recorded(config: RunConfig) -> Any:
     """Return how many of 100 samples are logged, the settings of their file, which samples are
     logged by token, and the metrics of the console."""

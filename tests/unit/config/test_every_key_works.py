@@ -114,7 +114,6 @@ TRAINING: dict[str, Any] = {
     "save_interval": Case(2),
     "save_interval_s": Case(60.0),
     "async_save": Shown(CHECKPOINTS, "test_an_asynchronous_save_gets_its_name_when_all_is_written"),
-    "no_shared_storage": Case(True, see.apart),
     "keep_last": Case(5),
     "keep_every": Shown(STORE, "test_prune_keeps_the_newest_the_multiples_and_the_best"),
     "resume": Shown(RUN_DIR, "test_a_folder_of_another_run_is_refused"),

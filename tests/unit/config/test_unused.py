@@ -121,9 +121,9 @@ CASES: list[tuple[Changes, str, Changes]] = [
      {"training.max_restarts": 1}),
     (
         {"training.node_wait_s": 9.0, "device.devices_per_node": 4, "resource_pool.wait_s": 9.0,
-         "resource_pool.bad_nodes": "leave_out", "training.no_shared_storage": True},
+         "resource_pool.bad_nodes": "leave_out"},
         "training.node_wait_s=9.0, device.devices_per_node=4, resource_pool.wait_s=9.0, "
-        "resource_pool.bad_nodes='leave_out', training.no_shared_storage=true: no effect "
+        "resource_pool.bad_nodes='leave_out': no effect "
         f"{DOES_NOT_JOIN}",
         JOINED,
     ),

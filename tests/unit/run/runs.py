@@ -8,15 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.weights.state_files import Loaded, Written, entry_of
-from tests.unit.cluster.agents import InProcess
+from mindspeed_rlxf.weights.state_files import (
+    Loaded,
+    Written,
+    entry_of,
+    find_damage,
+    role_entries,
+)
 
 MakeTree = Callable[..., dict[str, Any]]
-HERE = InProcess("host-a")
 
 
 class Answer:
@@ -34,23 +37,21 @@ class Role:
 
     def __init__(self, state: str) -> None:
         self.state, self.loaded = state, ""
-        self.hosts: list[HostAgent] = [HERE]
-        self.others: dict[str, bytes] = {}  # name -> content of further files of a save
 
     def begin_save(self, folder: Path) -> Answer:
         self.saving = folder, self.state
         return Answer()
 
     def end_save(self) -> Answer:
-        """Write the state of `begin_save` and the other files; report their entries."""
+        """Write the state of `begin_save`; report its entry."""
         folder, state = self.saving
         folder.mkdir(parents=True)
-        files = {"state": state.encode(), **self.others}
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-        return Answer(Written([entry_of(folder, folder / name) for name in files], seconds=7.0))
+        (folder / "state").write_text(state)
+        return Answer(Written([entry_of(folder, folder / "state")], seconds=7.0))
 
     def load_state(self, folder: Path) -> Answer:
+        if damage := find_damage(folder, role_entries(folder)):
+            return Answer(Loaded(f"{folder.name}/{'; '.join(damage)}"))
         self.loaded = (folder / "state").read_text()
         return Answer(Loaded())
 

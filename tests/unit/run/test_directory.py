@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import ValidationConfig
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.directory import MARK, RunDirectory
 
 
 @pytest.fixture
@@ -198,7 +198,8 @@ def test_config_is_utf8_under_an_ascii_locale(tmp_path):
 
 
 def modes(folder):
-    return {p.relative_to(folder).as_posix(): p.stat().st_mode & 0o777 for p in folder.rglob("*")}
+    files = [path for path in folder.rglob("*") if not path.name.startswith(MARK)]
+    return {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o777 for path in files}
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
