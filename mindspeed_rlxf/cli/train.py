@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
+from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import RuntimeKind
@@ -22,6 +23,7 @@ from mindspeed_rlxf.config.load import resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.console import open_console
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.run.supervised import EXIT_STOPPED
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.trainer.run import Run
@@ -62,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run.exit_code
     except UserError as error:
         return fail(error.problems)
+    except StorageUnreadable as error:
+        print(f"stopped: {error}; run the same command again", file=sys.stderr, flush=True)
+        return EXIT_STOPPED
 
 
 def _prepare(config: RunConfig) -> Run:

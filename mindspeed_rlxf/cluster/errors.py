@@ -117,6 +117,13 @@ class DevicesMissing(RuntimeError):
         self.free = list(free)
 
 
+class StorageUnreadable(RuntimeError):
+    """Files of the run cannot be read now, which says nothing about their content.
+
+    The same command may succeed later.
+    """
+
+
 class TooFewDevices(UserError):
     """Our own cluster, which never grows, has too few devices. free: free devices of each node"""
 

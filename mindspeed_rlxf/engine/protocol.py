@@ -165,7 +165,4 @@ class TrainEngine(Protocol):
         """
 
     def load_state(self, folder: Path) -> Loaded:
-        """Load a training state; return the problem of any rank, on every rank, or the success.
-
-        Raises OSError on all ranks where one cannot read the folder.
-        """
+        """Load a training state; return the problem of any rank, on every rank, or the success."""

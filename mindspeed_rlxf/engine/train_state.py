@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from mindspeed_rlxf.weights.stage import StageWeights
 from mindspeed_rlxf.weights.state_files import (
     Loaded,
     Written,
+    attempt,
     entry_of,
     find_damage,
     role_entries,
@@ -162,38 +163,24 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
     Each rank first reads and hashes its part of all files. Random streams are not loaded if the
     layout or the kind of device has changed: they go on from the seed, and `same_layout` of the
-    result is False. If the folder has damage, another model or no state, all ranks return the
-    problem instead of raising; the state may be loaded in part then. Raises OSError on all ranks if
-    one cannot read the folder: the checkpoint may be complete.
+    result is False. If the folder has damage, another model or no state, or cannot be read for some
+    seconds, all ranks return that instead of raising; the state may be loaded in part then.
     """
-    if damage := _agree(lambda: _check_share(folder), folder):
-        return Loaded(damage)
+    checked = _agree(lambda: _check_share(folder))
+    if checked.problem or checked.unreadable:
+        return checked
     same: list[bool] = []
-
-    def load() -> None:
-        same.append(_load_share(state, folder))
-
-    problem = _agree(load, folder)
-    return Loaded(problem) if problem else Loaded(same_layout=same[-1])
+    loaded = _agree(lambda: same.append(_load_share(state, folder)))
+    return replace(loaded, same_layout=bool(same and same[-1]))
 
 
-def _agree(step: Callable[[], None], folder: Path) -> str:
-    """Run a step of loading; return why the folder cannot be loaded on some rank, "" if it can.
-
-    A collective after the step. Raises OSError on all ranks if one of them cannot read the folder.
-    """
-    failure = []
-    try:
-        step()
-    except ValueError as error:
-        failure = [(str(error), True)]
-    except OSError as error:
-        rule = f"{folder} must be readable by every rank ({error})"
-        failure = [(f"{rule}; mend access and start again", False)]
-    failures = dict(gather_all(failure))  # text -> whether the folder is at fault
-    if not all(failures.values()):
-        raise OSError("; ".join(text for text, of_folder in failures.items() if not of_folder))
-    return "; ".join(failures)
+def _agree(step: Callable[[], None]) -> Loaded:
+    """Run a step of loading; return what went wrong on any rank. A collective after the step."""
+    found = gather_all([attempt(step)])
+    return Loaded(
+        "; ".join(dict.fromkeys(each.problem for each in found if each.problem)),
+        "; ".join(dict.fromkeys(each.unreadable for each in found if each.unreadable)),
+    )
 
 
 def _check_share(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_rlxf
+from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup, RoleGroups
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role
@@ -64,6 +65,7 @@ class RunCheckpoints:
         self._clock = clock
         self._last_save = clock()
         self._files: list[Entry] = []
+        self._scores: dict[int, float] = {}  # validation scores of the checkpoints
         self._waiting: dict[str, Any] | None = None
         self.write_s = 0.0  # seconds of the last asynchronous write, beside an iteration
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
@@ -179,10 +181,22 @@ class RunCheckpoints:
             )
         final = self.store.commit(manifest)
         training = self.config.training
-        best = driver_state.find_best_iterations(self.store, self.config.validation.best_metric)
+        self._note_score(content)
+        best = self._find_best()
         self.store.prune(training.keep_last, training.keep_every, best)
         self.store.point_to_best(best)
         note(f"checkpoint of iteration {iteration}: {final}")
+
+    def _note_score(self, state: dict[str, Any]) -> None:
+        """Remember the validation score in a driver's state, if it has one."""
+        score = driver_state.find_score(state, self.config.validation.best_metric)
+        if score is not None:
+            self._scores[state["iteration"]] = score
+
+    def _find_best(self) -> list[int]:
+        """Return [iteration of the highest score, the earliest of equals]; [] without scores."""
+        scores = self._scores
+        return [max(scores, key=lambda n: (scores[n], -n))] if scores else []
 
     def restore(self, note: Note) -> dict[str, Any] | None:
         """Load the newest undamaged checkpoint into the roles; return the driver's state.
@@ -190,11 +204,9 @@ class RunCheckpoints:
         None if there are no checkpoints. Cuts line files to their length at the checkpoint (to 0
         without one), removes later iterations from token files, renames later checkpoints, and
         removes unfinished ones. Raises UserError where the prompts differ, and where all
-        checkpoints are damaged.
+        checkpoints are damaged; StorageUnreadable, with nothing changed, if files cannot be read.
         note: prints a line: each checkpoint that is passed over, and from where the run goes on
         """
-        if self.writes:
-            self.store.clear_unfinished()
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
         for found in whole:
             loaded = self._check_and_load(found)
@@ -203,11 +215,14 @@ class RunCheckpoints:
                 continue
             for problem in problems:
                 note(f"warning: {problem}; resuming from an older checkpoint")
+            for each in whole[whole.index(found) :]:
+                self._note_score(each.state)
             self._rewind_directory(found, loaded.same_layout, note)
             return found.state
         if problems:  # a new start would remove the checkpoints and records
             raise UserError(driver_state.no_whole_checkpoint(self.directory, problems))
         if self.writes:
+            self.store.clear_unfinished()
             if any(driver_state.line_positions(self.directory).values()):
                 note("no checkpoint to resume from: starting again from iteration 0")
             driver_state.cut_files(self.directory, {})
@@ -261,6 +276,8 @@ class RunCheckpoints:
         calls = [group.load_state(path / SAVED_AS[role]) for role, group in self.trained.items()]
         loaded: list[Loaded] = [each for call in calls for each in call.result()]
         wrong = "; ".join(dict.fromkeys(each.problem for each in loaded if each.problem))
+        if unreadable := "; ".join(each.unreadable for each in loaded if each.unreadable):
+            raise StorageUnreadable(f"{path} cannot be read: {unreadable}")
         if wrong:
             return Loaded(f"{path} cannot be resumed from: {wrong}")
         return Loaded(same_layout=all(each.same_layout for each in loaded))
@@ -281,13 +298,13 @@ class RunCheckpoints:
         for path in removed:
             note(f"warning: {path} was removed; it starts again with the next iteration")
         if self.writes:
+            self.store.clear_unfinished()
             for other in self.store.newest_first():
                 if other.iteration > checkpoint.iteration:
                     aside = self.store.move_aside(other)
                     note(f"note: {other.path.name} is not resumed from; renamed to {aside.name}")
             self.store.point_to(checkpoint.iteration)
-            metric = self.config.validation.best_metric
-            self.store.point_to_best(driver_state.find_best_iterations(self.store, metric))
+            self.store.point_to_best(self._find_best())
             kept = {**positions, **dict.fromkeys((path.name for path in removed), 0)}
             driver_state.cut_files(self.directory, kept)
             cut_token_files(self.directory.samples_tokens, checkpoint.iteration)

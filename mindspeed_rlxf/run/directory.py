@@ -6,17 +6,19 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.files.plain import folder_problem
-from mindspeed_rlxf.files.plain_yaml import MAX_BYTES, parse_yaml
+from mindspeed_rlxf.files.plain_yaml import parse_yaml
 from mindspeed_rlxf.files.safe import (
     PRIVATE,
     folder_mode,
@@ -26,9 +28,11 @@ from mindspeed_rlxf.files.safe import (
 )
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
+from mindspeed_rlxf.weights.state_files import patiently
 
 KEY = "training.output_dir"
 MARK = ".seen_by_all_"
+T = TypeVar("T")
 LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
 
 
@@ -66,8 +70,15 @@ class RunDirectory:
 
     @property
     def is_used(self) -> bool:
-        """Whether config.yaml or metrics.jsonl exists, so that a run has written here."""
-        return self.config.exists() or self.metrics.exists()
+        """Whether config.yaml or metrics.jsonl exists, so that a run has written here.
+
+        Raises StorageUnreadable.
+        """
+        try:
+            names = readable(lambda: os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return self.config.name in names or self.metrics.name in names
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
@@ -178,8 +189,7 @@ class RunDirectory:
             return []
         latest = [self.config, *self._find_later_configs().values()][-1]
         try:
-            with open_file(latest, "r", encoding="utf-8") as stream:
-                before: Any = parse_yaml(stream.read(MAX_BYTES))
+            before: Any = parse_yaml(readable(lambda: latest.read_text("utf-8")))
             assert isinstance(before, dict)
         except (OSError, ValueError, yaml.YAMLError, AssertionError):
             free = _find_free(self.path)
@@ -220,6 +230,19 @@ class RunDirectory:
         """
         path = Path(config.training.output_dir).absolute()
         return cls(path, file_mode=config.training.file_mode_bits)
+
+
+def readable(read: Callable[[], T]) -> T:
+    """Return `read()`, tried again for some seconds after read errors (`patiently`).
+
+    Raises StorageUnreadable if they last; FileNotFoundError and ValueErrors as they are.
+    """
+    try:
+        return patiently(read)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise
+    except OSError as error:
+        raise StorageUnreadable(f"a file of the run cannot be read: {error}") from error
 
 
 def _find_free(path: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory, readable
 from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import find_damage
@@ -40,23 +40,26 @@ def find_whole_checkpoints(
     """Return (whole checkpoints, newest first; a line per damaged one).
 
     Whole: all files have their sizes, no trained role lacks files, and the driver's files have
-    their hashes and can be read. The ranks of the roles hash the roles' files later.
+    their hashes. The ranks of the roles hash the roles' files later. Raises StorageUnreadable.
     """
     whole, problems = [], []
-    parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
-    for checkpoint in store.newest_first():
+    for checkpoint in readable(store.newest_first):
         try:
-            manifest = checkpoint.read()
-            if missing := [name for name in parts if not manifest.part(name)]:
-                raise ValueError(f"no files of {' and '.join(missing)}")
-            if damage := find_damage(checkpoint.path / TRAINER, manifest.part(TRAINER)):
-                raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damage))
-            each = WholeCheckpoint(checkpoint, manifest, read_state(checkpoint))
+            whole.append(readable(lambda: _read_whole(config, checkpoint)))  # noqa: B023
         except (ValueError, OSError) as error:
             problems.append(f"{checkpoint.path} is damaged: {error}")
-        else:
-            whole.append(each)
     return whole, problems
+
+
+def _read_whole(config: RunConfig, checkpoint: Checkpoint) -> WholeCheckpoint:
+    """Read a checkpoint as `find_whole_checkpoints` does. Raises ValueError for damage, OSError."""
+    manifest = checkpoint.read()
+    parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
+    if missing := [name for name in parts if not manifest.part(name)]:
+        raise ValueError(f"no files of {' and '.join(missing)}")
+    if damage := find_damage(checkpoint.path / TRAINER, manifest.part(TRAINER)):
+        raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damage))
+    return WholeCheckpoint(checkpoint, manifest, read_state(checkpoint))
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -64,25 +67,15 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
 
 
-def find_best_iterations(store: RunStore, metric: str) -> list[int]:
-    """Return [iteration of the checkpoint with the highest validation score], or [] without scores.
+def find_score(state: dict[str, Any], metric: str) -> float | None:
+    """Return the validation score in a driver's state; None if it has none, or not a finite one.
 
-    Of equal scores the earliest counts. Ignored are checkpoints whose driver's state cannot be read
-    and scores that are NaN or infinite; the files of roles are not checked.
-    metric: `validation.best_metric`; scores of another metric are ignored too
+    metric: `validation.best_metric`; scores of another metric do not count
     """
-    scores: dict[int, float] = {}
-    for checkpoint in store.newest_first():
-        try:
-            state = read_state(checkpoint)
-        except (OSError, ValueError):
-            continue  # damaged
-        if state.get("score_metric", DEFAULT_METRIC) != metric:
-            continue
-        score = state.get("score")
-        if isinstance(score, (int, float)) and abs(score) < math.inf:
-            scores[checkpoint.iteration] = float(score)
-    return [max(scores, key=lambda n: (scores[n], -n))] if scores else []
+    score = state.get("score")
+    if state.get("score_metric", DEFAULT_METRIC) != metric or not isinstance(score, (int, float)):
+        return None
+    return float(score) if abs(score) < math.inf else None
 
 
 def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeCheckpoint | None:
@@ -153,7 +146,11 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
     if problems := check_train_iters(config, newest):
         raise UserError(problems)
     wanted, store = config.training.train_iters, RunStore(directory.checkpoints)
-    return newest is not None and newest.checkpoint.iteration == wanted == store.exported()
+    return (
+        newest is not None
+        and newest.checkpoint.iteration == wanted
+        and readable(store.exported) == wanted
+    )
 
 
 def hash_prompts(
@@ -197,7 +194,10 @@ def find_shortened_file(directory: RunDirectory, iteration: int, positions: dict
     cleared = find_removed_samples(directory, iteration, positions)
     for file in _line_files(directory):
         wanted = positions.get(file.name, 0)
-        there = file.stat().st_size if file.exists() else 0
+        try:
+            there = readable(file.stat).st_size
+        except FileNotFoundError:
+            there = 0
         if file not in cleared and there < wanted:
             return f"{file} has {there} bytes, the checkpoint counts {wanted}"
     return ""
@@ -221,16 +221,21 @@ def _begins_after(path: Path, iteration: int) -> bool:
 
     False if its first line cannot be read.
     """
-    if not path.exists():
+    try:
+        first = readable(lambda: _first_line(path))
+    except FileNotFoundError:
         return True
-    with open(path, "rb") as stream:
-        first = stream.readline()
     if not first.endswith(b"\n"):  # no line, or the only one was cut by a kill
         return True
     try:
         return int(json.loads(first)["iteration"]) > iteration
     except (ValueError, TypeError, KeyError):
         return False
+
+
+def _first_line(path: Path) -> bytes:
+    with open(path, "rb") as stream:
+        return stream.readline()
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:

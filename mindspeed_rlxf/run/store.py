@@ -22,6 +22,7 @@ from mindspeed_rlxf.weights.state_files import (
     MANIFEST,
     Entry,
     entries_below,
+    patiently,
     size_problem,
     write_text,
 )
@@ -57,15 +58,13 @@ class Checkpoint:
     def _read_manifest(self) -> Manifest:
         """Read the manifest and check its hash.
 
-        Raises ValueError, with a text to show, where it is missing, unreadable or changed.
+        Raises ValueError, with a text to show, where it is missing or changed, and OSError.
         """
         try:
             with open_plain(self.path / MANIFEST) as stream:
                 text = stream.read().decode("utf-8")
         except FileNotFoundError:
             raise ValueError(f"{MANIFEST} is missing") from None
-        except OSError as error:
-            raise ValueError(f"{MANIFEST} cannot be read ({error.strerror})") from None
         except ValueError:  # no text
             raise ValueError(f"{MANIFEST} differs from what was written") from None
         return Manifest.from_json(text, MANIFEST)
@@ -137,10 +136,15 @@ class RunStore:
         self.folder = folder
 
     def newest_first(self) -> list[Checkpoint]:
-        """Return the published checkpoints, newest first, unchecked; [] without the folder."""
-        if not self.folder.is_dir():
+        """Return the published checkpoints, newest first, unchecked; [] without the folder.
+
+        Raises OSError if the folder cannot be listed for some seconds.
+        """
+        try:
+            names = patiently(lambda: os.listdir(self.folder))
+        except FileNotFoundError:
             return []
-        found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        found = [(NAME.fullmatch(name), self.folder / name) for name in names]
         named = [Checkpoint(path, int(match[1])) for match, path in found if match]
         return sorted(named, key=lambda each: -each.iteration)
 
@@ -225,10 +229,13 @@ class RunStore:
                 _remove_path(folder)
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None if no readable file says so."""
+        """Return the iteration whose weights were exported; None if no file says so.
+
+        Raises OSError if the file cannot be read for some seconds.
+        """
         try:
-            return int(read_pointer(self.folder / EXPORTED))
-        except (OSError, ValueError):
+            return int(patiently(lambda: read_pointer(self.folder / EXPORTED)))
+        except (FileNotFoundError, ValueError):
             return None
 
     def set_exported(self, iteration: int) -> None:

@@ -14,6 +14,7 @@ from mindspeed_rlxf.cluster.errors import (
     DevicesMissing,
     HostError,
     RuntimeTimeout,
+    StorageUnreadable,
     TooFewDevices,
     WorkerError,
 )
@@ -207,6 +208,8 @@ class Run:
             self._release_directory()
             supervised.report_facts(free=missing.free)
             self._end_stopped(str(missing))
+        except StorageUnreadable as unreadable:  # nothing was changed
+            self._end_stopped(f"{unreadable}; run the same command again")
         except Exception as failed:
             self._end_failed(failed)
         finally:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import (
@@ -33,15 +36,45 @@ class Loaded:
     """Result of loading a role's state from a checkpoint.
 
     problem:     why a rank of the role could not load it; "" = all ranks could
+    unreadable:  read errors that lasted, which are no damage; "" = none
     same_layout: whether the same parallel layout wrote it
     """
 
     problem: str = ""
+    unreadable: str = ""
     same_layout: bool = True
 
 
 READ_BYTES = 1 << 22
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # before a read is tried again
+T = TypeVar("T")
 MANIFEST = "manifest.json"
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """Return `read()`; after an OSError, such as EIO or ESTALE, try again for some seconds.
+
+    Raises the last OSError; at once FileNotFoundError, and errors that are ValueErrors too.
+    """
+    for pause in PAUSES_S:
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            raise
+        except OSError:
+            time.sleep(pause)
+    return read()
+
+
+def attempt(step: Callable[[], None]) -> Loaded:
+    """Run a step of loading, patiently; return what went wrong, without raising it."""
+    try:
+        patiently(step)
+    except (ValueError, FileNotFoundError) as error:
+        return Loaded(problem=str(error))
+    except OSError as error:
+        return Loaded(unreadable=f"{error} on {socket.gethostname()}")
+    return Loaded()
 
 
 def entry_of(folder: Path, file: Path) -> Entry:
@@ -69,13 +102,20 @@ def entries_below(name: str, entries: Iterable[Entry]) -> list[Entry]:
 def role_entries(folder: Path) -> list[Entry]:
     """Return the manifest entries of a role's folder in a checkpoint, with paths relative to it.
 
-    Raises OSError, ValueError; the driver has checked the manifest's hash.
+    [] without a manifest. Raises OSError, ValueError; the driver has checked the manifest's hash.
     """
-    return entries_below(folder.name, read_json(folder.parent / MANIFEST)["files"])
+    try:
+        tree = read_json(folder.parent / MANIFEST)
+    except FileNotFoundError:  # the driver asks for published checkpoints alone
+        return []
+    return entries_below(folder.name, tree["files"])
 
 
 def find_damage(folder: Path, entries: Iterable[Entry]) -> list[str]:
-    """Read and hash all files of `entries`; return a line for each that differs, [] for none."""
+    """Read and hash all files of `entries`; return a line for each that differs, [] for none.
+
+    Raises OSError if one cannot be read for some seconds.
+    """
     problems = (content_problem(folder, entry) for entry in entries)
     return [problem for problem in problems if problem is not None]
 
@@ -90,32 +130,30 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
     None if it does not. Reads no content.
     """
-    file = folder / entry["path"]
-    if file.is_symlink():
-        return f"{entry['path']} is a link"
-    if not file.is_file():
+    try:  # `Path.is_file` would take a read error for a missing file
+        found = os.lstat(folder / entry["path"])
+    except (FileNotFoundError, NotADirectoryError):
         return f"{entry['path']} is missing"
-    size = file.stat().st_size
-    if size != entry["size"]:
-        return f"{entry['path']} has {size} bytes, not {entry['size']}"
+    if stat.S_ISLNK(found.st_mode):
+        return f"{entry['path']} is a link"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{entry['path']} is missing"
+    if found.st_size != entry["size"]:
+        return f"{entry['path']} has {found.st_size} bytes, not {entry['size']}"
     return None
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: a link, missing, unreadable, other size or hash.
+    """Return how a file differs from its entry: a link, missing, other size or hash.
 
-    None if it does not. Reads the whole file, unless the size differs.
+    None if it does not. Reads the whole file, unless the size differs. Raises OSError if the file
+    cannot be read for some seconds.
     """
-    try:
-        problem = size_problem(folder, entry)
-        if (
-            problem is None
-            and entry_of(folder, folder / entry["path"])["sha256"] != entry["sha256"]
-        ):
-            problem = f"{entry['path']} differs from what was written (sha256)"
-    except OSError as error:
-        return f"{entry['path']} cannot be read ({error.strerror})"
-    return problem
+    if problem := patiently(lambda: size_problem(folder, entry)):
+        return problem
+    if patiently(lambda: entry_of(folder, folder / entry["path"]))["sha256"] != entry["sha256"]:
+        return f"{entry['path']} differs from what was written (sha256)"
+    return None
 
 
 def write_text(file: Path, text: str, mode: int | None = None) -> None:

@@ -28,7 +28,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights import stage
+from mindspeed_rlxf.weights import stage, state_files
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
@@ -104,15 +104,14 @@ class Drawer:
         return RoleOutput(report=str(found.value))
 
     def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:
-        """Report: the error of this rank."""
+        """Report: what this rank returns."""
         error = OSError(errno.EIO, "Input/output error") if dist.get_rank() == blind else None
         read = train_state.read_json
         with (
             mock.patch.object(train_state, "read_json", side_effect=error, wraps=read),
-            pytest.raises(OSError) as found,
+            mock.patch.object(state_files, "PAUSES_S", ()),
         ):
-            self.engine.load_state(folder)
-        return RoleOutput(report=str(found.value))
+            return RoleOutput(report=self.engine.load_state(folder))
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +161,14 @@ def test_a_bad_random_stream_of_one_rank_is_reported_by_all_ranks(
     assert first == second and first.problem.startswith(said)
 
 
-def test_a_folder_that_one_rank_cannot_read_is_an_error_of_all_ranks(
+def test_a_folder_that_one_rank_cannot_read_is_unreadable_for_all_ranks(
     warm_runtime: Any, tmp_path: Path, model: Path
 ) -> None:
     """It does not count as damaged: the run must not go on from an older one."""
     group = built(warm_runtime, model)
     save(group, tmp_path / "state")
     first, second = group.call(Drawer.load_what_a_rank_cannot_read, tmp_path / "state", 1).result()
-    said = rf"{tmp_path / 'state'} must be readable by every rank \(\[Errno 5\] .*; mend access"
-    assert first == second and re.match(said, first)
+    assert first == second and first.unreadable.startswith("[Errno 5]") and not first.problem
 
 
 def test_wrong_steps_before_a_resume_count_in_those_in_a_row(

@@ -12,8 +12,8 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.weights.state_files import (
-    Loaded,
     Written,
+    attempt,
     entry_of,
     find_damage,
     role_entries,
@@ -50,10 +50,12 @@ class Role:
         return Answer(Written([entry_of(folder, folder / "state")], seconds=7.0))
 
     def load_state(self, folder: Path) -> Answer:
-        if damage := find_damage(folder, role_entries(folder)):
-            return Answer(Loaded(f"{folder.name}/{'; '.join(damage)}"))
-        self.loaded = (folder / "state").read_text()
-        return Answer(Loaded())
+        def load() -> None:
+            if damage := find_damage(folder, role_entries(folder)):
+                raise ValueError(f"{folder.name}/{'; '.join(damage)}")
+            self.loaded = (folder / "state").read_text()
+
+        return Answer(attempt(load))
 
 
 def trainer_state(iteration: int) -> dict[str, Any]:

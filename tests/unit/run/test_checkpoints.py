@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.driver_state import (
+    check_checkpoints,
     check_train_iters,
     find_newest_checkpoint,
     hash_prompts,
     is_finished,
 )
 from mindspeed_rlxf.run.store import BEST, MANIFEST, POINTER, Manifest
+from mindspeed_rlxf.weights import state_files
 from tests.unit.config.conftest import make_tree, no_cluster
 from tests.unit.run.runs import Answer, Case, MakeTree
 
@@ -99,6 +106,71 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(case: Case, 
     assert case.lines == [1, 2]
 
 
+class BrokenStorage:
+    """Lets opens of files below a folder fail, from now on.
+
+    times: number of opens that fail; each fails as long as it is positive
+    """
+
+    def __init__(self, folder: Path, times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.times = str(folder), times
+        for module, name in ((os, "open"), (io, "open"), (builtins, "open"), (os, "listdir")):
+            monkeypatch.setattr(module, name, self._failing(getattr(module, name)))
+        monkeypatch.setattr(state_files, "PAUSES_S", (0.0,) * 6)
+
+    def _failing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, *args: Any, **keys: Any) -> Any:
+            if self.times > 0 and str(path).startswith(self.folder):
+                self.times -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return original(path, *args, **keys)
+
+        return opened
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [*(f"checkpoints/iter_0000002/{part}" for part in ("", "trainer", "actor")), "checkpoints", ""],
+)
+def test_read_errors_that_last_end_the_attempt_and_change_nothing(
+    case: Case, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.iterate(1, 2)
+    case.checkpoints.write(3, case.notes.append)
+    before = {path: path.stat().st_mtime_ns for path in case.directory.path.rglob("*")}
+    storage = BrokenStorage(case.directory.path / folder, math.inf, monkeypatch)
+    with pytest.raises(StorageUnreadable, match="Input/output error"):
+        case.resume()
+    storage.times = 0
+    assert before == {path: path.stat().st_mtime_ns for path in case.directory.path.rglob("*")}
+    assert case.resume() == 2 and case.actor.loaded == "actor 2"
+
+
+def test_six_read_errors_in_a_row_are_harmless(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.iterate(1, 2)
+    BrokenStorage(case.store.path(2), 6, monkeypatch)
+    assert case.resume() == 2 and case.kept == [2, 1]
+
+
+def test_the_best_checkpoint_stays_while_it_cannot_be_read(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.iterate(1, score=0.5)
+    BrokenStorage(case.store.path(1), math.inf, monkeypatch)
+    case.iterate(2, 3, 4)
+    assert case.kept == [4, 3, 1]
+
+
+def test_a_command_without_its_run_directory_counts_as_stopped(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.iterate(1)
+    BrokenStorage(case.directory.path, math.inf, monkeypatch)
+    for check in (find_newest_checkpoint, check_checkpoints, is_finished):
+        with pytest.raises(StorageUnreadable):
+            check(case.config, case.directory)
+
+
 @pytest.mark.parametrize("part", ["actor", "critic", "trainer"])
 def test_a_checkpoint_whose_manifest_lacks_a_part_is_damaged(case: Case, part: str) -> None:
     case.iterate(1, 2)
@@ -168,7 +240,7 @@ def test_the_best_validated_checkpoint_is_kept_too(
     case: Case, scores: list[float | None], kept: list[int]
 ) -> None:
     for iteration, score in enumerate(scores, start=1):
-        case.restart()  # scores are read from the disk
+        case.resume()  # scores are read from the disk
         case.iterate(iteration, score=score)
     assert case.kept == kept
 
@@ -184,7 +256,7 @@ def test_a_file_names_the_best_checkpoint_by_the_metric_of_the_configuration(
     assert best.read_text() == "2\n"
     by_maj = case.config.validation.model_copy(update={"best_metric": "mean@1"})
     case.config = case.config.model_copy(update={"validation": by_maj})
-    case.restart()
+    case.resume()
     case.iterate(4, score=0.125)
     assert best.read_text() == "4\n" and case.kept == [4, 3], (
         "scores of another metric do not count"
