@@ -183,8 +183,13 @@ class RunCheckpoints:
         training = self.config.training
         self._note_score(content)
         best = self._find_best()
-        self.store.prune(training.keep_last, training.keep_every, best)
         self.store.point_to_best(best)
+        try:
+            left = self.store.prune(training.keep_last, training.keep_every, best)
+        except OSError as error:
+            left = [f"old checkpoints are not removed: {error}; the next save tries again"]
+        for line in left:
+            note(f"warning: {line}")
         note(f"checkpoint of iteration {iteration}: {final}")
 
     def _note_score(self, state: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ POINTER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 EXPORTED = "exported_iteration.txt"
 NAME = re.compile(r"iter_(\d{7,})")
+REMOVED = ".removed"  # at the end of the hidden name of what is being removed
 UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
 
 
@@ -164,10 +166,34 @@ class RunStore:
         hidden.mkdir()
         return hidden
 
-    def clear_unfinished(self) -> None:
-        """Remove all hidden files and folders: unfinished and half-removed checkpoints."""
-        for leftover in self.folder.glob(".*"):
-            _remove_path(leftover)
+    def clear_unfinished(self) -> list[str]:
+        """Remove all hidden files and folders: unfinished and half-removed checkpoints.
+
+        Returns a line for each that cannot be removed.
+        """
+        return [said for path in self.folder.glob(".*") if (said := self._remove(path))]
+
+    def _remove(self, path: Path) -> str:
+        """Remove a folder, a file or a link, not a link's target; return why it stays, else "".
+
+        It gets a hidden name first, so that a half-removed checkpoint never has a checkpoint's
+        name, and a later one can have its name. Network file systems keep files that are open
+        elsewhere (`.nfs*`); the next save tries again.
+        """
+        going = path
+        try:
+            if path.suffix != REMOVED:
+                going = self.folder / f".{path.name}.{secrets.token_hex(4)}{REMOVED}"
+                os.replace(path, going)
+            if going.is_dir() and not going.is_symlink():
+                shutil.rmtree(going, ignore_errors=True)
+                going.rmdir()
+            else:
+                going.unlink()
+        except OSError as error:
+            if os.path.lexists(going):
+                return f"{going} cannot be removed ({error.strerror}); the next save tries again"
+        return ""
 
     def commit(self, manifest: Manifest) -> Path:
         """Publish a checkpoint: write the manifest, rename the hidden folder, update the pointer.
@@ -202,31 +228,29 @@ class RunStore:
         """Rename a checkpoint to NAME.unused, replacing an older one; return the new path."""
         aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
-            _remove_path(aside)
+            self._remove(aside)
         os.replace(checkpoint.path, aside)
         return aside
 
-    def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> None:
+    def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> list[str]:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
         `best`: iterations. Looks at the disk, so that checkpoints from before a restart count.
         Also removes checkpoints that were set aside (`NAME.unused`), if they are of earlier
-        iterations than the two newest that remain.
+        iterations than the two newest that remain. Returns a line for each that cannot be removed.
         """
         found = self.newest_first()
         kept = {checkpoint.iteration for checkpoint in found[:keep_last]} | set(best)
-        for checkpoint in found:
-            multiple = keep_every and checkpoint.iteration % keep_every == 0
-            if checkpoint.iteration not in kept and not multiple:
-                # Renamed first, so that a half-removed folder never has a checkpoint's name.
-                going = self.folder / f".{checkpoint.path.name}.removed"
-                os.replace(checkpoint.path, going)
-                _remove_path(going)
-        oldest = min((c.iteration for c in self.newest_first()[:2]), default=0)
+        kept |= {
+            each.iteration for each in found if keep_every and each.iteration % keep_every == 0
+        }
+        going = [checkpoint.path for checkpoint in found if checkpoint.iteration not in kept]
+        oldest = min(sorted(kept & {each.iteration for each in found})[-2:], default=0)
         for folder in self.folder.glob(f"*{UNUSED}"):
             match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
             if match and int(match[1]) < oldest:
-                _remove_path(folder)
+                going.append(folder)
+        return [said for path in going if (said := self._remove(path))]
 
     def exported(self) -> int | None:
         """Return the iteration whose weights were exported; None if no file says so.
@@ -243,14 +267,6 @@ class RunStore:
 
     def clear_exported(self) -> None:
         (self.folder / EXPORTED).unlink(missing_ok=True)
-
-
-def _remove_path(path: Path) -> None:
-    """Remove a folder, a file or a link, but not the target of a link; raise OSError if absent."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _are_entries(files: Any) -> bool:

@@ -161,6 +161,44 @@ def test_the_best_checkpoint_stays_while_it_cannot_be_read(
     assert case.kept == [4, 3, 1]
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning_until_a_later_save_removes_it(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where files that are open elsewhere stay as `.nfs*`."""
+    rmdir = os.rmdir
+
+    def busy(path: Any, **keys: Any) -> None:
+        if str(path).endswith(".removed"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        rmdir(path, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        case.iterate(1, 2, 3)
+        assert case.resume() == 3
+        case.iterate(4)
+    assert case.kept == [4, 3] and "warning: " in "".join(case.notes)
+    assert len(list(case.store.folder.glob(".*.removed"))) == 2
+    case.iterate(5)
+    assert case.kept == [5, 4] and not list(case.store.folder.glob(".*"))
+
+
+def test_checkpoints_that_vanish_meanwhile_end_nothing(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.iterate(1, 2)
+    replace = os.replace
+
+    def vanishing(source: Any, target: Any) -> None:
+        if str(target).endswith(".removed"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", vanishing)
+    case.iterate(3)
+    assert case.kept[:2] == [3, 2]
+
+
 def test_a_command_without_its_run_directory_counts_as_stopped(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
