@@ -50,7 +50,7 @@ class TrainedGroup:
     def end_save(self) -> Pending:
         """Submit the wait for the files of `begin_save`.
 
-        Reports: Written, which lists the files of all ranks, the same from each replica.
+        Reports: seconds that the slowest rank needed, the same from each replica.
         """
         return self.learners.call_engine(TrainEngine.end_save)
 

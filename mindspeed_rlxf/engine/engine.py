@@ -52,7 +52,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.weights.folders import copy_side_files, find_description, open_weights
 from mindspeed_rlxf.weights.stage import StageWeights
-from mindspeed_rlxf.weights.state_files import Loaded, Written
+from mindspeed_rlxf.weights.state_files import Loaded
 
 
 class MegatronEngine:
@@ -392,8 +392,8 @@ class MegatronEngine:
         """
         self._saver.begin(folder)
 
-    def end_save(self) -> Written:
-        """Wait for the files of all ranks and return them (see `StateSaver.end`)."""
+    def end_save(self) -> float:
+        """Wait for the files of all ranks; return the seconds (see `StateSaver.end`)."""
         return self._saver.end()
 
     def load_state(self, folder: Path) -> Loaded:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
-from mindspeed_rlxf.weights.state_files import Loaded, Written
+from mindspeed_rlxf.weights.state_files import Loaded
 
 
 class Part(Enum):
@@ -158,8 +158,8 @@ class TrainEngine(Protocol):
     def begin_save(self, folder: Path) -> None:
         """Copy the training state to the host, and start to write it into `folder`."""
 
-    def end_save(self) -> Written:
-        """Wait for the files of all ranks and return them.
+    def end_save(self) -> float:
+        """Wait for the files of all ranks; return the seconds that the slowest rank needed.
 
         Raises OSError on all ranks where one could not write.
         """

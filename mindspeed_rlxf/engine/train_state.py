@@ -3,6 +3,8 @@
     state_00003.safetensors     weights and Adam's slots that the rank writes (`weights.role_state`)
     random/rank_00003.json      random streams of a rank
     state.json                  steps taken, layout
+    part_00003.json             files and headers that the rank wrote, until the driver has merged
+                                the parts of all ranks into index.json
     config.json, ...            side files of the model, for conversion
 
 Tensors can be read in any layout, random streams only in the layout that wrote them. Learning rates
@@ -44,11 +46,11 @@ from mindspeed_rlxf.weights.role_state import (
 from mindspeed_rlxf.weights.stage import StageWeights
 from mindspeed_rlxf.weights.state_files import (
     Loaded,
-    Written,
     attempt,
     entry_of,
     find_damage,
     role_entries,
+    write_part,
     write_text,
 )
 
@@ -99,7 +101,7 @@ class StateSaver:
         """
         self._state, self._read = state, read
         self._folder: Path | None = None
-        self._writing: Future[Written] | None = None
+        self._writing: Future[float] | None = None
 
     def begin(self, folder: Path) -> None:
         """Copy this rank's share to the host, and start to write it into `folder` in a thread.
@@ -119,8 +121,8 @@ class StateSaver:
         self._folder = folder
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
-    def end(self) -> Written:
-        """Wait for the files of all ranks; return all entries, by rank, and the longest time in s.
+    def end(self) -> float:
+        """Wait for the files of all ranks; return the seconds that the slowest rank needed.
 
         Raises OSError on all ranks where one could not write.
         """
@@ -129,24 +131,24 @@ class StateSaver:
         self._writing = None
         with fail_together(folder):
             mine = writing.result()  # waits
-        return Written(gather_all(mine.files), max(gather_all([mine.seconds])))
+        return max(gather_all([mine]))
 
 
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One thread for all roles of the process, which share a disk."""
 
 
-def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> Written:
-    """Write a rank's files and fsync the folder; return their manifest entries and seconds taken.
+def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> float:
+    """Write a rank's files, then its part of the index; return the seconds taken.
 
-    Makes the folder. Empties `copy.boxes` once they are written. Runs in a thread, so it uses no
-    collective.
-    describe: called with the folder on rank 0; returns files, which get manifest entries too
+    Makes the folder, and fsyncs it. Empties `copy.boxes` once they are written. Runs in a thread,
+    so it uses no collective.
+    describe: called with the folder on rank 0; returns files, which get entries too
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     file = file_of(folder, copy.rank)
-    write_boxes(file, copy.boxes)
+    rows = write_boxes(file, copy.boxes)
     copy.boxes.clear()
     for name, text in copy.texts.items():
         write_text(folder / name, text)
@@ -155,7 +157,8 @@ def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[P
         files += describe(folder)
     entries = [entry_of(folder, file) for file in files]
     sync_folder(folder)
-    return Written(entries, time.monotonic() - started)
+    write_part(folder, copy.rank, entries, {file.name: rows})
+    return time.monotonic() - started
 
 
 def load_state(state: TrainState, folder: Path) -> Loaded:
@@ -171,7 +174,7 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
         return checked
     same: list[bool] = []
     loaded = _agree(lambda: same.append(_load_share(state, folder)))
-    return replace(loaded, same_layout=bool(same and same[-1]))
+    return replace(loaded, same_layout=same[-1]) if loaded == Loaded() else loaded
 
 
 def _agree(step: Callable[[], None]) -> Loaded:

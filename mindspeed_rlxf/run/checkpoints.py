@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,16 @@ from mindspeed_rlxf.run.store import Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import (
     Entry,
     Loaded,
-    Written,
     entry_of,
+    has_parts,
+    merge_parts,
     under,
     write_text,
 )
 
 Note = Callable[[str], None]
+POLL_S = 0.2
+SEEN_WITHIN_S = 30.0  # network file systems show new files late
 
 
 class RunCheckpoints:
@@ -39,8 +45,8 @@ class RunCheckpoints:
 
     Saving has two steps: roles write to a hidden folder (`write`), then it is renamed (`commit`).
     Between the two the caller writes the iteration's line of metrics.jsonl, with the
-    time that writing took. With `async_save` the roles write during the next iteration, and
-    `settle` waits for them and renames the folder.
+    time that writing took. With `async_save` the roles write during the next iteration; a thread
+    renames the folder as soon as all have written, and `settle` waits for that.
     """
 
     def __init__(
@@ -64,11 +70,12 @@ class RunCheckpoints:
             self.trained[Role.CRITIC] = roles.critic
         self._clock = clock
         self._last_save = clock()
-        self._files: list[Entry] = []
         self._scores: dict[int, float] = {}  # validation scores of the checkpoints
-        self._waiting: dict[str, Any] | None = None
+        self._waiting: Future[list[str]] | None = None  # of an asynchronous save: its notes
+        self._give_up = math.inf  # when to wait no longer for the files of ranks
         self.write_s = 0.0  # seconds of the last asynchronous write, beside an iteration
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
+        self.on_publish: Callable[[int], None] = lambda _: None  # called with `newest`
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
         """Return whether to save after this iteration.
@@ -94,7 +101,8 @@ class RunCheckpoints:
         started = time.monotonic()
         with phase(f"writing the checkpoint of iteration {iteration}", prints=False):
             self._begin_write(iteration)
-            self._files = [] if self.config.training.async_save else self._wait_for_files()
+            if not self.config.training.async_save:
+                self._wait_for_ranks()
         return time.monotonic() - started
 
     def _begin_write(self, iteration: int) -> None:
@@ -102,7 +110,7 @@ class RunCheckpoints:
 
         First removes unfinished checkpoints. The copies are in memory; the files are written later.
         """
-        hidden = self.store.hidden(iteration)
+        hidden, self._give_up = self.store.hidden(iteration), math.inf
         if self.writes:
             self.store.begin(iteration)
         begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
@@ -112,7 +120,7 @@ class RunCheckpoints:
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
     ) -> None:
-        """Add the driver's state and publish the checkpoint; `async_save` leaves both to `settle`.
+        """Add the driver's state and publish the checkpoint; with `async_save` in a thread.
 
         In either case fsyncs the line files now; their present lengths are part of the state.
         score: value of `validation.best_metric`, None = not validated
@@ -127,59 +135,67 @@ class RunCheckpoints:
             "score": score,
             "score_metric": self.config.validation.best_metric,
         }
+        self._waiting = Future()
         if self.config.training.async_save:
-            self._waiting = content
+            arguments = self._waiting, content
+            threading.Thread(target=self._publish_into, args=arguments, daemon=True).start()
         else:
-            self._publish(content, note)
+            self._publish_into(self._waiting, content)
+            self.settle(note)
 
     def settle(self, note: Note) -> None:
-        """Wait for an asynchronous save in progress and publish it; do nothing without one."""
+        """Wait until an asynchronous save in progress is published; do nothing without one."""
         if self._waiting is not None:
-            self._files = self._wait_for_files()
-            content, self._waiting = self._waiting, None
-            self._publish(content, note)
+            if self._give_up == math.inf:
+                self._wait_for_ranks()
+            waiting, self._waiting = self._waiting, None
+            for line in waiting.result():
+                note(line)
 
-    def _wait_for_files(self) -> list[Entry]:
-        """Wait for the files of all roles; return their manifest entries.
+    def close(self) -> None:
+        """End an asynchronous save, which is published only if all ranks have written already."""
+        if self._waiting is not None:
+            self._give_up = 0.0
+            wait([self._waiting])
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until the ranks of all roles have written their files; raises their errors.
 
         With `async_save` sets `write_s`, the seconds of the slowest role's write.
         """
-        calls = {role: group.end_save() for role, group in self.trained.items()}
-        found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
+        calls = [group.end_save() for group in self.trained.values()]
+        seconds = max(call.result()[0] for call in calls)
         if self.config.training.async_save:
-            self.write_s = max(written.seconds for written in found.values())
-        return [
-            entry
-            for role, written in found.items()
-            for entry in under(SAVED_AS[role], written.files)
-        ]
+            self.write_s = seconds
+        self._give_up = time.monotonic() + SEEN_WITHIN_S
 
-    def _publish(self, content: dict[str, Any], note: Note) -> None:
-        """Write the driver's files and the manifest, rename the folder, remove old checkpoints.
+    def _publish_into(self, waiting: Future[list[str]], content: dict[str, Any]) -> None:
+        """Publish a checkpoint; set the result, lines for the user, or the error of `waiting`."""
+        try:
+            lines = self._publish(content) if self.writes else []
+            self.newest = content["iteration"]
+            self.on_publish(self.newest)
+            waiting.set_result(lines)
+        except BaseException as error:
+            waiting.set_exception(error)
 
-        Updates the files that name the latest and the best checkpoint, and prints a line. With
-        `writes` False only `newest` is set. Raises RuntimeError where files of ranks are missing.
+    def _publish(self, content: dict[str, Any]) -> list[str]:
+        """Wait for all ranks, write the driver's files and the manifest, and rename the folder.
+
+        Removes old checkpoints, and updates the files that name the latest and the best one.
+        Returns lines for the user. Raises RuntimeError if files of ranks are missing.
         """
-        iteration = self.newest = content["iteration"]
-        if not self.writes:
-            return
+        iteration, hidden = content["iteration"], self.store.hidden(content["iteration"])
+        files = self._merge_parts(hidden)
         lock.require(self.directory.path)
-        hidden = self.store.hidden(iteration)
         texts = {
             f"{driver_state.TRAINER}/{driver_state.STATE}": json.dumps(content, indent=1),
             f"{driver_state.TRAINER}/{driver_state.CONFIG}": to_yaml(self.config),
         }
-        mode = self.directory.file_mode
         for path, text in texts.items():
-            write_text(hidden / path, text, mode)
-        files = self._files + [entry_of(hidden, hidden / path) for path in texts]
-        manifest = Manifest(iteration, files, _describe_writer(self.config))
-        if found := manifest.find_missing(hidden):
-            raise RuntimeError(
-                f"the checkpoint of iteration {iteration} must have all files that its ranks "
-                f"wrote: {found}; is {hidden.parent} the same folder on every host?"
-            )
-        final = self.store.commit(manifest)
+            write_text(hidden / path, text, self.directory.file_mode)
+        files += [entry_of(hidden, hidden / path) for path in texts]
+        final = self.store.commit(Manifest(iteration, files, _describe_writer(self.config)))
         training = self.config.training
         self._note_score(content)
         best = self._find_best()
@@ -188,9 +204,29 @@ class RunCheckpoints:
             left = self.store.prune(training.keep_last, training.keep_every, best)
         except OSError as error:
             left = [f"old checkpoints are not removed: {error}; the next save tries again"]
-        for line in left:
-            note(f"warning: {line}")
-        note(f"checkpoint of iteration {iteration}: {final}")
+        said = f"checkpoint of iteration {iteration}: {final}"
+        return [said, *(f"warning: {line}" for line in left)]
+
+    def _merge_parts(self, hidden: Path) -> list[Entry]:
+        """Wait until all ranks have written; merge what they wrote to an index for each role.
+
+        Returns the entries of the indexes. Raises RuntimeError if it takes too long after the ranks
+        have said that they are done.
+        """
+        ranks = {
+            name: self.config.layout(role).world_size
+            for role, name in SAVED_AS.items()
+            if role in self.trained
+        }
+        while lacking := [name for name, n in ranks.items() if not has_parts(hidden / name, n)]:
+            if time.monotonic() > self._give_up:
+                raise RuntimeError(
+                    f"{hidden} must have the files of all ranks of {' and '.join(lacking)}; is it "
+                    "the same folder on every node?"
+                )
+            time.sleep(POLL_S)
+        merged = {name: merge_parts(hidden / name, n) for name, n in ranks.items()}
+        return [entry for name, index in merged.items() for entry in under(name, [index])]
 
     def _note_score(self, state: dict[str, Any]) -> None:
         """Remember the validation score in a driver's state, if it has one."""

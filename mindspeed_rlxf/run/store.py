@@ -144,7 +144,7 @@ class RunStore:
         """
         try:
             names = patiently(lambda: os.listdir(self.folder))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         found = [(NAME.fullmatch(name), self.folder / name) for name in names]
         named = [Checkpoint(path, int(match[1])) for match, path in found if match]

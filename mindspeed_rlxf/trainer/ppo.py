@@ -39,6 +39,7 @@ class PpoTrainer:
     ) -> None:
         self.config, self.prompts, self.checkpoints = config, prompts, checkpoints
         self.stop = stop
+        checkpoints.on_publish = lambda iteration: setattr(stop, "saved", iteration)
         self.actor, self.rollout = roles.actor, roles.rollout
         self.ref, self.critic = roles.ref, roles.critic
         self.collector = Collector(config, roles, prompts)
@@ -114,7 +115,7 @@ class PpoTrainer:
             }
             phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
             self._finish_iteration(measured, collected, phases, time.monotonic() - started)
-        self._settle_save()
+        self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
         self,
@@ -186,7 +187,7 @@ class PpoTrainer:
         self.stop.end_iteration(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
         saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
-        self._settle_save()
+        self.checkpoints.settle(note)
         if saves:
             began = time.time()
             measured["timing/save"] = self.checkpoints.write(self.iteration, note)
@@ -204,11 +205,6 @@ class PpoTrainer:
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise self.stop.ended()
-
-    def _settle_save(self) -> None:
-        """Wait for an asynchronous save and publish it; a stop then names it as the last one."""
-        self.checkpoints.settle(self.recorder.note)
-        self.stop.saved = self.checkpoints.newest
 
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float

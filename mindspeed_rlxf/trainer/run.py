@@ -328,7 +328,7 @@ def training(
     with phase("looking for a checkpoint and loading it"):
         state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
-    with contextlib.closing(recorder):
+    with contextlib.closing(recorder), contextlib.closing(checkpoints):
         trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
         if state is not None:
             trainer.load_state_dict(state["trainer"])

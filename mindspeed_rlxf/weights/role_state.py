@@ -3,18 +3,19 @@
     state_00003.safetensors     "exp_avg/model.layers.0.mlp.up_proj.weight@128,0": [64, 4096] fp32
 
 A box is a part of a Hugging Face tensor, or of one of the optimizer's tensors for it (its slot).
-Its name has slot, tensor and first element, the header has dtype, shape and bytes. So the files are
-their own index, and a rank of any layout reads the byte ranges that it needs. The padding
-of a vocabulary has no Hugging Face name and is not stored: it is zero.
+Its name has slot, tensor and first element, the header has dtype, shape and bytes. `index.json` has
+the headers of all files, so a rank of any layout opens only the files with byte ranges that it
+needs. The padding of a vocabulary has no Hugging Face name and is not stored: it is zero.
 
 Older versions of this package had megatron-core write sharded checkpoints, which are read here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.files.safe import locate_inside
@@ -26,12 +27,16 @@ from mindspeed_rlxf.weights.hf_folder import shape_problems
 from mindspeed_rlxf.weights.planned import PlannedTensor
 from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
 from mindspeed_rlxf.weights.safetensors_file import (
+    DTYPES,
+    OF_NAME,
     SafetensorsFile,
     sort_by_width,
     write_safetensors,
 )
+from mindspeed_rlxf.weights.state_files import read_index
 from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
+Row = Sequence[Any]  # of the index: name, dtype, shape and first byte of a tensor in its file
 WEIGHT = "weight"
 BUFFER_BYTES = 4 << 20  # of one box; a box of several stored ones is held twice while it is read
 
@@ -40,10 +45,11 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"state_{rank:05d}.safetensors"
 
 
-def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
+def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> list[Row]:
     """Write a rank's boxes to a safetensors file and fsync it; an older file is replaced.
 
-    The file has a tensor SLOT/NAME@STARTS for each box, the starts joined by commas.
+    The file has a tensor SLOT/NAME@STARTS for each box, the starts joined by commas. Returns the
+    rows for the index: (name, dtype, shape, first byte) of each tensor.
     Raises AssertionError for a box that is given twice.
     """
     planned: dict[str, PlannedTensor] = {}
@@ -52,37 +58,51 @@ def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
         assert key not in planned, f"{key} is written twice"
         planned[key] = PlannedTensor.of(held.tensor)
     write_safetensors(file, sort_by_width(planned), lambda _: None)
+    written = SafetensorsFile(file)
+    rows: list[Row] = [(key, DTYPES[kind], *rest) for key, kind, *rest in written.tensors()]
+    written.close()
+    return rows
 
 
 class RunState:
-    """The tensors in a role's folder, from which boxes are read; headers are read at once.
+    """The tensors in a role's folder, from which boxes are read.
 
-    The first read of a box opens its file again, until `close`. Raises ValueError where a file is
-    damaged, OSError where it cannot be read.
+    Reads the index, or in a folder of an older version the headers of all files. The first read of
+    a box opens its file, until `close`. Raises ValueError where a file is damaged, OSError where it
+    cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._slots: dict[str, BoxedWeights] = {}
-        names = sorted(path.name for path in folder.glob(STATE_FILES))
-        self._files = [SafetensorsFile(locate_inside(folder, name, STATE_FILES)) for name in names]
+        index = read_index(folder)
+        rows: dict[str, list[Row] | None] = (
+            dict.fromkeys(sorted(path.name for path in folder.glob(STATE_FILES)))
+            if index is None
+            else index["tensors"]
+        )
+        self._files = [SafetensorsFile(locate_inside(folder, n, STATE_FILES)) for n in rows]
         for file in self._files:
             try:
-                self._add_boxes(file)
+                self._add_boxes(file, rows[file.path.name])
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 rule = f"{file.path} is damaged or truncated ({error})"
                 raise ValueError(f"{rule}; copy it again") from None
             finally:
                 file.close()
 
-    def _add_boxes(self, file: SafetensorsFile) -> None:
+    def _add_boxes(self, file: SafetensorsFile, rows: list[Row] | None) -> None:
         """Add the boxes of a rank's file to the tensors of their slots (weights, optimizer states).
 
         A tensor's size is the largest end of its boxes. Raises ValueError for names that are not
         slot/name@starts with one or two axes, and for boxes of one tensor that differ in dtype or
         number of axes.
+        rows: of the index; None = read the file's header
         """
-        for key, dtype, shape, first_byte in file.tensors():
+        found = file.tensors()
+        if rows is not None:
+            found = ((key, OF_NAME[name], tuple(shape), at) for key, name, shape, at in rows)
+        for key, dtype, shape, first_byte in found:
             slot, _, place = key.partition("/")
             name, _, corner = place.rpartition("@")
             numbers = [n if n.isdecimal() and len(n) < 19 else "-1" for n in corner.split(",")]

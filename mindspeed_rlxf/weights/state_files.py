@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import stat
@@ -24,14 +25,6 @@ Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Written:
-    """Files that a role wrote. seconds: time that its slowest rank needed"""
-
-    files: list[Entry]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Loaded:
     """Result of loading a role's state from a checkpoint.
 
@@ -48,6 +41,7 @@ class Loaded:
 READ_BYTES = 1 << 22
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # before a read is tried again
 T = TypeVar("T")
+INDEX = "index.json"
 MANIFEST = "manifest.json"
 
 
@@ -99,14 +93,61 @@ def entries_below(name: str, entries: Iterable[Entry]) -> list[Entry]:
     ]
 
 
-def role_entries(folder: Path) -> list[Entry]:
-    """Return the manifest entries of a role's folder in a checkpoint, with paths relative to it.
+def write_part(folder: Path, rank: int, entries: list[Entry], tensors: dict[str, Any]) -> None:
+    """Write what one rank has written to a role's folder; the rank's last file.
 
-    [] without a manifest. Raises OSError, ValueError; the driver has checked the manifest's hash.
+    tensors: file name -> the rows that the reader of that file wants of its header
+    """
+    write_text(_part(folder, rank), json.dumps({"files": entries, "tensors": tensors}))
+
+
+def has_parts(folder: Path, ranks: int) -> bool:
+    """Return whether all ranks of a role have written their files."""
+    return len(list(folder.glob("part_*.json"))) == ranks
+
+
+def merge_parts(folder: Path, ranks: int) -> Entry:
+    """Merge the parts of all ranks into INDEX and remove them; return the entry of INDEX.
+
+    So a rank that loads opens one file to find its tensors, not those of all ranks.
+    """
+    parts = [read_json(_part(folder, rank)) for rank in range(ranks)]
+    index = {
+        "files": [entry for part in parts for entry in part["files"]],
+        "tensors": {name: rows for part in parts for name, rows in part["tensors"].items()},
+    }
+    write_text(folder / INDEX, json.dumps(index))
+    for rank in range(ranks):
+        _part(folder, rank).unlink()
+    return entry_of(folder, folder / INDEX)
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f"part_{rank:05d}.json"
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+    """Read the INDEX of a role's folder; None without one, as older versions wrote none.
+
+    Raises OSError, ValueError.
     """
     try:
+        return dict(read_json(folder / INDEX))
+    except FileNotFoundError:
+        return None
+
+
+def role_entries(folder: Path) -> list[Entry]:
+    """Return the entries of all files in a role's folder of a checkpoint.
+
+    From its INDEX, else from the manifest of an older version, whose hashes the driver has checked;
+    [] without either. Raises OSError, ValueError.
+    """
+    if (index := read_index(folder)) is not None:
+        return list(index["files"])
+    try:
         tree = read_json(folder.parent / MANIFEST)
-    except FileNotFoundError:  # the driver asks for published checkpoints alone
+    except FileNotFoundError:
         return []
     return entries_below(folder.name, tree["files"])
 

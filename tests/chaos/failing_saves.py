@@ -15,7 +15,7 @@ from pathlib import Path
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import RunStore
-from mindspeed_rlxf.weights.state_files import content_problem
+from mindspeed_rlxf.weights.state_files import find_damage, role_entries
 from tests.chaos.failing_files import FailingFiles, choose_steps
 from tests.chaos.forked import Forked
 
@@ -36,13 +36,14 @@ def with_failing_save(checkpoints: Path, failing: str) -> None:
             installed.__enter__()
         return write(self, *arguments)  # type: ignore[arg-type]
 
-    def end(self: RunCheckpoints, *arguments: object) -> None:
-        publish(self, *arguments)  # type: ignore[arg-type]
+    def end(self: RunCheckpoints, *arguments: object) -> list[str]:
+        lines = publish(self, *arguments)  # type: ignore[arg-type]
         if files.steps:
             installed.__exit__(None, None, None)
             RunCheckpoints.write, RunCheckpoints._publish = write, publish  # type: ignore[method-assign]
             if not failing:
                 (checkpoints.parent / STEPS_FILE).write_text("\n".join(files.steps))
+        return lines
 
     RunCheckpoints.write, RunCheckpoints._publish = begin, end  # type: ignore[method-assign]
 
@@ -54,7 +55,9 @@ def newest_whole(checkpoints: Path) -> int:
             entries = checkpoint.read().files
         except ValueError:
             continue
-        if not any(content_problem(checkpoint.path, entry) for entry in entries):
+        roles = [checkpoint.path / name for name in ("actor", "critic")]
+        damage = [problem for role in roles for problem in find_damage(role, role_entries(role))]
+        if not damage + find_damage(checkpoint.path, entries):
             return checkpoint.iteration
     return 0
 

@@ -25,7 +25,13 @@ SYNCED = [  # fsync of each file after its last write, and of each folder after 
     *(f".iter/{role}/{file}" for role in ("actor", "critic") for file in OF_ROLES),
     *(f".iter/{role}/random/rank_00000.json" for role in ("actor", "critic")),
     *(f".iter/{role}/random (time 2)" for role in ("actor", "critic")),
-    *(f".iter/{folder} (time 3)" for folder in ("actor", "critic", "trainer")),
+    *(
+        f".iter/{role}/.{file}.TMP"
+        for role in ("actor", "critic")
+        for file in ("part_00000.json", "index.json")
+    ),
+    *(f".iter/{role} (time 5)" for role in ("actor", "critic")),
+    ".iter/trainer (time 3)",
     *(f".iter/trainer/{file}" for file in ("state.json", "config.yaml")),
     *(".iter/.manifest.json.TMP", ".iter", ".", ".latest_checkpointed_iteration.txt.TMP"),
 ]

@@ -20,6 +20,7 @@ from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.engine import residency
 from mindspeed_rlxf.engine.finite import GuardedOptimizer
 from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.weights.state_files import entry_of
 from tests.chaos.same_run import differences
 from tests.distributed.groups import build_group, split_evenly, update
 from tests.distributed.llamas import PLAIN, make_models, make_pair, run_config
@@ -131,8 +132,8 @@ class Weighed(ActorRole):
 
     def _save(self, folder: Path) -> list[str]:
         self.engine.begin_save(folder)
-        files = self.engine.end_save().files
-        return [entry["sha256"] for entry in files if entry["path"].startswith("state_")]
+        self.engine.end_save()
+        return [entry_of(folder, file)["sha256"] for file in sorted(folder.glob("state_*"))]
 
 
 def fail(*_: Any) -> None:

@@ -113,7 +113,7 @@ TRAINING: dict[str, Any] = {
     "file_mode": Shown(RUN_DIR, "test_files_have_the_mode_of_the_configuration"),
     "save_interval": Case(2),
     "save_interval_s": Case(60.0),
-    "async_save": Shown(CHECKPOINTS, "test_an_asynchronous_save_gets_its_name_when_all_is_written"),
+    "async_save": Shown(CHECKPOINTS, "test_an_asynchronous_save_is_published_once_all_wrote"),
     "keep_last": Case(5),
     "keep_every": Shown(STORE, "test_prune_keeps_the_newest_the_multiples_and_the_best"),
     "resume": Shown(RUN_DIR, "test_a_folder_of_another_run_is_refused"),

@@ -8,15 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from mindspeed_rlxf.config.enums import Role as ConfigRole
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.weights.state_files import (
-    Written,
     attempt,
     entry_of,
     find_damage,
     role_entries,
+    write_part,
 )
 
 MakeTree = Callable[..., dict[str, Any]]
@@ -33,21 +35,31 @@ class Answer:
 
 
 class Role:
-    """A stand-in for a role group; its state is a text, saved to the file `state`."""
+    """A stand-in for a role group; its state is a text, saved to the file `state`.
 
-    def __init__(self, state: str) -> None:
-        self.state, self.loaded = state, ""
+    ranks: each writes its part of the index
+    """
+
+    def __init__(self, state: str, ranks: int) -> None:
+        self.state, self.loaded, self.ranks = state, "", ranks
 
     def begin_save(self, folder: Path) -> Answer:
-        self.saving = folder, self.state
+        self.saving: tuple[Path, str] | None = (folder, self.state)
         return Answer()
 
+    def write(self) -> None:
+        """Write the state of `begin_save`, as the ranks do in the background."""
+        if self.saving is not None:
+            (folder, state), self.saving = self.saving, None
+            folder.mkdir(parents=True)
+            (folder / "state").write_text(state)
+            for rank in range(self.ranks):
+                entries = [entry_of(folder, folder / "state")] if rank == 0 else []
+                write_part(folder, rank, entries, {})
+
     def end_save(self) -> Answer:
-        """Write the state of `begin_save`; report its entry."""
-        folder, state = self.saving
-        folder.mkdir(parents=True)
-        (folder / "state").write_text(state)
-        return Answer(Written([entry_of(folder, folder / "state")], seconds=7.0))
+        self.write()
+        return Answer(7.0)
 
     def load_state(self, folder: Path) -> Answer:
         def load() -> None:
@@ -56,6 +68,12 @@ class Role:
             self.loaded = (folder / "state").read_text()
 
         return Answer(attempt(load))
+
+
+def stand_ins(config: RunConfig) -> tuple[Role, Role]:
+    """Return an actor and a critic with as many ranks as the configuration has."""
+    actor, critic = (config.layout(role) for role in (ConfigRole.ACTOR_ROLLOUT, ConfigRole.CRITIC))
+    return Role("actor", actor.world_size), Role("critic", critic.world_size)
 
 
 def trainer_state(iteration: int) -> dict[str, Any]:
@@ -86,7 +104,7 @@ class Case:
         self.directory = RunDirectory(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").touch()
-        self.actor, self.critic, self.clock = Role("actor"), Role("critic"), Clock()
+        self.actor, self.critic, self.clock = *stand_ins(self.config), Clock()
         self.notes: list[str] = []
         self.restart()
 

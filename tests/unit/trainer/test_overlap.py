@@ -77,19 +77,3 @@ def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> N
     if not by_width:  # the deadline of experience does not count the time of what it is made of
         experience = roles.critic._calls[1]
         assert experience.producers == ["actor.log_probs", "ref.log_probs", "critic.values"]
-
-
-def test_a_stop_names_the_checkpoint_that_an_asynchronous_save_published() -> None:
-    stop = StopRequest(0.0)
-    recorder: Any = SimpleNamespace(note=print)
-    checkpoints: Any = SimpleNamespace(newest=5)
-    checkpoints.settle = lambda note: setattr(checkpoints, "newest", 10)
-    trainer = PpoTrainer.__new__(PpoTrainer)
-    trainer.checkpoints, trainer.stop, trainer.recorder = checkpoints, stop, recorder
-    stop.record_save(5, 1.0)
-    trainer._settle_save()
-    stop.begin_iteration()
-    stop.end_iteration(12)
-    assert (
-        stop.work_lost == "iterations 11 to 12 will run again, from the checkpoint of iteration 10"
-    )

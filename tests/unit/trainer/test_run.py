@@ -25,7 +25,7 @@ from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import Run
 from tests.unit.config.conftest import make_tree, no_cluster
-from tests.unit.run.runs import Role, trainer_state
+from tests.unit.run.runs import stand_ins, trainer_state
 
 __all__ = ["make_tree", "no_cluster"]
 FREE = [4, 3]
@@ -63,7 +63,9 @@ class Command:
 
     @contextlib.contextmanager
     def training(self, config: Any, _: Any, directory: RunDirectory, *__: Any) -> Iterator[Any]:
-        roles: Any = SimpleNamespace(actor=Role("actor"), critic=Role("critic"))
+        roles: Any = SimpleNamespace(
+            **dict(zip(("actor", "critic"), stand_ins(config), strict=True))
+        )
         checkpoints = RunCheckpoints(config, roles, directory, "prompts")
         checkpoints.restore(print)
         last = config.training.train_iters

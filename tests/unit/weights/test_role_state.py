@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.boxes import Box, HeldBox, flat_boxes, view_box, whole
 from mindspeed_rlxf.weights.folders import open_weights
 from mindspeed_rlxf.weights.role_state import RunState, file_of, open_state, write_boxes
+from mindspeed_rlxf.weights.state_files import entry_of, has_parts, merge_parts, write_part
 from tests.unit.weights.folders_of import architecture_of
 
 MATRIX = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
@@ -34,6 +36,30 @@ def folder(tmp_path: Path) -> Path:
             boxes += [held("weight", "v", VECTOR, Box((3 * rank,), (3,)))]
         write_boxes(file_of(tmp_path, rank), boxes)
     return tmp_path
+
+
+def test_a_rank_that_needs_one_file_opens_the_index_and_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, matrix = 50, torch.arange(100.0).view(50, 2)
+    for rank in range(ranks):
+        file, box = file_of(tmp_path, rank), Box((rank, 0), (1, 2))
+        rows = write_boxes(file, [held("weight", "m", matrix, box)])
+        write_part(tmp_path, rank, [entry_of(tmp_path, file)], {file.name: rows})
+    assert has_parts(tmp_path, ranks) and not has_parts(tmp_path, ranks + 1)
+    merge_parts(tmp_path, ranks)
+    opened: list[str] = []
+    opens = os.open
+
+    def watched(path: Path, *args: Any, **keys: Any) -> int:
+        opened.append(Path(path).name)
+        return opens(path, *args, **keys)
+
+    monkeypatch.setattr(os, "open", watched)
+    wanted = RunState(tmp_path).slot("weight").read("m", Box((7, 0), (1, 2)))
+    assert torch.equal(wanted, matrix[7:8])
+    assert opened == ["index.json", "state_00007.safetensors"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["index.json"]
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (12,)])
