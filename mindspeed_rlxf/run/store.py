@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.files.plain import open_plain, parse_json, read_pointer
+from mindspeed_rlxf.files.plain import parse_json, read_pointer
 from mindspeed_rlxf.files.safe import is_plain_path, sync_folder
 from mindspeed_rlxf.weights.state_files import (
     MANIFEST,
@@ -63,8 +63,7 @@ class Checkpoint:
         Raises ValueError, with a text to show, where it is missing or changed, and OSError.
         """
         try:
-            with open_plain(self.path / MANIFEST) as stream:
-                text = stream.read().decode("utf-8")
+            text = (self.path / MANIFEST).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ValueError(f"{MANIFEST} is missing") from None
         except ValueError:  # no text

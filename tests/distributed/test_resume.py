@@ -20,8 +20,9 @@ from mindspeed_rlxf.config.enums import KlIn, KlPenalty
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.exports import export_weights
-from mindspeed_rlxf.run.store import Checkpoint, RunStore
+from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.weights.state_files import role_entries
 from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import PLAIN, make_models, same_tensors
@@ -166,18 +167,19 @@ def assert_versions_count_updates(samples: list[dict[str, Any]]) -> None:
 def assert_a_checkpoint_is_the_final_model(
     run: RunDirectory, iteration: int, role: str, target: Path
 ) -> None:
-    """Converted without a flag for the architecture; what describes the model is in the manifest"""
+    """Converted without a flag for the architecture; what describes the model is in the index"""
     checkpoint = run.checkpoints / f"iter_{iteration:07d}"
     assert convert([str(checkpoint / role), str(target), "--to", "hf"]) == 0
     final = run.path / "final" / f"{role}_hf"
-    assert sorted(f.name for f in target.iterdir()) == sorted(f.name for f in final.iterdir())
+    names = {f.name for f in target.iterdir()} - {".converted.json"}  # the converter's own record
+    assert names == {f.name for f in final.iterdir()}
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (target, final))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype and ours[name].equal(tensor), name
     config = json.loads((target / "config.json").read_text())
     assert config == json.loads((final / "config.json").read_text())
-    listed = Checkpoint(checkpoint, iteration).read().part(role)
+    listed = role_entries(checkpoint / role)
     beside = {f.name for f in final.iterdir()} - {"model.safetensors"}
     assert beside <= {entry["path"] for entry in listed}
 

@@ -14,6 +14,7 @@ import torch
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights.state_files import merge_parts, role_entries
 from tests.unit.weights.folders_of import make_folder
 
 
@@ -37,11 +38,12 @@ def test_the_head_and_the_dtype_of_training_are_described(engine: Any, tmp_path:
 def test_every_rank_lists_its_files_and_the_first_rank_also_config_and_tokenizer(
     engine: Any, tmp_path: Path
 ) -> None:
-    def written(rank: int) -> list[dict[str, Any]]:
+    for rank in (0, 1):
         copy = train_state._Copy(rank, [], {train_state._random_file(rank): "{}"})
-        return train_state._write_and_hash(copy, tmp_path, engine.describe).files
-
-    first, second = written(0), written(1)
+        train_state._write_and_hash(copy, tmp_path, engine.describe)
+    merge_parts(tmp_path, 2)
+    listed = role_entries(tmp_path)
+    first, second = listed[:4], listed[4:]
     own = ["state_00000.safetensors", "random/rank_00000.json"]
     assert [entry["path"] for entry in first] == [*own, "config.json", "tokenizer.json"]
     content = (tmp_path / "config.json").read_bytes()

@@ -64,10 +64,11 @@ def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> N
     names = ("actor", "rollout", "ref", "critic", "reward")
     roles: Any = SimpleNamespace(**{name: Scripted(name, called) for name in names})
     prompts: Any = SimpleNamespace(next_prompts=lambda: SimpleNamespace(sample_ids=[0]))
+    checkpoints: Any = SimpleNamespace()
     nobody: Any = None
     recorder: Any = SimpleNamespace(token_log=lambda *_: None)
     with pytest.raises(Waited):
-        PpoTrainer(config, roles, prompts, nobody, recorder, nobody, StopRequest(0.0)).fit()
+        PpoTrainer(config, roles, prompts, nobody, recorder, checkpoints, StopRequest(0.0)).fit()
     scoring = ["rollout.update_weights", "rollout.generate", "reward.score"]
     scoring += ["actor.log_probs", "ref.log_probs", "critic.values"]
     updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +52,16 @@ def test_a_rank_that_needs_one_file_opens_the_index_and_that_file(
     assert has_parts(tmp_path, ranks) and not has_parts(tmp_path, ranks + 1)
     merge_parts(tmp_path, ranks)
     opened: list[str] = []
-    opens = os.open
 
-    def watched(path: Path, *args: Any, **keys: Any) -> int:
-        opened.append(Path(path).name)
-        return opens(path, *args, **keys)
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **keys: Any) -> Any:
+            opened.append(Path(path).name)
+            return original(path, *args, **keys)
 
-    monkeypatch.setattr(os, "open", watched)
+        return call
+
+    for module in (os, io, builtins):
+        monkeypatch.setattr(module, "open", watched(module.open))
     wanted = RunState(tmp_path).slot("weight").read("m", Box((7, 0), (1, 2)))
     assert torch.equal(wanted, matrix[7:8])
     assert opened == ["index.json", "state_00007.safetensors"]
