@@ -11,8 +11,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.token_pieces import TokenPieces
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.files.safe import replace_file
-from mindspeed_rlxf.reporting.report.content import RunFolder, name_runs
-from mindspeed_rlxf.reporting.report.page import make_report
+from mindspeed_rlxf.reporting.report.page import RunFolder, make_report, name_runs
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
 from mindspeed_rlxf.run import lock

@@ -1,263 +1,328 @@
-"""Answer the first questions about a run in words: did it learn, when, what takes the time.
+"""Judge a run in words: the first questions, what was checked, and what was found.
 
-Every answer has its numbers and their source, so that a reader can check it.
+Every answer has its numbers and their source, and every check its limit and its outcome, so that
+a reader can check it, and "fine" differs from "not checked".
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rlxf.reporting.report.checks import read_kl_limit
-from mindspeed_rlxf.reporting.report.curves import curve_of
-from mindspeed_rlxf.reporting.report.records import Iteration
+from mindspeed_rlxf.reporting.health import Health
+from mindspeed_rlxf.reporting.health_rules import LAG_SHARE, LIMITS, runaway_limit
+from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
+from mindspeed_rlxf.reporting.report.records import Iteration, curve_of
 
 Curve = Sequence[tuple[int, float]]
+Rows = list[dict[str, Any]]
 
-WINDOW = 10  # iterations in the mean at the start and at the end; at most a third of the run
+WINDOW = 10  # iterations of a mean or median; at both ends at most a third of the run
 CLEARLY = 3.0  # least change that counts, in standard errors
 SMALL = 0.01  # least change of a score that counts if its standard error is unknown
-SCORE, KL = "critic/score/mean", "critic/kl"
+SLOW = 1.5  # times the median of all iterations before
+SCORE, KL, TIME = "critic/score/mean", "critic/kl", "timing/all"
+TOO_FEW = "not checked: no values, or too few"
 PHASES = {
-    "rollout": ("gen", "sync"),
-    "actor": ("old_log_prob", "update_actor"),
-    "critic": ("values", "update_critic"),
-    "reference": ("ref",),
-    "reward": ("reward",),
-    "experience": ("adv",),
-    "validation": ("val",),
-    "saving": ("save",),
-}
+    "rollout": ("gen", "sync"), "actor": ("old_log_prob", "update_actor"),
+    "critic": ("values", "update_critic"), "reference": ("ref",), "reward": ("reward",),
+    "experience": ("adv",), "validation": ("val",), "saving": ("save",),
+}  # fmt: skip
 """Role -> its names under timing/."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answer of the first screen. level: good, watch, bad, or plain"""
-
-    question: str
-    short: str
-    text: str
-    level: str = "plain"
-
-    def as_json(self) -> dict[str, str]:
-        return {"q": self.question, "short": self.short, "text": self.text, "level": self.level}
-
-
-@dataclass(frozen=True)
-class Change:
-    """Means at both ends of a curve. error: standard error of their difference"""
-
-    first: float
-    last: float
-    error: float
-    count: int  # values in a mean
-
-    @property
-    def rise(self) -> float:
-        return self.last - self.first
-
-    @property
-    def is_clear(self) -> bool:
-        limit = CLEARLY * self.error if self.error else SMALL * max(abs(self.first), 1.0)
-        return abs(self.rise) > limit
-
-
-def validation_curve(iterations: Sequence[Iteration], metric: str) -> Curve:
-    """Return (iteration, value) of a metric `val/...`, or of its mean over the data sources."""
-    if metric.startswith("val/"):
-        return curve_of(iterations, metric)
-    found = []
-    for each in iterations:
-        names = [k for k in each.metrics if k.startswith("val/") and k.endswith(f"/{metric}")]
-        values = [v for k in names if (v := each.metrics[k]) is not None]
-        if values:
-            found.append((each.number, statistics.fmean(values)))
-    return found
+def judge(
+    iterations: Sequence[Iteration],
+    config: Mapping[str, Any],
+    failures: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return answers {q, short, text, level}, checks {name, limit, outcome, level}, illnesses
+    {level, iteration, text, remedy} with bad ones first, and the outcomes of ranges by metric.
+    """
+    metric = str(config.get("validation.best_metric", "score"))
+    target = config.get("algorithm.kl_ctrl.target_kl")
+    kl_limit = runaway_limit(
+        config.get("algorithm.kl_ctrl.type") == "adaptive",
+        float(target) if isinstance(target, (int, float)) else 0.0,
+    )
+    trained = [each for each in iterations if each.number > 0]
+    illnesses = []
+    for each in failures:
+        level, text = ("bad", "") if each.get("last") else ("watch", ", then started again")
+        text = f"failed{text}: {each.get('message', '')}"
+        illnesses.append(_finding(level, each.get("iteration"), text, "see failures below"))
+    checks, ranges = [], _check_ranges(trained)
+    rules = _check_rules(trained, kl_limit)
+    for rows, found in (rules, _check_time(trained), _check_numbers(iterations), ranges):
+        checks += rows
+        illnesses += found
+    return {
+        "answers": [
+            did_it_learn(iterations, metric),
+            when_did_it_learn(iterations, metric),
+            what_takes_the_time(iterations),
+            how_far_from_the_reference(iterations, kl_limit),
+        ],
+        "checks": checks,
+        "illnesses": sorted(illnesses, key=lambda row: row["level"]),
+        "judged": {row["name"]: row["outcome"] for row in ranges[0]},
+    }
 
 
-def compare_ends(curve: Curve) -> Change | None:
-    """Compare the means of the first and the last iterations; None if under six values."""
+def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
+    """Answer whether the score rose: that of two or more validations, else that of training."""
+    validated, change = _validations(iterations, metric), compare_ends(curve_of(iterations, SCORE))
+    sentences, clear, rise = [], False, 0.0
+    if change:
+        start, end, error, count = change
+        rise = end - start
+        clear = abs(rise) > (CLEARLY * error or SMALL * max(abs(start), 1.0))
+    if len(validated) > 1:
+        (begin, first), (final, last) = validated[0], validated[-1]
+        best_at, best = max(validated, key=lambda point: (point[1], -point[0]))
+        rise = last - first
+        clear = abs(rise) > SMALL * max(abs(first), abs(last)) and (clear or change is None)
+        sentences.append(
+            f"Validation {metric}: {first:.3g} {_at(begin)}, {last:.3g} {_at(final)}; "
+            f"best {best:.3g} {_at(best_at)}."
+        )
+    if change:
+        sentences.append(
+            f"Training score: {start:.3g} at first, {end:.3g} at last (means of {count} "
+            f"iterations, standard error of the difference {error:.3g})."
+        )
+    if not sentences:
+        text, short, level = "Under six iterations and one validation.", "too early to say", "plain"
+    else:
+        text = " ".join(sentences)
+        short, level = ("yes", "good") if rise > 0 else ("no, it got worse", "bad")
+        short, level = (short, level) if clear else ("no clear change", "plain")
+    return _answer("Did it learn?", short, text, level)
+
+
+def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
+    """Answer at which iterations half and nine tenths of a score's rise were reached.
+
+    The training score is smoothed over five iterations.
+    """
+    trained = curve_of(iterations, SCORE)
+    smooth = [
+        (number, statistics.fmean(value for _, value in trained[max(i - 2, 0) : i + 3]))
+        for i, (number, _) in enumerate(trained)
+    ]
+    curves = (
+        ("training score", smooth),
+        (f"validation {metric}", _validations(iterations, metric)),
+    )
+    found = [(name, *reached) for name, curve in curves if (reached := milestones(curve))]
+    if not found:
+        return _answer("When?", "no rise to date", "No score rose, or there are too few of them.")
+    text = " ".join(
+        f"The {name} had half of its rise by iteration {half}, nine tenths by {most}."
+        for name, half, most in found
+    )
+    return _answer("When?", f"half by {found[0][1]}, nine tenths by {found[0][2]}", text)
+
+
+def what_takes_the_time(iterations: Sequence[Iteration]) -> dict[str, str]:
+    """Answer which role takes most of the run's time, with its phases and the other roles."""
+    question, wall = "Which role takes the time?", wall_seconds(iterations)
+    sums = {name: sum(v for _, v in curve_of(iterations, f"timing/{name}"))
+            for names in PHASES.values() for name in names}  # fmt: skip
+    roles = {role: sum(sums[n] for n in names) for role, names in PHASES.items()}
+    order = sorted((r for r in roles if roles[r] > 0), key=lambda r: -roles[r])
+    if not order or not wall:
+        return _answer(question, "not measured", "No phase has its time.")
+    top, large = order[0], [role for role in order[1:] if roles[role] >= wall / 200]
+    phases = sorted((n for n in PHASES[top] if sums[n] > 0), key=lambda n: -sums[n])
+    named = ", ".join(f"{n} {sums[n] / wall:.0%}" for n in phases)
+    text = f"{top.capitalize()}: {roles[top] / wall:.0%} of {wall / 60:.3g} min ({named})."
+    if large:
+        text += f" Then {', '.join(f'{role} {roles[role] / wall:.0%}' for role in large)}."
+    if sum(roles.values()) > wall:
+        text += " Phases overlap, so that the shares add up to more than 100%."
+    rest = 1.0 - sum(roles[role] for role in (top, *large)) / wall
+    if rest >= 0.005:
+        text += f" The other {rest:.0%}: inputs, transfers, the driver and shorter phases."
+    return _answer(question, f"{top}, {roles[top] / wall:.0%}", text)
+
+
+def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> dict[str, str]:
+    """Answer how large the KL to the reference is. limit: of a healthy run, nats per token"""
+    question, curve = "How far from the reference?", curve_of(iterations, KL)
+    if not curve:
+        text = "The run has no reference (logging.reference_kl)."
+        return _answer(question, "not measured", text)
+    last = curve[-WINDOW:]
+    mean, (at, most) = statistics.fmean(v for _, v in last), max(curve, key=lambda p: p[1])
+    text = (
+        f"KL {mean:.3g} nats per token, mean of the last {len(last)} iterations; "
+        f"{curve[0][1]:.3g} in the first, {curve[-1][1]:.3g} in the last; "
+        f"largest {most:.3g} in iteration {at}. Healthy: at most {limit:g}."
+    )
+    word, level = ("healthy", "good") if mean <= limit else ("too far", "watch")
+    return _answer(question, f"KL {mean:.3g}, {word}", text, level)
+
+
+def compare_ends(curve: Curve) -> tuple[float, float, float, int] | None:
+    """Return the means at both ends, the standard error of their difference, and their size.
+
+    None if there are under six values.
+    """
     values = [value for _, value in curve]
     if len(values) < 6:
         return None
     count = min(WINDOW, len(values) // 3)
     first, last = values[:count], values[-count:]
     error = math.hypot(*(statistics.stdev(part) / math.sqrt(count) for part in (first, last)))
-    return Change(statistics.fmean(first), statistics.fmean(last), error, count)
-
-
-def did_it_learn(iterations: Sequence[Iteration], metric: str, config: Mapping[str, Any]) -> Answer:
-    """Answer whether the score rose: that of two or more validations, else that of training."""
-    question = "Did it learn?"
-    validated, trained = validation_curve(iterations, metric), curve_of(iterations, SCORE)
-    change = compare_ends(trained)
-    sentences = []
-    clear, rise = (change.is_clear, change.rise) if change else (False, 0.0)
-    if len(validated) > 1:
-        (begin, first), (end, last) = validated[0], validated[-1]
-        best_at, best = max(validated, key=lambda point: (point[1], -point[0]))
-        rise = last - first
-        clear = abs(rise) > SMALL * max(abs(first), abs(last)) and (clear or change is None)
-        sentences.append(
-            f"Validation {metric}: {_n(first)} {_at(begin)}, {_n(last)} {_at(end)}; "
-            f"best {_n(best)} {_at(best_at)}."
-        )
-    if change:
-        sentences.append(
-            f"Training score: {_n(change.first)} at first, {_n(change.last)} at last "
-            f"(means of {change.count} iterations, standard error of the difference "
-            f"{_n(change.error)})."
-        )
-    if len(sentences) > 1:
-        sentences += _say_sampling(config)
-    if not sentences:
-        return Answer(question, "too early to say", "Under six iterations and one validation.")
-    if not clear:
-        return Answer(question, "no clear change", " ".join(sentences))
-    if rise > 0:
-        return Answer(question, "yes", " ".join(sentences), "good")
-    return Answer(question, "no, it got worse", " ".join(sentences), "bad")
-
-
-def _say_sampling(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one sentence on how validation and training decode, if the configuration says it."""
-    modes = []
-    for section in ("validation", "actor_rollout"):
-        samples, heat = config.get(f"{section}.do_sample"), config.get(f"{section}.temperature")
-        if samples is None or heat is None:
-            return
-        modes.append(f"at temperature {heat:g}" if samples else "greedily")
-    apart = ", which sets the two apart" if modes[0] != modes[1] else ""
-    yield f"Validation decodes {modes[0]}, training {modes[1]}{apart}."
-
-
-def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> Answer:
-    """Answer at which iterations half and nine tenths of a score's rise were reached."""
-    validated = validation_curve(iterations, metric)
-    trained = smooth(curve_of(iterations, SCORE))
-    sentences, short = [], ""
-    for name, curve in (("training score", trained), (f"validation {metric}", validated)):
-        if len(curve) < 4 or (found := milestones(curve)) is None:
-            continue
-        half, most = found
-        sentences.append(
-            f"The {name} had half of its rise by iteration {half}, nine tenths by {most}."
-        )
-        short = short or f"half by {half}, nine tenths by {most}"
-    if not sentences:
-        return Answer("When?", "no rise to date", "No score rose, or there are too few of them.")
-    if len(validated) > 1:
-        gap = max(b - a for (a, _), (b, _) in itertools.pairwise(validated))
-        sentences.append(f"It was validated at least every {gap} iterations.")
-    return Answer("When?", short, " ".join(sentences))
+    return statistics.fmean(first), statistics.fmean(last), error, count
 
 
 def milestones(curve: Curve) -> tuple[int, int] | None:
     """Return the first iterations with half and nine tenths of the rise; None if it is small."""
+    if len(curve) < 4:
+        return None
     first, best = curve[0][1], max(value for _, value in curve)
     if best - first <= SMALL * max(abs(best), abs(first)):
         return None
-    reached = [
+    half, most = (
         next(number for number, value in curve if value >= first + share * (best - first))
         for share in (0.5, 0.9)
-    ]
-    return reached[0], reached[1]
-
-
-def smooth(curve: Curve) -> Curve:
-    """Return the curve with each value replaced by the mean of it and up to two on either side."""
-    values = [value for _, value in curve]
-    return [
-        (number, statistics.fmean(values[max(i - 2, 0) : i + 3]))
-        for i, (number, _) in enumerate(curve)
-    ]
-
-
-def what_takes_the_time(iterations: Sequence[Iteration]) -> Answer:
-    """Answer which role takes most of the run's time, with its phases and the other roles."""
-    question = "Which role takes the time?"
-    sums = {name: sum(_or_zero(i.metrics.get(f"timing/{name}")) for i in iterations)
-            for names in (*PHASES.values(), ("all",)) for name in names}  # fmt: skip
-    wall = wall_seconds(iterations)
-    if not sums["all"] + sums["val"] + sums["save"]:
-        return Answer(question, "not measured", "No iteration has its time.")
-    roles = {role: sum(sums[n] for n in names) for role, names in PHASES.items()}
-    order = sorted((r for r in roles if roles[r] > 0), key=lambda r: -roles[r])
-    if not order:
-        return Answer(question, "not measured", "No phase has its time.")
-    top = order[0]
-    phases = sorted((n for n in PHASES[top] if sums[n] > 0), key=lambda n: -sums[n])
-    named = ", ".join(f"{n} {sums[n] / wall:.0%}" for n in phases)
-    large = [role for role in order[1:] if roles[role] >= wall / 200]
-    others = ", ".join(f"{role} {roles[role] / wall:.0%}" for role in large)
-    text = f"{top.capitalize()}: {roles[top] / wall:.0%} of {_duration(wall)} ({named})."
-    text += f" Then {others}." if others else ""
-    if sum(roles.values()) > wall:
-        text += " Phases overlap, so that the shares add up to more than 100%."
-    rest = 1.0 - (roles[top] + sum(roles[role] for role in large)) / wall
-    if rest >= 0.005:
-        text += f" The other {rest:.0%}: inputs, transfers, the driver and shorter phases."
-    return Answer(question, f"{top}, {roles[top] / wall:.0%}", text)
+    )
+    return half, most
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
     """Return the seconds of all iterations, with validation and saves."""
-    names = ("timing/val", "timing/save")
     return sum(
-        sum(_or_zero(each.metrics.get(n)) for n in names)
-        + (_or_zero(each.metrics.get("timing/all")) or (each.time_s if each.number else 0.0))
+        sum(each.metrics.get(name) or 0.0 for name in ("timing/val", "timing/save"))
+        + (each.metrics.get(TIME) or (each.time_s if each.number else 0.0))
         for each in iterations
     )
 
 
-def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> Answer:
-    """Answer how large the KL to the reference is. limit: of a healthy run, nats per token"""
-    question, curve = "How far from the reference?", curve_of(iterations, KL)
-    if not curve:
-        return Answer(question, "not measured", "The run has no reference (logging.reference_kl).")
-    last = curve[-min(WINDOW, len(curve)) :]
-    mean, (at, most) = statistics.fmean(v for _, v in last), max(curve, key=lambda p: p[1])
+def _check_rules(trained: Sequence[Iteration], kl_limit: float) -> tuple[Rows, Rows]:
+    health, found = Health(kl_limit=kl_limit), []
+    began: dict[str, Rows] = {}
+    for each in trained:
+        for event in health.check(each.number, each.metrics):
+            if event.event == "began":
+                text = f"{event.rule}: {event.text}"
+                found.append(_finding("bad", event.iteration, text, event.remedy))
+                began.setdefault(event.rule, []).append(found[-1])
+            else:
+                began[event.rule][-1]["level"] = "watch"
+                began[event.rule][-1]["text"] += f" (ended in iteration {event.iteration})"
+    checks = []
+    for rule, limit in LIMITS.items():
+        outcome, level = TOO_FEW, "plain"
+        if rule.value in began:
+            numbers = ", ".join(str(row["iteration"]) for row in began[rule.value])
+            outcome, level = f"found in iteration {numbers}", "watch"
+        elif rule in health.readings:
+            outcome, level = f"not found; at the end: {health.readings[rule].text}", "good"
+        checks.append(_check(rule.value, limit.format(kl_limit=kl_limit), outcome, level))
+    return checks, found
+
+
+def _check_time(trained: Sequence[Iteration]) -> tuple[Rows, Rows]:
+    """Compare the median time of each ten iterations with that of the tens before."""
+    curve = curve_of(trained, TIME)
+    tens = [curve[i : i + WINDOW] for i in range(0, len(curve) - WINDOW + 1, WINDOW)]
+    normal: list[float] = []
+    slow: list[tuple[int, int, float]] = []  # first and last iteration, median
+    for ten in tens:
+        median = statistics.median(seconds for _, seconds in ten)
+        if normal and median > SLOW * statistics.median(normal):
+            slow.append((ten[0][0], ten[-1][0], median))
+        else:
+            normal.append(median)
+    limit = f"median of {WINDOW} iterations over {SLOW:g} times that of the tens before"
+    if not slow:
+        result = ("not found", "good") if len(tens) > 1 else (TOO_FEW, "plain")
+        return [_check("iteration time", limit, *result)], []
+    now, before = statistics.median(ten[2] for ten in slow), statistics.median(normal)
     text = (
-        f"KL {_n(mean)} nats per token, mean of the last {len(last)} iterations; "
-        f"{_n(curve[0][1])} in the first, {_n(curve[-1][1])} in the last; "
-        f"largest {_n(most)} in iteration {at}. Healthy: at most {limit:g}."
+        f"iterations take {now:.3g} s in {len(slow)} of {len(tens)} tens, iterations {slow[0][0]} "
+        f"to {slow[-1][1]}, {now / before:.1f} times the {before:.3g} s of the others (medians)"
     )
-    word, level = ("healthy", "good") if mean <= limit else ("too far", "watch")
-    return Answer(question, f"KL {_n(mean)}, {word}", text, level)
+    remedy = "compare timing/, response_length/, memory/ and skew/ with this time"
+    return [_check("iteration time", limit, text, "watch")], [
+        _finding("watch", slow[0][0], text, remedy)
+    ]
 
 
-def answer_all(iterations: Sequence[Iteration], config: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the four answers that the report shows first, as JSON values."""
-    metric = str(config.get("validation.best_metric", "score"))
-    answers = (
-        did_it_learn(iterations, metric, config),
-        when_did_it_learn(iterations, metric),
-        what_takes_the_time(iterations),
-        how_far_from_the_reference(iterations, read_kl_limit(config)),
-    )
-    return [answer.as_json() for answer in answers]
+def _check_numbers(iterations: Sequence[Iteration]) -> tuple[Rows, Rows]:
+    odd: dict[str, list[int]] = {}
+    for each in iterations:
+        for name in (name for name, value in each.metrics.items() if value is None):
+            odd.setdefault(name, []).append(each.number)
+    found = [
+        _finding("bad", numbers[0],
+                 f"{name} is no finite number in {len(numbers)} of {len(iterations)} iterations",
+                 "look at the first of them; training.nan_policy")
+        for name, numbers in odd.items()
+    ]  # fmt: skip
+    result = (f"found in {', '.join(sorted(odd))}", "watch") if odd else ("not found", "good")
+    return [_check("finite numbers", "a metric is NaN or infinite", *result)], found
 
 
-def _or_zero(value: float | None) -> float:
-    return 0.0 if value is None else value
+def _check_ranges(trained: Sequence[Iteration]) -> tuple[Rows, Rows]:
+    """Compare each metric with its healthy range by its mean over the last iterations.
+
+    The skew of a phase that takes little time is no finding.
+    """
+    checks, found = [], []
+    lately = trained[-WINDOW:]
+    names = {name for each in lately for name in each.metrics}
+    curves = {name: [v for _, v in curve_of(lately, name)] for name in names}
+    means = {name: statistics.fmean(values) for name, values in curves.items() if values}
+    for name, mean in sorted(means.items()):
+        metric, phase = find_metric(name), name.removeprefix("skew/")
+        if metric is None or metric.healthy is None:
+            continue
+        limit = show_range(metric.healthy)
+        is_long = phase == name or (
+            means.get(f"timing/{phase}", 0.0) >= LAG_SHARE * means.get(TIME, 0.0)
+        )
+        outcome = text = f"{mean:.3g} in the last {len(lately)} iterations"
+        if not is_long:
+            outcome += f"; does not count: the phase takes under {LAG_SHARE:.0%} of the iteration"
+        level = "good" if is_long else "plain"
+        if is_long and not metric.is_healthy(mean):
+            level, text = "watch", f"{name} is {text}, healthy: {limit}"
+            found.append(_finding("watch", lately[0].number, text, metric.remedy))
+        by = f"healthy: {limit}, by the mean of the last {WINDOW} iterations"
+        checks.append(_check(name, by, outcome, level))
+    return checks, found
+
+
+def _validations(iterations: Sequence[Iteration], metric: str) -> Curve:
+    """Return (iteration, value) of a metric `val/...`, or of its mean over the data sources."""
+    if metric.startswith("val/"):
+        return curve_of(iterations, metric)
+    found = []
+    for each in iterations:
+        values = [value for name, value in each.metrics.items() if value is not None
+                  and name.startswith("val/") and name.endswith(f"/{metric}")]  # fmt: skip
+        if values:
+            found.append((each.number, statistics.fmean(values)))
+    return found
+
+
+def _answer(question: str, short: str, text: str, level: str = "plain") -> dict[str, str]:
+    return {"q": question, "short": short, "text": text, "level": level}
+
+
+def _check(name: str, limit: str, outcome: str, level: str) -> dict[str, Any]:
+    return {"name": name, "limit": limit, "outcome": outcome, "level": level}
+
+
+def _finding(level: str, iteration: Any, text: str, remedy: str) -> dict[str, Any]:
+    return {"level": level, "iteration": iteration, "text": text, "remedy": remedy}
 
 
 def _at(iteration: int) -> str:
     return f"after iteration {iteration}" if iteration else "before training"
-
-
-def _n(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"

@@ -1,6 +1,6 @@
 """Make the HTML file: one page with its style, its scripts and its compressed data.
 
-The data is base64, so that no text of a run can close its HTML element. The scripts insert texts
+The data is base64, so that no text of a run can close its HTML element. The script inserts texts
 only as text, never as HTML. A Content-Security-Policy allows only our script and style, by hash.
 """
 
@@ -10,26 +10,55 @@ import base64
 import gzip
 import hashlib
 import html
+import itertools
 import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from mindspeed_rlxf.reporting.report.content import RunFolder, gather
+from mindspeed_rlxf.config.printable import printable
+from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
+from mindspeed_rlxf.reporting.report.answers import judge, wall_seconds
+from mindspeed_rlxf.reporting.report.records import (
+    make_curves,
+    read_checkpoints,
+    read_configs,
+    read_failures,
+    read_iterations,
+    read_resumes,
+    read_schedules,
+)
 from mindspeed_rlxf.reporting.report.samples import (
     MAX_SAMPLES,
+    TokenSplitter,
     choose_samples,
     cut_for_page,
 )
 
-SCRIPTS = ("base.js", "chart.js", "curves.js", "time.js", "tokens.js", "samples.js", "page.js")
 MAX_BYTES = 10 * 10**6  # of the file
 OTHER_BYTES = 3 * 10**6  # of these, for everything except samples
 FEWER = (1, 4, 16)  # tried in turn: one sample in 1, 4, 16 has numbers per token
-LEVEL = 6  # of gzip
+METHODS = {
+    "ray_online_dpo": "Online DPO", "gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO", "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline", "remax": "ReMax",
+}  # fmt: skip
+"""Stage or estimator -> its usual name."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run to report on. state: finished, running, failed or stopped; name: shown for the path"""
+
+    path: Path
+    name: str
+    state: str
+    split: TokenSplitter | None = None
 
 
 def make_report(
@@ -37,90 +66,130 @@ def make_report(
 ) -> str:
     """Return the HTML text of a report of runs, in the given order.
 
-    Samples are left out to keep it below MAX_BYTES (`pack_samples`); the rest is not limited.
-    max_samples: of all runs together; version: see `make_page`
+    Samples are left out to keep it below MAX_BYTES (`_pack_samples`); the rest is not limited.
+
+    Args:
+        runs: Laid over each other.
+        max_samples: Of all runs together.
+        version: The page asks a server for its version, and loads anew if it differs; "" = not.
     """
-    main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [gather(run) for run in runs]}
+    main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [_gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
-    blobs = {"main": pack(main), "samples": pack_samples(runs, max_samples, room)}
-    return make_page(", ".join(run.name for run in runs), blobs, version)
-
-
-def pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
-    """Return the samples of runs as compressed JSON, in at most `room` bytes if possible.
-
-    If they are too large, fewer training samples get numbers per token; then samples are halved.
-    """
-    chosen = [choose_samples(run.path, max_samples // len(runs)) for run in runs]
-    fewer = iter(FEWER)
-    every = next(fewer)
-    while True:
-        samples = [
-            {"samples": cut_for_page(each, run.path, run.split, every), "seen": each.seen,
-             "every": every}
-            for run, each in zip(runs, chosen, strict=True)
-        ]  # fmt: skip
-        if len(blob := pack(samples)) <= room or not any(each.count for each in chosen):
-            return blob
-        if (after := next(fewer, None)) is None:
-            chosen = [each.halve() for each in chosen]
-        else:
-            every = after
-
-
-def make_page(title: str, blobs: Mapping[str, bytes], version: str = "") -> str:
-    """Return the HTML text of a page, with style, scripts and data in it.
-
-    blobs:   name -> compressed JSON to embed
-    version: the page asks a server for its version, and loads itself anew if it differs; "" = not
-    """
-    style = _read("vendor/uPlot.min.css") + _read("report/style.css")
-    scripts = "\n".join(_read(f"report/{name}") for name in SCRIPTS)
-    script = f"{_read('vendor/uPlot.iife.min.js')}\n(() => {{\n'use strict';\n{scripts}\n}})();"
-    asks = "self" if version else "none"
+    blobs = {"main": _pack(main), "samples": _pack_samples(runs, max_samples, room)}
+    style = _read("vendor/uPlot.min.css") + _read("report/report.css")
+    script = (
+        f"{_read('vendor/uPlot.iife.min.js')}\n(() => {{\n'use strict';\n"
+        f"{_read('report/report.js')}\n}})();"
+    )
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"connect-src '{'self' if version else 'none'}'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
     data = "\n".join(
         f'<script type="text/plain" id="data-{name}">{base64.b64encode(blob).decode()}</script>'
         for name, blob in blobs.items()
     )
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        f"connect-src '{asks}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return Template(_read("report/page.html")).substitute(
-        title=html.escape(title),
-        policy=policy,
-        live=version,
-        style=style,
-        script=script,
-        data=data,
+    title = html.escape(", ".join(run.name for run in runs))
+    return Template(_read("report/report.html")).substitute(
+        title=title, policy=policy, live=version, style=style, script=script, data=data
     )
 
 
-def pack(value: Any) -> bytes:
+def name_runs(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each path: as few of its last parts as make the names differ."""
+    full = [path.absolute() for path in paths]
+    for count in range(1, max(len(path.parts) for path in full)):
+        names = [printable("/".join(path.parts[-count:])) for path in full]
+        if len(set(names)) == len(names):
+            return names
+    return [printable(str(path)) for path in full]
+
+
+def _gather(run: RunFolder) -> dict[str, Any]:
+    """Read the files of a run; return everything that the page shows except samples."""
+    iterations, failures = read_iterations(run.path), read_failures(run.path)
+    configs = read_configs(run.path)
+    config = configs[-1][1] if configs else {}
+    checkpoints, environment = read_checkpoints(run.path)
+    curves = make_curves(iterations)
+    return {
+        "name": run.name,
+        "state": run.state,
+        "done": max((each.number for each in iterations), default=0),
+        "planned": config.get("training.train_iters"),
+        "seconds": wall_seconds(iterations),
+        "subject": _name_subject(config),
+        **judge(iterations, config, failures),
+        "curves": curves,
+        "about": {
+            name: {"unit": metric.unit, "meaning": metric.meaning, "healthy": metric.healthy,
+                   "range": show_range(metric.healthy), "remedy": metric.remedy}
+            for name in curves if (metric := find_metric(name))
+        },
+        "schedules": read_schedules(run.path),
+        "config": config,
+        "changes": [
+            {"file": file, "key": key, "before": before.get(key), "after": after.get(key)}
+            for (_, before), (file, after) in itertools.pairwise(configs)
+            for key in sorted({*before, *after}) if before.get(key) != after.get(key)
+        ],
+        "environment": environment,
+        "checkpoints": checkpoints,
+        "failures": failures,
+        "resumes": read_resumes(run.path),
+    }  # fmt: skip
+
+
+def _name_subject(config: Mapping[str, Any]) -> str:
+    """Return method and model of a run, as `PPO, model qwen (Qwen2.5-7B)`; "" if one is not set."""
+    stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
+    method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
+    model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
+    if model is None or method is None:
+        return ""
+    folder = f" ({Path(load).name})" if isinstance(load, str) else ""
+    return printable(f"{method}, model {model}{folder}")
+
+
+def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
+    """Return the samples of runs as compressed JSON, in at most `room` bytes if possible.
+
+    If they are too large, fewer training samples get numbers per token; then samples are halved.
+    """
+    limit = max_samples // len(runs)
+    for attempt in itertools.count():
+        every = FEWER[min(attempt, len(FEWER) - 1)]
+        chosen = [choose_samples(run.path, limit) for run in runs]
+        blob = _pack([
+            {"samples": cut_for_page(each, run.path, run.split, every), "seen": each.seen,
+             "every": every}
+            for run, each in zip(runs, chosen, strict=True)
+        ])  # fmt: skip
+        if len(blob) <= room or not limit:
+            break
+        if every == FEWER[-1]:
+            limit = (
+                min(limit, max(len(each.training) + len(each.validation) for each in chosen)) // 2
+            )
+    return blob
+
+
+def _pack(value: Any) -> bytes:
     r"""Return a value as JSON, compressed with gzip, the same bytes each time.
 
     NaN and infinity become null, lone surrogates `\udXXX`, values of types that JSON lacks texts.
     """
-    text = json.dumps(
-        _replace_non_finite(value),
-        ensure_ascii=False,
-        allow_nan=False,
-        separators=(",", ":"),
-        default=str,
-    )
-    return gzip.compress(text.encode("utf-8", "backslashreplace"), LEVEL, mtime=0)
 
+    def finite(value: Any) -> Any:
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, dict):
+            return {str(key): finite(item) for key, item in value.items()}
+        return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-def _replace_non_finite(value: Any) -> Any:
-    """Return a copy with None instead of NaN and infinite numbers, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _replace_non_finite(item) for key, item in value.items()}
-    return (
-        [_replace_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-    )
+    text = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"), default=str)
+    return gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)
 
 
 def _hash(text: str) -> str:

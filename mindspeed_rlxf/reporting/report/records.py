@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,17 @@ from typing import Any
 import yaml
 
 from mindspeed_rlxf.reporting.metrics import read_jsonl
+from mindspeed_rlxf.reporting.timeline import DRIVER
 
 LOG_TAIL = 4 * 2**20  # bytes at the end of driver.log that are searched
 RESUMED = "resumed from "
+MAX_POINTS = 2000  # of a curve
+MAX_ITERATIONS = 60  # with a schedule in the report
+MAX_SPANS = 40_000  # of all of them
+MAX_LANES = 64
+
+Point = tuple[int, float | None]
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,42 @@ def read_iterations(run: Path) -> list[Iteration]:
         time_s = _finite_number(record.get("time_s")) or 0.0
         found[number] = Iteration(number, before | metrics, time_s)
     return [found[number] for number in sorted(found)]
+
+
+def curve_of(iterations: Sequence[Iteration], name: str) -> list[tuple[int, float]]:
+    """Return (iteration, value) of a metric; iterations without a finite value are left out."""
+    found = ((each.number, each.metrics.get(name)) for each in iterations)
+    return [(number, value) for number, value in found if value is not None]
+
+
+def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any]]]:
+    """Return metric -> {"x": iterations, "y": values of six digits}; long curves are thinned."""
+    columns: dict[str, list[Point]] = {}
+    for each in iterations:
+        for name, value in each.metrics.items():
+            columns.setdefault(name, []).append((each.number, value))
+    thinned = {name: thin(points) for name, points in sorted(columns.items())}
+    return {
+        name: {
+            "x": [x for x, _ in points],
+            "y": [None if y is None else float(f"{y:.6g}") for _, y in points],
+        }
+        for name, points in thinned.items()
+    }
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """Return at most `limit` points: the ends, and lowest, highest and first None of stretches."""
+    if len(points) <= limit:
+        return list(points)
+    stretches = max((limit - 2) // 3, 1)
+    kept = {0, len(points) - 1}
+    for i in range(stretches):
+        part = range(i * len(points) // stretches, (i + 1) * len(points) // stretches)
+        if finite := [(points[n][1], n) for n in part if points[n][1] is not None]:
+            kept |= {min(finite)[1], max(finite)[1]}
+        kept |= set([n for n in part if points[n][1] is None][:1])
+    return [points[n] for n in sorted(kept)]
 
 
 def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -86,11 +132,67 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             manifest = json.loads((path / "manifest.json").read_bytes())
             size = sum(entry["size"] for entry in manifest["files"])
-            number = int(manifest["iteration"])
-            found.append({"name": path.name, "iteration": number, "bytes": size,
-                          "best": number == best})  # fmt: skip
+            is_best = int(manifest["iteration"]) == best
+            found.append({"name": path.name, "bytes": size, "best": is_best})
             about = {k: v for k, v in manifest.items() if k in ("versions", "layouts")}
     return found, flatten(about)
+
+
+def read_schedules(run: Path) -> dict[str, Any]:
+    """Return the spans of the run's timeline in the form that the page reads.
+
+    lanes are `pool, role rank` or DRIVER; seen counts the iterations of the timeline; iterations
+    maps an iteration to [[lane, name, 1 for a wait else 0, start, length], ...] with indices of
+    lanes and names, and ms from the start of its first span.
+    """
+    by_iteration, labels = _read_events(run / "timeline")
+    numbers = sorted(by_iteration)
+    if len(numbers) > MAX_ITERATIONS:
+        evenly = MAX_ITERATIONS - 3
+        slowest = max(numbers, key=lambda n: max(e["dur"] for e in by_iteration[n]))
+        chosen = {numbers[i * len(numbers) // evenly] for i in range(evenly)}
+        numbers = sorted(chosen | {numbers[0], numbers[-1], slowest})
+    lanes: dict[str, int] = {}
+    names: dict[str, int] = {}
+    found: dict[str, list[list[Any]]] = {}
+    left = MAX_SPANS
+    for iteration in numbers:
+        events = sorted(by_iteration[iteration], key=lambda e: (e["ts"], -e["dur"]))[:left]
+        left -= len(events)
+        spans = found[str(iteration)] = []
+        for event in events:
+            label = labels.get((event["pid"], event["tid"]), "?")
+            lane = lanes.setdefault(label, len(lanes))
+            name = names.setdefault(str(event["name"]), len(names))
+            began, length = (event["ts"] - events[0]["ts"]) / 1e3, event["dur"] / 1e3
+            if lane < MAX_LANES:
+                waits = int(event.get("cat") == "wait")
+                spans.append([lane, name, waits, round(began, 2), round(length, 2)])
+    return {"lanes": list(lanes)[:MAX_LANES], "names": list(names), "iterations": found,
+            "seen": len(by_iteration)}  # fmt: skip
+
+
+def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, int], str]]:
+    """Return iteration -> spans, and (pid, tid) -> label; lines that cannot be read are skipped."""
+    spans: dict[int, list[Event]] = defaultdict(list)
+    pools: dict[int, str] = {}
+    threads: dict[tuple[int, int], str] = {}
+    for file in sorted(folder.glob("iterations_*.json")):
+        for line in file.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                event = json.loads(line.rstrip(b","))
+                args, place = event["args"], (event["pid"], event["tid"])
+                if event["ph"] == "M" and event["name"] == "process_name":
+                    pools[event["pid"]] = str(args["name"])
+                elif event["ph"] == "M":
+                    threads[place] = str(args["name"])
+                elif event["name"] and math.isfinite(event["ts"] + event["dur"]):
+                    spans[int(args["iteration"])].append(event)
+    labels = {
+        (pid, tid): DRIVER if pools.get(pid) == DRIVER else f"{pools.get(pid, '?')}, {text}"
+        for (pid, tid), text in threads.items()
+    }
+    return spans, labels
 
 
 def _finite_number(value: Any) -> float | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.reporting.metrics import read_jsonl
@@ -23,42 +23,34 @@ TokenSplitter = Callable[[list[int]], list[str]]
 Records = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """Samples of a report. seen: number of samples in the files"""
 
     training: Records
     validation: Records
-    seen: int = 0
-
-    @property
-    def count(self) -> int:
-        return len(self.training) + len(self.validation)
-
-    def halve(self) -> Chosen:
-        """Return every second training sample, and all samples of every second prompt.
-
-        None if at most one of each kind is left.
-        """
-        kept = _every_second_prompt(self.validation)
-        if len(kept) == len(self.validation) and len(self.training) < 2:
-            return Chosen([], [], self.seen)
-        return Chosen(self.training[::2], kept, self.seen)
+    seen: int
 
 
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     """Choose at most `limit` samples: training samples evenly, and validation prompts evenly.
 
     All responses to a chosen validation prompt are kept; they are at most half of the samples if
-    there are samples of training. Holds about 4 * limit samples in memory.
+    there are samples of training.
     """
-    validation, seen_there = _choose_prompts(run / "val_samples.jsonl", limit)
-    has_training = next(read_jsonl(run / "samples.jsonl"), None) is not None
-    while len(validation) > (limit // 2 if has_training else limit):
-        prompts = {_prompt_of(sample) for sample in validation}
-        validation = _every_second_prompt(validation) if len(prompts) > 1 else []
-    training, seen = _choose_evenly(run / "samples.jsonl", limit - len(validation))
-    return Chosen(training, validation, seen + seen_there)
+    file, validations = run / "samples.jsonl", run / "val_samples.jsonl"
+    counts = Counter(_prompt_of(sample) for sample in read_jsonl(validations))
+    seen = sum(1 for _ in read_jsonl(file))
+    prompts = sorted(counts)
+    while sum(counts[prompt] for prompt in prompts) > (limit // 2 if seen else limit):
+        prompts = prompts[::2] if len(prompts) > 1 else []
+    wanted = set(prompts)
+    validation = [each for each in read_jsonl(validations) if _prompt_of(each) in wanted]
+    training: Records = []
+    step = max(seen / max(limit - len(validation), 1), 1.0)
+    for i, sample in enumerate(read_jsonl(file) if limit > len(validation) else ()):
+        if int(i / step) == len(training):
+            training.append(sample)
+    return Chosen(training, validation, seen + counts.total())
 
 
 def cut_for_page(
@@ -69,12 +61,12 @@ def cut_for_page(
     split: None = no tokens and no numbers; every: one in `every` training samples has them
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
-    numbers = read_token_numbers(run, wanted) if split else {}
+    numbers = _read_token_numbers(run, wanted) if split else {}
     cut = [_make_entry(sample, "training", split, numbers) for sample in chosen.training]
     return cut + [_make_entry(sample, "validation", None, {}) for sample in chosen.validation]
 
 
-def read_token_numbers(run: Path, wanted: set[tuple[Any, Any]]) -> dict[Any, dict[str, Any]]:
+def _read_token_numbers(run: Path, wanted: set[tuple[Any, Any]]) -> dict[Any, dict[str, Any]]:
     """Return (iteration, sample id) -> name -> one number per response token, for those wanted."""
     found = {}
     for file in token_files(run / "samples_tokens"):
@@ -87,43 +79,6 @@ def read_token_numbers(run: Path, wanted: set[tuple[Any, Any]]) -> dict[Any, dic
                     record = json.loads(line)
                     found[place] = {name: record[name] for name in NUMBERS if name in record}
     return found
-
-
-def _choose_evenly(file: Path, limit: int) -> tuple[Records, int]:
-    """Return at most `limit` records at equal distances, and the number of all records."""
-    kept: Records = []
-    stride, count = 1, 0
-    for record in read_jsonl(file):
-        if count % stride == 0:
-            kept.append(record)
-        count += 1
-        if len(kept) > 2 * limit:
-            kept, stride = kept[::2], 2 * stride
-    if len(kept) > limit:
-        kept = [kept[i * len(kept) // limit] for i in range(limit)]
-    return kept, count
-
-
-def _choose_prompts(file: Path, limit: int) -> tuple[Records, int]:
-    """Return at most 4 * limit records of evenly chosen prompts, and the number of all records."""
-    kept: Records = []
-    step, count = 1, 0
-    for record in read_jsonl(file):
-        count += 1
-        if _prompt_of(record) % step == 0:
-            kept.append(record)
-        while len(kept) > 4 * limit and step < 2**40:
-            step *= 2
-            kept = [each for each in kept if _prompt_of(each) % step == 0]
-    return kept[: 4 * limit], count
-
-
-def _every_second_prompt(samples: Records) -> Records:
-    """Return the samples of every second prompt; of a single prompt every second sample."""
-    prompts = sorted({_prompt_of(sample) for sample in samples})
-    half = set(prompts[::2])
-    kept = [sample for sample in samples if _prompt_of(sample) in half]
-    return kept if len(prompts) > 1 else samples[::2]
 
 
 def _prompt_of(sample: dict[str, Any]) -> int:

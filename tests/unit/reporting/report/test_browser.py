@@ -15,8 +15,7 @@ import pytest
 
 from mindspeed_rlxf.cli.watch import make_server
 from mindspeed_rlxf.reporting.metrics import JsonlWriter, metrics_record
-from mindspeed_rlxf.reporting.report.content import RunFolder
-from mindspeed_rlxf.reporting.report.page import make_report
+from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
 from tests.report_run import HAN, damage, metrics_of, write_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -182,12 +181,11 @@ def test_phases_and_schedule_are_drawn_and_read(page: Any) -> None:
     legend = page.locator("#time-legend").inner_text()
     assert "gen 0.2" in legend and "generate" in page.locator("#time-legend").text_content()
     see(page, "#schedule")
-    page.wait_for_selector("#schedule text.lane")
     generate = page.locator("#schedule .block[aria-label*='rollout.generate']").first
-    color = page.locator("#time-legend li:has-text('gen') .swatch").get_attribute("class")
-    assert color.split()[-1] == generate.get_attribute("class").split()[-1] == "k0"
+    color = page.locator("#time-legend li:has-text('gen') .swatch").get_attribute("style")
+    assert "var(--c0)" in color and "var(--c0)" in generate.get_attribute("style")
     assert "main (actor_rollout, critic: the same devices" in page.inner_text("#schedule")
-    lanes = page.locator("#schedule text.lane").all_text_contents()
+    lanes = page.locator("#schedule .lane").all_text_contents()
     assert lanes[0] == "driver" and "main, critic rank 1" in lanes
     page.locator("#schedule .block").first.focus()
     page.keyboard.press("ArrowRight")
@@ -278,7 +276,6 @@ def test_configurations_show_their_differences(page: Any) -> None:
     page.locator("#config input[type=checkbox]").uncheck()
     rows = page.locator("#config tbody tr").all_inner_texts()
     assert any("best_metric" in row for row in rows)
-    assert any("6 (not used with algorithm.kl_ctrl.type=fixed)" in row for row in rows)
 
 
 def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report: str) -> None:
@@ -287,9 +284,8 @@ def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report:
     page.set_viewport_size({"width": 380, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 380
     see(page, "#schedule")
-    page.wait_for_selector("#schedule text.lane")
-    assert page.locator("#schedule svg").bounding_box()["width"] < 380
-    lane = "document.querySelector('.gantt text.lane').getBoundingClientRect().height"
+    assert page.locator("#schedule .gantt").bounding_box()["width"] < 380
+    lane = "document.querySelector('.gantt .lane').getBoundingClientRect().height"
     assert page.evaluate(lane) > 10, "the schedule fits without smaller texts"
     columns = "document.querySelector('.columns')"
     assert page.evaluate(f"{columns}.scrollWidth <= {columns}.clientWidth")
