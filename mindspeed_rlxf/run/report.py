@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.data.token_pieces import TokenPieces
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.files.safe import replace_file
-from mindspeed_rlxf.reporting.report.page import RunFolder, make_report, name_runs
+from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
 from mindspeed_rlxf.run import lock
@@ -52,6 +53,16 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
         RunFolder(run, name, find_state(run), split or load_split(run))
         for run, name in zip(runs, name_runs(runs), strict=True)
     ]
+
+
+def name_runs(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each path: as few of its last parts as make the names differ."""
+    full = [path.absolute() for path in paths]
+    for count in range(1, max(len(path.parts) for path in full)):
+        names = [printable("/".join(path.parts[-count:])) for path in full]
+        if len(set(names)) == len(names):
+            return names
+    return [printable(str(path)) for path in full]
 
 
 def find_problem(run: Path) -> Problem | None:

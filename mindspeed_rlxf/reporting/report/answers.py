@@ -34,22 +34,18 @@ PHASES = {
 
 
 def judge(
-    iterations: Sequence[Iteration],
-    config: Mapping[str, Any],
-    failures: Sequence[Mapping[str, Any]] = (),
+    iterations: Sequence[Iteration], config: Mapping[str, Any], failures: Rows | None = None
 ) -> dict[str, Any]:
     """Return answers {q, short, text, level}, checks {name, limit, outcome, level}, illnesses
     {level, iteration, text, remedy} with bad ones first, and the outcomes of ranges by metric.
     """
     metric = str(config.get("validation.best_metric", "score"))
     target = config.get("algorithm.kl_ctrl.target_kl")
-    kl_limit = runaway_limit(
-        config.get("algorithm.kl_ctrl.type") == "adaptive",
-        float(target) if isinstance(target, (int, float)) else 0.0,
-    )
+    adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
+    kl_limit = runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
     trained = [each for each in iterations if each.number > 0]
     illnesses = []
-    for each in failures:
+    for each in failures or ():
         level, text = ("bad", "") if each.get("last") else ("watch", ", then started again")
         text = f"failed{text}: {each.get('message', '')}"
         illnesses.append(_finding(level, each.get("iteration"), text, "see failures below"))
@@ -103,20 +99,14 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]
 
 
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
-    """Answer at which iterations half and nine tenths of a score's rise were reached.
-
-    The training score is smoothed over five iterations.
-    """
+    """Answer at which iterations half and nine tenths of the rise of a score were reached."""
     trained = curve_of(iterations, SCORE)
-    smooth = [
+    smooth = [  # over five iterations
         (number, statistics.fmean(value for _, value in trained[max(i - 2, 0) : i + 3]))
         for i, (number, _) in enumerate(trained)
     ]
-    curves = (
-        ("training score", smooth),
-        (f"validation {metric}", _validations(iterations, metric)),
-    )
-    found = [(name, *reached) for name, curve in curves if (reached := milestones(curve))]
+    curves = {"training score": smooth, f"validation {metric}": _validations(iterations, metric)}
+    found = [(name, *at) for name, curve in curves.items() if (at := milestones(curve))]
     if not found:
         return _answer("When?", "no rise to date", "No score rose, or there are too few of them.")
     text = " ".join(
@@ -153,16 +143,15 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
     """Answer how large the KL to the reference is. limit: of a healthy run, nats per token"""
     question, curve = "How far from the reference?", curve_of(iterations, KL)
     if not curve:
-        text = "The run has no reference (logging.reference_kl)."
-        return _answer(question, "not measured", text)
-    last = curve[-WINDOW:]
-    mean, (at, most) = statistics.fmean(v for _, v in last), max(curve, key=lambda p: p[1])
+        return _answer(question, "not measured", "The run has no reference (logging.reference_kl).")
+    last = [value for _, value in curve[-WINDOW:]]
+    mean, (at, most) = statistics.fmean(last), max(curve, key=lambda point: point[1])
+    word, level = ("healthy", "good") if mean <= limit else ("too far", "watch")
     text = (
         f"KL {mean:.3g} nats per token, mean of the last {len(last)} iterations; "
-        f"{curve[0][1]:.3g} in the first, {curve[-1][1]:.3g} in the last; "
+        f"{curve[0][1]:.3g} in the first, {last[-1]:.3g} in the last; "
         f"largest {most:.3g} in iteration {at}. Healthy: at most {limit:g}."
     )
-    word, level = ("healthy", "good") if mean <= limit else ("too far", "watch")
     return _answer(question, f"KL {mean:.3g}, {word}", text, level)
 
 

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -64,25 +64,25 @@ class RunFolder:
 def make_report(
     runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES, version: str = ""
 ) -> str:
-    """Return the HTML text of a report of runs, in the given order.
+    """Return the HTML text of a report of runs, at most `max_samples` samples of all together.
 
-    Samples are left out to keep it below MAX_BYTES (`_pack_samples`); the rest is not limited.
-
-    Args:
-        runs: Laid over each other.
-        max_samples: Of all runs together.
-        version: The page asks a server for its version, and loads anew if it differs; "" = not.
+    With a version, the page asks a server for its own, and loads anew if it differs. Samples are
+    left out to keep the text below MAX_BYTES (`_pack_samples`); the rest is not limited.
     """
     main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [_gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
     blobs = {"main": _pack(main), "samples": _pack_samples(runs, max_samples, room)}
+
+    def digest(text: str) -> str:
+        return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
     style = _read("vendor/uPlot.min.css") + _read("report/report.css")
     script = (
         f"{_read('vendor/uPlot.iife.min.js')}\n(() => {{\n'use strict';\n"
         f"{_read('report/report.js')}\n}})();"
     )
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         f"connect-src '{'self' if version else 'none'}'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
@@ -96,16 +96,6 @@ def make_report(
     )
 
 
-def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: as few of its last parts as make the names differ."""
-    full = [path.absolute() for path in paths]
-    for count in range(1, max(len(path.parts) for path in full)):
-        names = [printable("/".join(path.parts[-count:])) for path in full]
-        if len(set(names)) == len(names):
-            return names
-    return [printable(str(path)) for path in full]
-
-
 def _gather(run: RunFolder) -> dict[str, Any]:
     """Read the files of a run; return everything that the page shows except samples."""
     iterations, failures = read_iterations(run.path), read_failures(run.path)
@@ -113,13 +103,17 @@ def _gather(run: RunFolder) -> dict[str, Any]:
     config = configs[-1][1] if configs else {}
     checkpoints, environment = read_checkpoints(run.path)
     curves = make_curves(iterations)
+    stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
+    method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
+    model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
+    folder = f" ({Path(load).name})" if isinstance(load, str) else ""
     return {
         "name": run.name,
         "state": run.state,
         "done": max((each.number for each in iterations), default=0),
         "planned": config.get("training.train_iters"),
         "seconds": wall_seconds(iterations),
-        "subject": _name_subject(config),
+        "subject": printable(f"{method}, model {model}{folder}") if model and method else "",
         **judge(iterations, config, failures),
         "curves": curves,
         "about": {
@@ -141,22 +135,8 @@ def _gather(run: RunFolder) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _name_subject(config: Mapping[str, Any]) -> str:
-    """Return method and model of a run, as `PPO, model qwen (Qwen2.5-7B)`; "" if one is not set."""
-    stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
-    method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
-    model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
-    if model is None or method is None:
-        return ""
-    folder = f" ({Path(load).name})" if isinstance(load, str) else ""
-    return printable(f"{method}, model {model}{folder}")
-
-
 def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
-    """Return the samples of runs as compressed JSON, in at most `room` bytes if possible.
-
-    If they are too large, fewer training samples get numbers per token; then samples are halved.
-    """
+    """Return compressed samples; over `room` bytes, fewer have numbers, then half are left out."""
     limit = max_samples // len(runs)
     for attempt in itertools.count():
         every = FEWER[min(attempt, len(FEWER) - 1)]
@@ -176,10 +156,7 @@ def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byt
 
 
 def _pack(value: Any) -> bytes:
-    r"""Return a value as JSON, compressed with gzip, the same bytes each time.
-
-    NaN and infinity become null, lone surrogates `\udXXX`, values of types that JSON lacks texts.
-    """
+    r"""Return a value as compressed JSON: NaN and infinity null, lone surrogates `\udXXX`."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, float):
@@ -190,10 +167,6 @@ def _pack(value: Any) -> bytes:
 
     text = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"), default=str)
     return gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _read(name: str) -> str:

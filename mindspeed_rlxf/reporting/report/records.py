@@ -62,14 +62,11 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
     for each in iterations:
         for name, value in each.metrics.items():
             columns.setdefault(name, []).append((each.number, value))
-    thinned = {name: thin(points) for name, points in sorted(columns.items())}
-    return {
-        name: {
-            "x": [x for x, _ in points],
-            "y": [None if y is None else float(f"{y:.6g}") for _, y in points],
-        }
-        for name, points in thinned.items()
-    }
+    found: dict[str, dict[str, list[Any]]] = {}
+    for name in sorted(columns):
+        points = [(x, None if y is None else float(f"{y:.6g}")) for x, y in thin(columns[name])]
+        found[name] = {"x": [x for x, _ in points], "y": [y for _, y in points]}
+    return found
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
@@ -139,11 +136,10 @@ def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def read_schedules(run: Path) -> dict[str, Any]:
-    """Return the spans of the run's timeline in the form that the page reads.
+    """Return the spans of the run's timeline as the page reads them.
 
-    lanes are `pool, role rank` or DRIVER; seen counts the iterations of the timeline; iterations
-    maps an iteration to [[lane, name, 1 for a wait else 0, start, length], ...] with indices of
-    lanes and names, and ms from the start of its first span.
+    iterations: iteration -> [[lane, name, 1 for a wait else 0, start, length], ...], with indices
+    of lanes (`pool, role rank` or DRIVER) and names, and ms from the start of the first span
     """
     by_iteration, labels = _read_events(run / "timeline")
     numbers = sorted(by_iteration)

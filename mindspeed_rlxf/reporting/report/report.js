@@ -6,7 +6,6 @@ const state = { smoothing: 9, log: false, range: false, zoom: null, hidden: new 
 const redraw = () => state.listeners.forEach((draw) => draw());
 
 // Elements and numbers
-
 /** Make an element. `on` has listeners, `style` properties; null, undefined and false are left out. */
 function h(tag, props = {}, ...children) {
   const made = document.createElement(tag);
@@ -32,14 +31,11 @@ const section = (id, title, ...children) => h('section', { id, 'aria-labelledby'
 const breakable = (text) => h('span', {}, text.split(/(?<=[._/])/).flatMap((part) => [part, h('wbr')]));
 
 function selectOf(choices, chosen, onChange, label) {
-  const select = h('select', { 'aria-label': label, on: { change: () => onChange(select.value) } },
-    choices.map(([value, text]) => h('option', { value, selected: value === chosen }, text)));
-  return select;
+  return h('select', { 'aria-label': label, on: { change: (event) => onChange(event.target.value) } }, choices.map(([value, text]) => h('option', { value, selected: value === chosen }, text)));
 }
 
 function checkbox(label, key) {
-  const box = h('input', { type: 'checkbox', checked: state[key], on: { change: () => { state[key] = box.checked; redraw(); } } });
-  return h('label', {}, box, label);
+  return h('label', {}, h('input', { type: 'checkbox', checked: state[key], on: { change: (event) => { state[key] = event.target.checked; redraw(); } } }), label);
 }
 
 function table(names, rows, caption) {
@@ -59,8 +55,7 @@ function oneOf(runs, key, label, draw) {
 /** Format a number: four digits, null as an absent value. */
 function num(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return 'none';
-  const size = Math.abs(value);
-  return value !== 0 && (size >= 1e6 || size < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
+  return value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
 }
 
 function seconds(s) {
@@ -80,7 +75,6 @@ function placeOf(event, at, count, [back, forth] = ['ArrowLeft', 'ArrowRight']) 
   return Math.min(Math.max(at + steps[event.key], 0), count - 1);
 }
 
-/** Read one part of the data of a page. */
 async function load(name, page) {
   if (typeof DecompressionStream === 'undefined') throw new Error('this browser cannot decompress gzip; one from 2023 or later can');
   const packed = Uint8Array.from(atob(page.getElementById(`data-${name}`).textContent), (c) => c.charCodeAt(0));
@@ -99,14 +93,10 @@ function drawWhenSeen(element, draw) {
 }
 
 // Charts over iterations, drawn by uPlot: drag or + and - zoom all charts, the arrow keys read values
-
 const css = (name) => getComputedStyle(html).getPropertyValue(name).trim();
 const tinted = (color, part) => `color-mix(in srgb, ${color} ${part}%, transparent)`;
 
-/**
- * Add a plot to a card. xs: all iterations; describe() returns uPlot's {series, data} for the present state,
- * and what else differs: {bands, log, low, hooks, empty}; read(i) says the values at index i.
- */
+/** Add a plot. xs: all iterations; describe() returns {series, data, bands} of uPlot for the present state, {log, low} of the axis, or {empty}; read(i) says values. */
 function addPlot(parent, { xs, label, describe, read, values, zooms }) {
   const keys = zooms ? 'Arrow keys read values, + and - zoom, 0 shows all.' : 'Arrow keys read the iterations.';
   const box = h('div', { class: 'plot', role: 'img', tabindex: '0', 'aria-label': `${label} ${keys}` }), readout = h('output', { 'aria-live': 'polite' });
@@ -116,13 +106,16 @@ function addPlot(parent, { xs, label, describe, read, values, zooms }) {
   parent.append(box, readout);
 
   function draw() {
-    const { series, data, bands, log, low, hooks, empty } = describe(shown()), stroke = css('--soft'), grid = { stroke: css('--line'), width: 1 };
+    const { series, data, bands, log, low, empty } = describe(shown()), stroke = css('--soft'), grid = { stroke: css('--line'), width: 1 };
     plot?.destroy();
     plot = box.plot = null;
     box.replaceChildren(...(empty ? [h('p', { class: 'soft empty' }, empty)] : []));
     if (empty) return;
     const axis = { stroke, grid, ticks: { show: false }, font: '11px system-ui, sans-serif' };
-    const room = (u, a, b) => (a === null || (a === 0 && b === 0) ? [0, 1] : log ? (a === b ? [a * 0.9, b * 1.1] : [a, b]) : (([c, d]) => [low ?? c, d])(a === b ? [a - (Math.abs(a) * 0.1 || 1), a + (Math.abs(a) * 0.1 || 1)] : [a - (b - a) * 0.05, b + (b - a) * 0.05]));
+    const room = (u, a, b) => {
+      const by = a === b ? Math.abs(a) * 0.1 : log ? 0 : (b - a) * 0.05;
+      return a === null || (a === 0 && b === 0) ? [0, 1] : [low ?? a - by, b + by];
+    };
     plot = box.plot = new uPlot({
       width: Math.max(box.clientWidth, 200), height: HEIGHT, legend: { show: false }, bands, padding: [8, 14, 0, 0],
       cursor: { y: false, drag: { x: Boolean(zooms), y: false, setScale: false }, points: { size: 7 } },
@@ -132,16 +125,12 @@ function addPlot(parent, { xs, label, describe, read, values, zooms }) {
       hooks: {
         setCursor: [(u) => { if ((u.cursor.idx ?? null) !== null || document.activeElement !== box) say(u.cursor.idx); }],
         setSelect: [(u) => { const [a, b] = [u.select.left, u.select.left + u.select.width].map((x) => u.posToVal(x, 'x')); if (b - a >= 1) setZoom(a, b); }],
-        ...hooks,
       },
       series: [{}, ...series],
     }, data, box);
   }
 
-  function say(i) {
-    at = i ?? null;
-    readout.textContent = at !== null ? read(at) : box.matches(':focus-visible') ? keys : '';
-  }
+  const say = (i) => { at = i ?? null; readout.textContent = at !== null ? read(at) : box.matches(':focus-visible') ? keys : ''; };
 
   box.addEventListener('focus', () => say(at));
   box.addEventListener('blur', () => say(null));
@@ -174,50 +163,37 @@ function sayLine({ label, x, y }) {
 function chartOf({ name, title, low, high, same }, runs) {
   const about = runs.map((run) => run.about[name]).find(Boolean) || {}, dots = name.startsWith('slowest_rank/'), judged = runs.length === 1 && runs[0].judged[name];
   const lines = runs.flatMap((run, color) => {
-    const curve = run.curves[name], side = (other) => { const found = other && run.curves[other], at = new Map(found?.x.map((x, i) => [x, found.y[i]])); return found && curve.x.map((x) => at.get(x) ?? null); };
+    const curve = run.curves[name], side = (other) => { const found = run.curves[other], at = new Map(found?.x.map((x, i) => [x, found.y[i]])); return found && curve.x.map((x) => at.get(x) ?? null); };
     return curve ? [{ label: run.name, color: `--c${color % COLORS}`, ...curve, low: side(low), high: side(high) }] : [];
   });
-  const linear = h('p', { class: 'soft note', hidden: true }, 'linear: some values are 0 or negative');
-  linear.classList.add('linear');
+  const linear = h('p', { class: 'soft note linear', hidden: true }, 'linear: some values are 0 or negative');
   const made = h('div', { class: 'card chart' }, h('h3', {}, breakable(title), about.unit ? h('span', { class: 'soft' }, ` (${about.unit})`) : null),
     about.meaning ? h('p', { class: 'soft note' }, about.meaning) : null, same.length ? h('p', { class: 'soft note' }, `Same values: ${same.join(', ')}`) : null,
     about.range ? h('p', { class: 'soft note', title: about.remedy && `Otherwise: ${about.remedy}` }, h('span', { class: 'dash' }), `healthy ${about.range}${judged ? `; ${judged}` : ''}`) : null, linear);
-  const xs = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b), index = new Map(xs.map((x, i) => [x, i]));
+  const xs = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b), index = new Map(lines.map((line) => [line, new Map(line.x.map((x, i) => [x, i]))]));
   const visible = () => lines.filter((line) => !state.hidden.has(line.label));
 
   function describe([x0, x1]) {
     const series = [], data = [xs], bands = [], seen = visible().flatMap((line) => line.y.filter((y, i) => y !== null && line.x[i] >= x0 && line.x[i] <= x1));
-    if (!seen.length) return { empty: !visible().length ? 'no run is shown' : visible().some((line) => known(line.y).length) ? `no value in iterations ${Math.ceil(x0)} to ${Math.floor(x1)}` : 'no finite values' };
+    if (!seen.length) return { empty: !visible().length ? 'no run is shown' : state.zoom ? `no value in iterations ${Math.ceil(x0)} to ${Math.floor(x1)}` : 'no finite values' };
     const log = state.log && seen.every((y) => y > 0);
-    const add = (line, ys, settings) => {
-      const all = xs.map(() => undefined);
-      line.x.forEach((x, i) => { all[index.get(x)] = ys[i]; });
-      data.push(all);
-      series.push({ spanGaps: false, points: { show: false }, ...settings });
-    };
+    const add = (line, ys, settings) => { data.push(xs.map((x) => ys[index.get(line).get(x)])); series.push({ points: { show: false }, ...settings }); };
     for (const line of visible()) {
       const stroke = css(line.color), points = { show: dots || line.x.length <= 40, size: 5, fill: stroke };
       const average = line.y.length > 30 && state.smoothing > 1 && !dots ? smooth(line.y, state.smoothing) : null;
       if (state.range && line.low && line.high) {
-        add(line, line.high, { width: 0 });
-        add(line, line.low, { width: 0 });
+        for (const side of [line.high, line.low]) add(line, side, { width: 0 });
         bands.push({ series: [series.length - 1, series.length], fill: tinted(stroke, 14) });
       }
       if (average) add(line, line.y, { stroke: tinted(stroke, 45), width: 0.9, points });
       add(line, average || line.y, { label: line.label, stroke, width: dots ? 0 : 1.8, paths: dots ? () => null : undefined, ...(average ? {} : { points }) });
     }
-    const limits = ({ ctx, bbox, scales, valToPos }) => {
-      ctx.save();
-      ctx.strokeStyle = css('--good');
-      ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
-      for (const limit of known(about.healthy || []).filter((each) => each > scales.y.min && each < scales.y.max)) {
-        const y = valToPos(limit, 'y', true);
-        ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
-      }
-      ctx.restore();
-    };
+    for (const limit of known(about.healthy || [])) {
+      data.push(xs.map(() => limit));
+      series.push({ stroke: css('--good'), width: 1, dash: [6, 4], points: { show: false }, auto: false });
+    }
     linear.hidden = log || !state.log;
-    return { series, data, bands, log, hooks: { drawAxes: [limits] } };
+    return { series, data, bands, log };
   }
 
   const read = (i) => `iteration ${xs[i]}: ${visible().filter((line) => line.x.includes(xs[i])).map((line) => {
@@ -229,7 +205,6 @@ function chartOf({ name, title, low, high, same }, runs) {
 }
 
 // Curves: families of metrics, the curves of all runs in each
-
 const FAMILIES = [
   ['Score and reward', /^(critic\/score|critic\/rewards|reward\/)/], ['Validation', /^val\//], ['Training by data source', /^train\//],
   ['KL and log-probs', /(^critic\/kl|ppo_kl|kl_loss|log_prob_gap|is_weight)/], ['Lengths', /^(response_length|prompt_length)/],
@@ -281,12 +256,10 @@ function curvesSection(runs, charts) {
     const none = left.size ? [] : [soft('No metric has this in its name.')];
     body.replaceChildren(...none, ...FAMILIES.flatMap(([name, test]) => {
       const found = [...left].filter((chart) => test.test(chart.name) && left.delete(chart)), grid = h('div', { class: 'grid' });
-      const fill = () => { if (!grid.children.length) grid.append(...found.map((chart) => chartOf(chart, runs))); };
-      const details = h('details', { open: Boolean(wanted) || state.open.has(name), on: { toggle: () => {
+      const details = h('details', { open: Boolean(wanted) || state.open.has(name), on: { toggle: () => { // also once it is made open
         if (!wanted) state.open[details.open ? 'add' : 'delete'](name);
-        if (details.open) fill();
+        if (details.open && !grid.children.length) grid.append(...found.map((chart) => chartOf(chart, runs)));
       } } }, h('summary', {}, name, h('span', { class: 'soft small' }, ` ${found.length}`)), grid);
-      if (details.open) fill();
       return found.length ? [details] : [];
     }));
   }
@@ -295,7 +268,6 @@ function curvesSection(runs, charts) {
 }
 
 // Time: phases of each iteration, stacked, and the schedule of one iteration
-
 /** Phase -> number of its colour, its calls in the schedule. */
 const PHASES = {
   gen: [0, 'generate'], sync: [10, 'update_weights'], reward: [3, 'score'], old_log_prob: [7, 'actor_rollout.log_probs'], ref: [5, 'ref.log_probs'],
@@ -336,10 +308,7 @@ function gantt({ lanes, names }, spans) {
     return h('div', { class: `block ${waits || ['validation', 'save'].includes(text) ? 'thin' : ''}`, tabindex: '-1', role: 'img', 'aria-label': said, title: said, on: { pointerenter: speak, focus: speak },
       style: { left: share(start), width: share(length), background: `var(--${waits ? 'wait' : colorOf(phase)})` } }, waits || lanes[lane] === 'driver' || length < 0.08 * end ? '' : short);
   }))));
-  const made = h('div', { class: 'gantt', role: 'group', 'aria-label': `Schedule, ${used.length} lanes, ${ms(end)}`, on: { keydown: (event) => {
-    const next = placeOf(event, blocks.indexOf(document.activeElement), blocks.length);
-    if (next !== undefined) blocks[next].focus();
-  } } }, rows, h('div', { class: 'row soft' }, h('span', { class: 'lane' }), h('div', { class: 'ticks' }, [0, 0.25, 0.5, 0.75, 1].map((part) => h('span', {}, ms(part * end))))));
+  const made = h('div', { class: 'gantt', role: 'group', 'aria-label': `Schedule, ${used.length} lanes, ${ms(end)}`, on: { keydown: (event) => blocks[placeOf(event, blocks.indexOf(document.activeElement), blocks.length)]?.focus() } }, rows, h('div', { class: 'row soft' }, h('span', { class: 'lane' }), h('div', { class: 'ticks' }, [0, 0.25, 0.5, 0.75, 1].map((part) => h('span', {}, ms(part * end))))));
   const blocks = [...made.querySelectorAll('.block')];
   blocks[0].setAttribute('tabindex', '0');
   return [made, readout];
@@ -367,7 +336,6 @@ function scheduleCard({ schedules, config }) {
 }
 
 // Samples: filters and a list, one sample in full with its tokens, a validation prompt over iterations
-
 const NUMBERS = { advantage: 'Advantage', kl: 'KL', value: 'Value' };
 const KL_NOTE = 'The KL of a token is the log of its probability under the policy over that under the reference: it may be negative; only its mean over many tokens is not.';
 const plainText = (text) => h('div', { class: 'text', dir: 'auto', tabindex: '0' }, text === '' ? '(empty)' : text);
@@ -407,7 +375,6 @@ function tokenView(sample, scales) {
   return [h('div', { class: 'chips', role: 'group', 'aria-label': 'Colour of the tokens' }, buttons, scaleText), box, readout, about];
 }
 
-/** One sample in full. */
 function sampleView(sample, scales) {
   const colored = sample.t && sample.num && Object.keys(sample.num).length, missing = sample.k === 'validation' ? 'Numbers per token are of training samples.' : 'No numbers per token are known of this sample.';
   const facts = [['Iteration', sample.i], ['Sample', sample.id], ['From', sample.k], ['Data source', sample.d], ['Score', scoreText(sample)], ['Tokens', sample.n], ['Expected', sample.gt ?? (sample.k === 'training' ? 'not logged for training samples' : null)], ['Answer taken', sample.a],
@@ -456,8 +423,7 @@ function sampleFilters(samples, onChange) {
   const field = (label, name, says, type = 'number') => { const input = h('input', { type, step: 'any', value: keep[name], 'data-filter': name, 'aria-label': says, on: { input: () => set(name, input.value) } }); return labelled(label, input); };
   const choice = (label, name, choices, says) => { const made = selectOf(choices, keep[name], (value) => set(name, value), says); made.dataset.filter = name; return labelled(label, made); };
   function apply() {
-    const text = keep.text.toLowerCase(), [from, to, low, high] = ['from', 'to', 'low', 'high'].map((name, i) => (keep[name] === '' ? [-Infinity, Infinity][i % 2] : Number(keep[name])));
-    const scored = keep.low !== '' || keep.high !== '';
+    const text = keep.text.toLowerCase(), [from, to, low, high] = ['from', 'to', 'low', 'high'].map((name, i) => (keep[name] === '' ? [-Infinity, Infinity][i % 2] : Number(keep[name]))), scored = keep.low !== '' || keep.high !== '';
     const found = samples.filter((s) => (!keep.kind || s.k === keep.kind) && (!keep.source || s.d === keep.source) && s.i >= from && s.i <= to
       && (!scored || (typeof s.s === 'number' && s.s >= low && s.s <= high)) && (!text || `${s.p}\n${s.r}`.toLowerCase().includes(text)));
     clear.disabled = Object.keys(none).every((name) => keep[name] === '');
@@ -475,7 +441,6 @@ function sampleFilters(samples, onChange) {
   return { apply, element };
 }
 
-/** Follow one validation prompt over the iterations, its responses side by side. */
 function promptCard(samples, some) {
   const prompts = Object.values(Object.groupBy(samples.filter((sample) => sample.k === 'validation' && typeof sample.i === 'number'), (sample) => sample.pid)).map((found) => {
     const by = Object.entries(Object.groupBy(found, (sample) => sample.i)), [first, last] = [by[0], by[by.length - 1]].map(([, group]) => mean(group.map((sample) => sample.s ?? 0)));
@@ -530,7 +495,6 @@ function samplesSection(runs, loaded) {
 }
 
 // Summary, record, configuration
-
 const STATES = { finished: 'good', running: 'plain', failed: 'bad', stopped: 'watch' }, OUTCOMES = { good: 'fine', watch: 'watch', plain: 'not judged' };
 
 /** The answers of a run in words, what is ill, and all checks, so that "fine" is not mistaken for "not checked". */
@@ -570,7 +534,6 @@ function configSection(runs) {
 }
 
 // The page, its theme, and the updates of a live page
-
 async function show(page) {
   const { runs, made } = await load('main', page), charts = chartsOf(runs), top = html.scrollTop, names = runs.map((run) => run.name).join(', ');
   const links = [['summary', 'Summary'], ['curves', 'Curves'], ['time', 'Time'], ['samples', 'Samples'], ['record', 'Record'], ['config', 'Configuration']];
@@ -578,17 +541,14 @@ async function show(page) {
   document.getElementById('head').replaceChildren(h('div', { class: 'bar' }, h('h1', {}, names), h('span', { class: 'small', id: 'subject' }, [...new Set(runs.map((run) => run.subject).filter(Boolean))].join('; ')), h('span', { class: 'soft small', id: 'made' }, `${LIVE ? 'live, ' : ''}${made}`),
     h('nav', { 'aria-label': 'Sections' }, links.map(([id, text]) => h('a', { href: `#${id}` }, text)), button({ id: 'theme', 'aria-label': 'Switch between light and dark' }, () => setTheme(html.dataset.theme !== 'dark'), 'Light / dark'))));
   document.getElementById('main').replaceChildren(
-    section('summary', 'Summary', runs.map((run, color) => runSummary(run, color, runs.length > 1)), h('div', { class: 'above' }, curveControls(runs)), h('div', { class: 'grid', id: 'key-charts' }, KEY_CHARTS.flatMap((test) => charts.find((chart) => test.test(chart.name)) || []).map((chart) => chartOf(chart, runs)))),
+    section('summary', 'Summary', runs.map((run, color) => runSummary(run, color, runs.length > 1)), h('div', {}, curveControls(runs)), h('div', { class: 'grid', id: 'key-charts' }, KEY_CHARTS.flatMap((test) => charts.find((chart) => test.test(chart.name)) || []).map((chart) => chartOf(chart, runs)))),
     curvesSection(runs, charts), section('time', 'Time', oneOf(runs, 'timeOf', 'Run whose time is shown', (at) => [...phaseCards(runs[at]), scheduleCard(runs[at])])),
     samplesSection(runs, load('samples', page)), recordSection(runs), configSection(runs));
   html.scrollTop = top;
   document.body.dataset.ready = 'yes';
 }
 
-function setTheme(dark) {
-  html.dataset.theme = dark ? 'dark' : 'light';
-  redraw();
-}
+const setTheme = (dark) => { html.dataset.theme = dark ? 'dark' : 'light'; redraw(); };
 
 /** Ask a live server for its version every two seconds; show the page anew when it has changed. */
 async function follow() {

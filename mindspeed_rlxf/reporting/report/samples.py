@@ -89,10 +89,7 @@ def _prompt_of(sample: dict[str, Any]) -> int:
 def _make_entry(
     sample: dict[str, Any], kind: str, split: TokenSplitter | None, numbers: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Return a sample with short names and shortened texts, whose control characters are escaped.
-
-    Tokens and their numbers are added if the response is not shortened.
-    """
+    """Return a sample with short names and shortened texts; a whole response has its tokens."""
     ids = sample.get("response_ids") or []
     entry: dict[str, Any] = {
         "i": sample.get("iteration"), "id": sample.get("sample_id"), "k": kind,
@@ -107,11 +104,8 @@ def _make_entry(
     found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
     if split and found and len(entry["r"]) < MAX_TEXT:
         entry["t"] = [printable(piece) for piece in split(ids)]
-        entry["num"] = {
-            name: [None if v is None else float(f"{v:.3g}") for v in values]
-            for name, values in found.items()
-            if len(values) == len(ids)
-        }
+        entry["num"] = {name: [None if v is None else float(f"{v:.3g}") for v in values]
+                        for name, values in found.items() if len(values) == len(ids)}  # fmt: skip
     return entry
 
 
