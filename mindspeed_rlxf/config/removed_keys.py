@@ -11,6 +11,7 @@ REMOVED: dict[str, str] = {
     "reward.sandbox.level": "remove it: programs run in bubblewrap",
     "reward.sandbox.weak": "use reward.sandbox.unsafe=true, which runs programs without isolation",
     "runtime.allow_unauthenticated": "remove it: any cluster that you name is joined",
+    "training.file_mode": "remove it: files have the modes that the umask gives them",
     "training.no_shared_storage": "remove it: all nodes must share training.output_dir",
 }
 """`section.key` -> fix, a clause such as "remove it: output_dir must be on shared storage"."""

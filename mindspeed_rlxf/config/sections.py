@@ -6,7 +6,6 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import (
     ConsoleMode,
@@ -85,11 +84,6 @@ class TrainingConfig(Section):
     )
     output_dir: FilePath = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
-    file_mode: str = key(
-        "0600",
-        "mode of files with configuration, logs, metrics or samples, octal text; not of weights",
-        "free",
-    )
     save_interval: int = key(
         0, "iterations between checkpoints of the run; 0 = by time alone", "free", ge=0
     )
@@ -137,11 +131,6 @@ class TrainingConfig(Section):
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 
     @property
-    def file_mode_bits(self) -> int:
-        """`file_mode` as a number, for `os.chmod`."""
-        return int(self.file_mode, 8)
-
-    @property
     def saves_during_training(self) -> bool:
         """Whether a checkpoint is saved before the last iteration."""
         return 0 < self.save_interval < self.train_iters or self.seconds_between_saves > 0
@@ -156,13 +145,6 @@ class TrainingConfig(Section):
         if self.save_interval_s is not None:
             return self.save_interval_s
         return 0.0 if 0 < self.save_interval <= self.train_iters else 1800.0
-
-    @field_validator("file_mode")
-    @classmethod
-    def _is_mode(cls, value: str) -> str:
-        if not re.fullmatch("0?6[046][046]", value):
-            raise PydanticCustomError("file_mode", "0600 to 0666 in octal digits, without x")
-        return value
 
     @field_validator("max_wall_time", mode="before")
     @classmethod

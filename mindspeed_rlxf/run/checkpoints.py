@@ -193,7 +193,7 @@ class RunCheckpoints:
             f"{driver_state.TRAINER}/{driver_state.CONFIG}": to_yaml(self.config),
         }
         for path, text in texts.items():
-            write_text(hidden / path, text, self.directory.file_mode)
+            write_text(hidden / path, text)
         files += [entry_of(hidden, hidden / path) for path in texts]
         final = self.store.commit(Manifest(iteration, files, _describe_writer(self.config)))
         training = self.config.training

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import stat
 from collections.abc import Callable
 from itertools import chain, count
 from pathlib import Path
@@ -19,13 +18,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.files.plain import folder_problem
 from mindspeed_rlxf.files.plain_yaml import parse_yaml
-from mindspeed_rlxf.files.safe import (
-    PRIVATE,
-    folder_mode,
-    make_private_folder,
-    open_file,
-    replace_file,
-)
+from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
 from mindspeed_rlxf.weights.state_files import patiently
@@ -40,7 +33,6 @@ class RunDirectory:
     """Paths of a run's files. The first rank creates the folder; the others only compute paths.
 
     changes:   keys that differ from the run that is resumed
-    file_mode: mode of all files but weights, see `training.file_mode`
     health:    file with the begin and end of each health finding
     consumed:  ledger of the prompts and sample ids of each iteration
     samples_tokens: folder with a file of each rank that makes experience
@@ -50,8 +42,8 @@ class RunDirectory:
     mark:      file with a new name at each start, which every node must see; None before `create`
     """
 
-    def __init__(self, path: Path, file_mode: int = PRIVATE) -> None:
-        self.path, self.file_mode = path, file_mode
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.changes: list[Change] = []
         self.mark: Path | None = None
         self.config = path / "config.yaml"
@@ -85,34 +77,28 @@ class RunDirectory:
         """Make or reuse the run's folder: lock it for this process, make logs/, write config.yaml.
 
         If the folder has a run already, keys that differ are stored in `changes`; if there are any,
-        the configuration is written to the next config.<n>.yaml, else it is not written. Earlier
-        configurations get the present file mode. Writes a new `mark`. Raises UserError (see
+        the configuration is written to the next config.<n>.yaml, else it is not written. Writes
+        a new `mark`. Raises UserError (see
         `check`), also for a folder that cannot be written, which is then unlocked.
         """
         if problems := cls.check(config):
             raise UserError(problems)
         directory = cls.choose(config)
-        mode = directory.file_mode
         try:
-            if config.validation.only:  # in the folder of the run, which may not exist yet
-                _make_folder(directory.path.parent, mode)
-            _make_folder(directory.path, mode)
-            make_private_folder(directory.logs, mode)
-            lock.take(directory.path, mode)
+            directory.logs.mkdir(parents=True, exist_ok=True)
+            lock.take(directory.path)
             directory.changes = directory.compare_with(config)
             later = directory._find_later_configs()
             if not directory.config.exists():
-                replace_file(directory.config, to_yaml(config), mode)
+                replace_file(directory.config, to_yaml(config))
             elif directory.changes:
                 number = max(later, default=0) + 1
                 later[number] = directory.path / f"config.{number}.yaml"
-                replace_file(later[number], to_yaml(config), mode)
+                replace_file(later[number], to_yaml(config))
             for old in directory.logs.glob(f"{MARK}*"):
                 old.unlink(missing_ok=True)
             directory.mark = directory.logs / f"{MARK}{secrets.token_hex(8)}"
-            open_file(directory.mark, "w", mode).close()
-            for file in (directory.config, *later.values()):
-                open_file(file, "a", mode).close()  # files of an earlier start get this mode
+            directory.mark.touch()
         except OSError as error:
             directory.unlock()
             raise UserError(_not_writable(directory.path, error.strerror or str(error))) from error
@@ -220,7 +206,7 @@ class RunDirectory:
         if config.validation.only:
             path, new = path / "validation", True
         free = _find_free(path) if new else path
-        return cls(free, file_mode=config.training.file_mode_bits)
+        return cls(free)
 
     @classmethod
     def of_run(cls, config: RunConfig) -> RunDirectory:
@@ -228,8 +214,7 @@ class RunDirectory:
 
         `choose` may return another one. Makes nothing.
         """
-        path = Path(config.training.output_dir).absolute()
-        return cls(path, file_mode=config.training.file_mode_bits)
+        return cls(Path(config.training.output_dir).absolute())
 
 
 def readable(read: Callable[[], T]) -> T:
@@ -270,17 +255,3 @@ def _not_writable(path: Path, reason: str) -> Problem:
         repr(str(path)),
         "set training.output_dir to another one",
     )
-
-
-def _make_folder(path: Path, file_mode: int) -> None:
-    """Make a folder and its parents; do nothing if it exists.
-
-    The folder gets mode 0711 less the umask, so that others can open the weights in it by name,
-    plus the bits of `folder_mode(file_mode)`. New parents have the default mode.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.mkdir(mode=0o711)
-    except FileExistsError:  # the owner of the folder sets its mode
-        return
-    path.chmod(stat.S_IMODE(path.stat().st_mode) | folder_mode(file_mode))

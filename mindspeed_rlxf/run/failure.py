@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.files.plain import parse_json
-from mindspeed_rlxf.files.safe import PRIVATE, open_file, replace_file
+from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import StoppedByRule, StopRequest
 
@@ -50,24 +50,24 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     text = json.dumps(details, indent=2, ensure_ascii=False, default=str) + "\n"
     try:
         content = text.encode("utf-8", "backslashreplace")
-        replace_file(directory.failure, content, directory.file_mode)
+        replace_file(directory.failure, content)
     except OSError as problem:
         print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)
 
 
-def archive_failure(file: Path, history: Path, mode: int = PRIVATE) -> None:
+def archive_failure(file: Path, history: Path) -> None:
     """Append the failure in `file` as a line to `history`, and remove `file`.
 
     Does nothing if `file` is absent. Text that is no JSON becomes {"message": text}.
     """
     if not file.exists():
         return
-    with open_file(file, "rb") as stream:
+    with open(file, "rb") as stream:
         content = stream.read()
     try:
         line = json.dumps(parse_json(content), ensure_ascii=False)
     except ValueError:  # cut off, or edited
         line = json.dumps({"message": content.decode("utf-8", "replace")})
-    with open_file(history, "ab", mode) as stream:
+    with open(history, "ab") as stream:
         stream.write((line + "\n").encode("utf-8", "backslashreplace"))
     file.unlink()

@@ -24,7 +24,6 @@ from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.files.safe import open_file
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.run import failure, supervised
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
@@ -175,7 +174,7 @@ class Run:
         """
         self._started = directory
         history = directory.logs / "failures.jsonl"
-        failure.archive_failure(directory.failure, history, directory.file_mode)
+        failure.archive_failure(directory.failure, history)
         _log_to_file(directory)
         notes = [f"changed since the last start: {change}" for change in directory.changes]
         notes += self.prepared.notices
@@ -371,8 +370,7 @@ def _log_to_file(directory: RunDirectory) -> None:
 
     Those of `cluster` are also printed to stdout. The file stays open until the process ends.
     """
-    file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding="utf-8")
-    handler = logging.StreamHandler(file)
+    handler = logging.FileHandler(directory.logs / "driver.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("mindspeed_rlxf")
     package.addHandler(handler)

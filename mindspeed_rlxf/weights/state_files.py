@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import (
-    make_private_folder,
-    open_file,
     replace_file,
 )
 
@@ -74,7 +72,7 @@ def attempt(step: Callable[[], None]) -> Loaded:
 def entry_of(folder: Path, file: Path) -> Entry:
     """Fsync and hash a file; return its manifest entry: path relative to `folder`, size, sha256."""
     digest = hashlib.sha256()
-    with open_file(file, "rb") as stream:
+    with open(file, "rb") as stream:
         os.fsync(stream.fileno())
         while data := stream.read(READ_BYTES):
             digest.update(data)
@@ -197,14 +195,7 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
     return None
 
 
-def write_text(file: Path, text: str, mode: int | None = None) -> None:
-    """Replace a file atomically by this text, and fsync it; make its folder if needed.
-
-    mode: permission bits of the file; its folder gets those that fit them (`folder_mode`), if this
-          user owns it. None = both by umask
-    """
-    if mode is None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    else:
-        make_private_folder(file.parent, mode)
-    replace_file(file, text, mode)
+def write_text(file: Path, text: str) -> None:
+    """Replace a file atomically by this text, and fsync it; make its folder if needed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, text)

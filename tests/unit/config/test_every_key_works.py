@@ -110,7 +110,6 @@ TRAINING: dict[str, Any] = {
     "max_wall_time": Case("01:00:00", see.supervised),
     "output_dir": Case("elsewhere"),
     "run_name": Case("another"),
-    "file_mode": Shown(RUN_DIR, "test_files_have_the_mode_of_the_configuration"),
     "save_interval": Case(2),
     "save_interval_s": Case(60.0),
     "async_save": Shown(CHECKPOINTS, "test_an_asynchronous_save_is_published_once_all_wrote"),

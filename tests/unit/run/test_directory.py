@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import ValidationConfig
-from mindspeed_rlxf.run.directory import MARK, RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
 
 
 @pytest.fixture
@@ -58,7 +56,6 @@ def test_validation_alone_leaves_the_folder_of_the_run_free(make_config):
     config = make_config().model_copy(update={"validation": ValidationConfig(only=True)})
     directory = RunDirectory.create(config)
     assert os.listdir(directory.path.parent) == ["validation"]
-    assert directory.path.parent.stat().st_mode & 0o777 == 0o711
     assert not RunDirectory.choose(make_config()).is_used
     directory.unlock()
 
@@ -195,54 +192,3 @@ def test_config_is_utf8_under_an_ascii_locale(tmp_path):
     subprocess.run([sys.executable, "-c", program], cwd=repo, env=os.environ | locale, check=True)
     assert file.read_bytes() == "größe".encode()
     assert os.listdir(tmp_path) == ["config.yaml"]  # no temporary file is left
-
-
-def modes(folder):
-    files = [path for path in folder.rglob("*") if not path.name.startswith(MARK)]
-    return {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o777 for path in files}
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-@pytest.mark.parametrize(
-    ("given", "folder", "file"), [(None, 0o700, 0o600), ("0640", 0o750, 0o640)]
-)
-def test_files_have_the_mode_of_the_configuration(make_config, umask, given, folder, file):
-    config = make_config() if given is None else make_config(file_mode=given)
-    before = os.umask(umask)
-    try:
-        directory = RunDirectory.create(config)
-    finally:
-        os.umask(before)
-    directory.unlock()
-    found = modes(directory.path)
-    assert found == {"logs": folder, "config.yaml": file}
-    own = directory.path.stat().st_mode & 0o777  # weights are in it: to be passed through, unlisted
-    assert own == folder | (0o011 & ~umask)
-
-
-def test_files_of_a_resumed_run_get_the_mode_of_now(make_config):
-    directory = RunDirectory.create(make_config())
-    directory.unlock()
-    again = RunDirectory.create(make_config(file_mode="0640"))
-    again.unlock()
-    found = modes(again.path)
-    assert found == {"logs": 0o750, "config.yaml": 0o640, "config.1.yaml": 0o640}
-
-
-@pytest.mark.parametrize("mode", ["0777", "0606x", "0200", 0o640, "640 ", "0602"])
-def test_a_text_that_is_no_file_mode_is_refused(make_config, mode):
-    with pytest.raises(ValidationError, match="file_mode"):
-        make_config(file_mode=mode)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "run.lock", "logs"])
-def test_a_link_in_a_run_directory_is_an_error(make_config, tmp_path, name):
-    config = make_config()
-    RunDirectory.create(config).unlock()
-    (tmp_path / "mine").write_text("of the user")
-    file = Path(config.training.output_dir) / name
-    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
-    file.symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match=r"training\.output_dir|must be what the run wrote"):
-        RunDirectory.create(config)
-    assert (tmp_path / "mine").read_text() == "of the user"

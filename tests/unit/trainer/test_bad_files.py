@@ -411,13 +411,6 @@ def test_an_output_folder_that_cannot_be_used_is_refused(
     assert "training.output_dir" in line
 
 
-def test_a_wrong_file_mode_is_refused_with_the_rule(problems: Problems) -> None:
-    (line,) = problems("training.file_mode='0777'")
-    assert "training.file_mode='0777' 0600 to 0666 in octal digits" in line
-    (line,) = problems("training.file_mode=416")
-    assert line.startswith("error: training.file_mode=416 ")
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_template.jinja"])
 def test_a_link_out_of_the_model_is_refused_before_anything_starts(
     good: Path, tmp_path: Path, problems: Problems, name: str
