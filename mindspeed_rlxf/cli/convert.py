@@ -23,12 +23,7 @@ from mindspeed_rlxf.cli.command_line import (
     unknown_options,
     use_utf8_output,
 )
-from mindspeed_rlxf.cli.older_flags import (
-    CONVERT_FLAGS,
-    add_flags,
-    ignored_flags,
-    refused_flags,
-)
+from mindspeed_rlxf.cli.older_flags import CONVERT_FLAGS, add_flags, ignored_flags, refused_flags
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.weights.conversion import FAMILIES, GB, plan_conversion
 
@@ -89,18 +84,17 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert the weights; print notes, progress and the target; return 0.
+    """Convert the weights; print notes, progress and the target; return the exit code.
 
-    Prints and returns 2 for mistakes, damaged sources and files that cannot be read or written, and
-    75 when interrupted or when the disk is full. Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this
-    process if unset: no accelerator is used.
+    Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this process if unset.
     """
     use_utf8_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
     try:
         arguments = _parse(argv)
         conversion = plan_conversion(arguments)
-        _note_ignored(arguments)
+        if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
+            print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
         from mindspeed_rlxf.weights.convert import DiskFull, convert
 
         try:
@@ -122,7 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for bad options and refused older flags."""
     parser = Parser(
         OPTIONS,
         prog="convert",
@@ -137,17 +130,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _note_ignored(arguments: argparse.Namespace) -> None:
-    """Print a line to stderr with the given flags that have no effect; nothing without any."""
-    if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
-        print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
-
-
 def _progress() -> AbstractContextManager[Callable[..., None]]:
-    """Return a context whose value is a function that shows (bytes done, bytes in all) on stderr.
-
-    It moves a bar on a terminal; elsewhere it prints a line for each 1/LINES of the bytes.
-    """
+    """Return a context with a function that shows (bytes done, bytes in all) on stderr."""
     started, shown = time.monotonic(), 0
 
     def print_line(done: int, total: int) -> None:

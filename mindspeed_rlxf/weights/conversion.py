@@ -11,10 +11,10 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
+from mindspeed_rlxf.weights.layout import MegatronLayout, make_layout
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.weights.convert import Conversion
-    from mindspeed_rlxf.weights.layout import MegatronLayout
 
 FAMILIES = {
     "llama2": ("llama", "qwen2"),
@@ -31,9 +31,7 @@ GB = 1e9
 def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     """Check the arguments of `convert`, open the source and return the conversion; writes nothing.
 
-    Raises UserError with the problems of the first of these that has any: combinations of flags;
-    source; target; config.json; flags about the model; parallel sizes and layer list; weights. An
-    existing target is not a problem here.
+    An existing target is not a problem here.
     """
     from mindspeed_rlxf.weights.convert import (
         DTYPE_NAMES,
@@ -65,38 +63,27 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 
 
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Check flags and folders; return the source, the target, and the folder of config.json.
-
-    Raises UserError, also if source or target are set by both argument and flag or by neither, and
-    if the target is the source or a parent of it.
-    """
+    """Check flags and folders; return the source, the target, and the folder of config.json."""
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
         if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):
             rule = f"or --{flag.replace('_', '-')} must be given, once"
             problems.append(Problem(role.upper(), rule, remedy="add or remove one"))
-    _raise_any(problems)
+    if problems:
+        raise UserError(problems)
     source = Path(arguments.source or arguments.load_dir)
     is_hf = _check_source(arguments, source)
     config, target = _find_config_and_target(arguments, source, is_hf)
     here, there = source.resolve(), target.resolve()
     if here == there or there in here.parents:
-        rule = f"must not be the source {source} or hold it"
-        raise UserError(Problem(f"{target}", rule, remedy="give another folder"))
+        raise _error(target, f"must not be the source {source} or hold it", "give another folder")
     return source, target, config
 
 
 def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
-    """Check the format of the folder `source`; return whether it is a Hugging Face folder.
-
-    A folder without weights counts as one. Raises UserError if it is no folder, has several
-    iterations or lacks the one that its tracker file names, is a checkpoint of a run (whose folder
-    of a role is wanted), if the flags name another format, or a Hugging Face folder is to become
-    one.
-    """
+    """Check the folder `source`; return whether it is a Hugging Face folder, or has no weights."""
     if not source.is_dir():
-        remedy = "give the folder of the weights"
-        raise UserError(Problem(f"{source}", "must be a folder", remedy=remedy))
+        raise _error(source, "must be a folder", "give the folder of the weights")
     try:
         kind, place = find_weights(source)
     except ValueError as error:
@@ -104,17 +91,16 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     is_hf = kind is Format.HF
     roles = [name for name in SAVED_AS.values() if (place / name).is_dir()]
     if roles and (place / "manifest.json").is_file():
-        rule = f"is a checkpoint of a run, which holds {' and '.join(roles)}"
         remedy = f"give {' or '.join(str(place / role) for role in roles)}"
-        raise UserError(Problem(f"{place}", rule, remedy=remedy))
+        rule = f"is a checkpoint of a run, which holds {' and '.join(roles)}"
+        raise _error(place, rule, remedy)
     wanted = arguments.load_model_type
     if wanted is not None and (wanted == "hf") != is_hf:
         rule = f"must be that of {source}, a {'Hugging Face' if is_hf else 'Megatron'} folder"
         raise UserError(Problem("--load-model-type", rule, wanted, "correct one of them"))
     is_safe = (place / SINGLE).exists() or (place / INDEX).exists()
     if is_hf and is_safe and arguments.to == "hf":
-        rule = "is a Hugging Face folder already"
-        raise UserError(Problem(f"{source}", rule, remedy="use --to mg"))
+        raise _error(source, "is a Hugging Face folder already", "use --to mg")
     return is_hf
 
 
@@ -125,7 +111,6 @@ def _find_config_and_target(
 
     To Hugging Face without --hf-config, a --save-dir with a config.json is the original folder, as
     in the old tool: it is then the folder of config.json, and the target is its folder MG2HF.
-    Raises UserError if source or --save-dir lack a needed config.json; does not check --hf-config.
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source
@@ -137,18 +122,13 @@ def _find_config_and_target(
             rule = "must be the original Hugging Face folder, with config.json"
             raise UserError(Problem("--save-dir", rule, target, "give that, or --hf-config"))
     if config == source and not is_hf and not described:
-        rule = "must have a config.json that describes the model"
         remedy = "give the original Hugging Face folder as --hf-config"
-        raise UserError(Problem(f"{source}", rule, remedy=remedy))
+        raise _error(source, "must have a config.json that describes the model", remedy)
     return config, target
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each flag whose value is not supported or excludes another.
-
-    They are: optimizer states to load, the format zarr, a --shard-size-gb of 0 or less, and
-    parallel sizes or a layer list with --to=hf.
-    """
+    """Return a problem for each flag whose value is not supported or excludes another."""
     size, ranks = arguments.shard_size_gb, vars(arguments)
     given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
     given += ["--num-layer-list"] if arguments.num_layer_list else []
@@ -178,11 +158,7 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError for flags about the model that are unknown or contradict its config.json.
-
-    Checks --model-type-hf, against FAMILIES and `model_type`; --add-qkv-bias, wrong if the model
-    has no such biases; and --true-vocab-size, which must be its vocab_size.
-    """
+    """Raise UserError for flags about the model that are unknown or contradict its config.json."""
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
@@ -207,25 +183,19 @@ def _check_model(
             Problem("--true-vocab-size", rows, true_size, leave_out),
         ),
     ]
-    _raise_any([problem for broken, problem in checks if broken])
+    if problems := [problem for broken, problem in checks if broken]:
+        raise UserError(problems)
 
 
 def _layout_of_flags(
     arguments: argparse.Namespace, architecture: ArchitectureConfig
 ) -> MegatronLayout:
-    """Return the Megatron layout that the flags describe.
-
-    Raises UserError if --num-layer-list has anything but integers with commas between.
-    """
-    from mindspeed_rlxf.weights.layout import make_layout
-
     given, layer_list = arguments.num_layer_list, None
     if given is not None:
         try:
             layer_list = [int(number) for number in given.split(",")]
         except ValueError:
-            rule = "must be numbers with commas between"
-            remedy = "write it like 8,8,7,9"
+            rule, remedy = "must be numbers with commas between", "write it like 8,8,7,9"
             raise UserError(Problem("--num-layer-list", rule, given, remedy)) from None
     return make_layout(
         architecture,
@@ -238,7 +208,5 @@ def _layout_of_flags(
     )
 
 
-def _raise_any(problems: list[Problem]) -> None:
-    """Raise UserError with the problems; do nothing without any."""
-    if problems:
-        raise UserError(problems)
+def _error(path: Path, rule: str, remedy: str) -> UserError:
+    return UserError(Problem(f"{path}", rule, remedy=remedy))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from enum import Enum
 from pathlib import Path
 
-from mindspeed_rlxf.files.safe import open_inside
 from mindspeed_rlxf.weights.layout import RANK_FOLDER, TRACKER
 
 INDEX = "model.safetensors.index.json"
@@ -32,11 +31,13 @@ class Format(str, Enum):
 def find_weights(folder: Path) -> tuple[Format, Path]:
     """Return the format of a folder, and the folder with the weights: itself or one inside it.
 
-    Looks for Hugging Face, torch_dist, run state, legacy, then an iteration, in this order. A
-    folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
-    reports what is missing. Raises ValueError for a Megatron folder with several iterations and no
-    tracker file, for a tracker that names a folder that does not exist, and for one that is a link
-    out of the folder; OSError for a tracker that cannot be read.
+    A folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
+    reports what is missing.
+
+    Raises:
+        ValueError: for several iterations without a tracker file, and for a tracker file that names
+            a folder that does not exist.
+        OSError: for a tracker file that cannot be read.
     """
     hf = (INDEX, SINGLE, PICKLED_INDEX, PICKLED)
     if not folder.is_dir() or any((folder / name).exists() for name in hf):
@@ -52,15 +53,10 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
 
 
 def _find_iteration(folder: Path) -> Path | None:
-    """Return the folder of the iteration that the tracker file names; without one, the only one.
-
-    None without tracker file and iteration. Raises ValueError for several iterations without
-    tracker file, and for a tracker file that names a folder that does not exist.
-    """
+    """Return the folder of the iteration that the tracker file names; without one, the only one."""
     tracker = folder / TRACKER
     if tracker.exists():
-        with open_inside(folder, TRACKER) as stream:
-            text = stream.read(TRACKER_BYTES).decode("utf-8", "replace").strip()
+        text = tracker.read_bytes()[:TRACKER_BYTES].decode("utf-8", "replace").strip()
         name = text if text == "release" else f"iter_{text:0>7}"
         is_name = text == "release" or (text.isdecimal() and len(text) <= MAX_DIGITS)
         if not is_name or not (folder / name).is_dir():

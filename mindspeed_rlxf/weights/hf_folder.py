@@ -1,27 +1,65 @@
-"""Hugging Face folders: read box by box, checked without reading tensors, and their indexes."""
+"""Hugging Face folders and safetensors files, written tensor by tensor and read box by box.
+
+The library for safetensors wants all tensors of a file at once. It maps the files that it reads,
+which ends the process if a file is truncated meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import IO
 
 import torch
+from torch import Tensor
 
-from mindspeed_rlxf.files.plain import MAX_JSON, parse_json
-from mindspeed_rlxf.files.safe import locate_inside, read_inside, replace_file
-from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
+from mindspeed_rlxf.files.safe import replace_file
+from mindspeed_rlxf.weights.boxes import (
+    Box,
+    BoxedTensor,
+    BoxedWeights,
+    PlannedTensor,
+    Shape,
+    StoredBox,
+    Wrote,
+    whole,
+)
 from mindspeed_rlxf.weights.formats import INDEX, PICKLED, PICKLED_INDEX, SINGLE
 from mindspeed_rlxf.weights.pickled import read_torch_file
-from mindspeed_rlxf.weights.safetensors_file import HEADER_ERRORS, SafetensorsFile
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+ALIGNMENT = 8  # of the data, bytes
+MAX_HEADER_BYTES = 32 << 20  # 300,000 tensors
+NOTES = "__metadata__"
+HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class HfFolder(BoxedWeights):
-    """The tensors of a folder. Its files are opened when they are needed, and stay open.
+    """The tensors of a folder; safetensors files come before `pytorch_model.bin`.
 
-    Safetensors files come before `pytorch_model.bin`, which is pickled.
-    Errors: ValueError when the folder, its index or one of its files is missing or damaged, or
-    the index names a file elsewhere.
+    Files are opened when they are needed, and stay open.
+
+    Raises:
+        ValueError: if the folder, its index or one of its files is missing or damaged, or the index
+            names a file elsewhere.
     """
 
     def __init__(self, folder: str | Path, trust_files: bool = False) -> None:
@@ -37,53 +75,32 @@ class HfFolder(BoxedWeights):
         return list(self._files)
 
     def tensor(self, name: str) -> BoxedTensor:
-        """Return a tensor by name; its data is not read yet.
-
-        Raises ValueError if its file is damaged or lacks it, KeyError for a name not in the folder.
-        """
         path = self._files[name]
-        found = self._open(path).get(name)
-        if found is None:
+        if name not in self._open(path):
             raise ValueError(f"{path} lacks {name}, which the index has there; copy it again")
-        return found
+        return self._opened[path][name]
 
     def _open(self, path: Path) -> dict[str, BoxedTensor]:
-        """Return the tensors of a file by name; opens it at the first call.
-
-        Raises ValueError when it cannot be read or is damaged.
-        """
+        """Return the tensors of a file by name, without their data."""
         if path not in self._opened:
-            if path.suffix != ".bin":
-                self._opened[path] = dict(_read_header(path))
-                return self._opened[path]
-            content = read_torch_file(path, self._trust_files)
-            if not isinstance(content, dict):
-                raise ValueError(f"{path} holds no tensors by name; give the folder of a model")
-            self._opened[path] = {
-                name: BoxedTensor.of(name, tensor.detach())
-                for name, tensor in content.items()
-                if isinstance(tensor, torch.Tensor)
-            }
+            is_pickled = path.suffix == ".bin"
+            found = _open_pickled(path, self._trust_files) if is_pickled else _open_header(path)
+            self._opened[path] = found
         return self._opened[path]
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
-        """Map each tensor's name to its file, by the index, or else by the single file.
-
-        Raises ValueError when the folder, a file or both index and single file are missing, or the
-        index or the single file is damaged.
-        """
+        """Map each tensor's name to its file, by the index, or else by the single file."""
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
-        for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
-            if (self.folder / index).exists():
-                weight_map = _weight_map(self.folder, index)
-                files = sorted(set(weight_map.values()))
-                paths = {file: locate_inside(self.folder, file, index) for file in files}
-                missing = [file for file, path in paths.items() if not path.exists()]
-                if missing:
-                    rule = f"{self.folder / index} names files that are missing"
-                    raise ValueError(f"{rule}: {', '.join(missing)}")
-                return {name: paths[file] for name, file in weight_map.items()}
+        for name, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
+            index = self.folder / name
+            if index.exists():
+                weight_map = _weight_map(index)
+                names = sorted(set(weight_map.values()))
+                files = {file: locate_inside(index, file) for file in names}
+                if missing := [file for file, path in files.items() if not path.exists()]:
+                    raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
+                return {name: files[file] for name, file in weight_map.items()}
             if (self.folder / single).exists():
                 return dict.fromkeys(self._open(self.folder / single), self.folder / single)
         raise ValueError(
@@ -91,40 +108,52 @@ class HfFolder(BoxedWeights):
         )
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, BoxedTensor]]:
-    """Yield each tensor of a safetensors file with its name; their data is read later."""
+def _open_pickled(path: Path, trust_files: bool) -> dict[str, BoxedTensor]:
+    content = read_torch_file(path, trust_files)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no tensors by name; give the folder of a model")
+    tensors = {name: t.detach() for name, t in content.items() if isinstance(t, torch.Tensor)}
+    return {name: BoxedTensor.of(name, tensor) for name, tensor in tensors.items()}
+
+
+def _open_header(path: Path) -> dict[str, BoxedTensor]:
     file = SafetensorsFile(path)
     try:
-        for name, dtype, shape, first in file.tensors():
-            boxes = [file.stored_box(first, dtype, whole(shape))]
-            yield name, BoxedTensor(name, dtype, shape, boxes)
+        return {
+            name: BoxedTensor(name, dtype, shape, [file.stored_box(first, dtype, whole(shape))])
+            for name, dtype, shape, first in file.tensors()
+        }
     except HEADER_ERRORS as error:
-        rule = f"{path} is damaged or truncated ({error})"
-        raise ValueError(f"{rule}; copy it again") from None
+        raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
 
 
-def _weight_map(folder: Path, name: str) -> dict[str, str]:
-    """Read an index: return tensor name -> file name, in its order.
-
-    Raises ValueError where it is damaged or cannot be read. File names are not checked.
-    """
-    index = folder / name
+def _weight_map(index: Path) -> dict[str, str]:
+    """Read an index: return tensor name -> file name, in its order; names are not checked."""
     try:
-        text = read_inside(folder, name, MAX_JSON)
+        found = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in dict(found).items()}
     except OSError as error:
         raise ValueError(f"{index} cannot be read ({error.strerror}); copy it again") from None
-    try:
-        found = parse_json(text)["weight_map"]
-        return {str(name): str(file) for name, file in dict(found).items()}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 
-def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return a line for each expected tensor that is missing or has another shape; [] for none.
+def locate_inside(index: Path, name: str) -> Path:
+    """Return the path of a file that the index beside it names.
 
-    Other tensors of the folder are no problem. Reads headers only. expected: name -> shape
+    Raises ValueError for a name that leads out of the folder.
     """
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or not name.isprintable():
+        raise ValueError(
+            f"{index} must name files of its own folder, not {name[:200]!r}; do not use this "
+            "folder, or copy it again"
+        )
+    return index.parent / name
+
+
+def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
+    """Return a line for each expected tensor that is missing or has another shape."""
     problems = []
     for name, shape in expected.items():
         if name not in folder:
@@ -135,17 +164,113 @@ def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -
 
 
 def hf_file_name(number: int, count: int) -> str:
-    """Return the name of a file of weights. number: from 0; count: number of files"""
+    """Return the name of file `number`, counted from 0, of `count` files of weights."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of several files: weight map and sum of bytes; does nothing for one or none.
-
-    files: file name -> {tensor name: bytes}
-    """
+    """Write the index, if there are several files. files: file name -> {tensor name: bytes}"""
     if len(files) > 1:
         weight_map = {name: file for file, sizes in files.items() for name in sizes}
         total = sum(sum(sizes.values()) for sizes in files.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         replace_file(folder / INDEX, json.dumps(index, indent=2))
+
+
+def write_safetensors(
+    path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote = lambda _: None
+) -> None:
+    """Write a safetensors file, one tensor at a time, and fsync it; an older file is replaced."""
+    header: dict[str, object] = {NOTES: {"format": "pt"}}
+    end = 0
+    for name, planned in tensors.items():
+        start, end = end, end + planned.num_bytes
+        header[name] = {
+            "dtype": DTYPES[planned.dtype],
+            "shape": list(planned.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for planned in tensors.values():
+            file.writelines(planned.parts())
+            wrote(planned.num_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sort_by_width(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
+    """Sort tensors by bytes per element, widest dtype first, so that all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+class SafetensorsFile:
+    """A safetensors file, opened at the first read, from which boxes of tensors are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def stream(self) -> IO[bytes]:
+        return self.path.open("rb")
+
+    def tensors(self) -> Iterator[tuple[str, torch.dtype, Shape, int]]:
+        """Read the header; yield (name, dtype, shape, offset in the file) of each tensor.
+
+        Raises HEADER_ERRORS if the header is damaged or does not fit the file.
+        """
+        length = int.from_bytes(self._read_bytes(0, 8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes")
+        header = json.loads(self._read_bytes(8, length))
+        header.pop(NOTES, None)
+        data, end = 8 + length, os.fstat(self.stream.fileno()).st_size
+        for name, about in header.items():
+            shape, dtype = tuple(about["shape"]), OF_NAME[about["dtype"]]
+            first, last = about["data_offsets"]
+            if {type(n) for n in (first, last, *shape)} != {int}:
+                raise ValueError(f"{name[:100]!r} has numbers of another kind")
+            fits = last - first == prod(shape) * dtype.itemsize and data + last <= end
+            if not fits or not name.isprintable() or min(first, *shape) < 0:
+                raise ValueError(f"{name[:100]!r} does not fit the file")
+            yield name, dtype, shape, data + first
+
+    def stored_box(self, first_byte: int, dtype: torch.dtype, box: Box) -> StoredBox:
+        """Return a StoredBox that reads the tensor at `first_byte` as `box` of a larger tensor."""
+        return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
+
+    def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
+        """Return the box `wanted` of the box `stored` that begins at `first_byte` in the file.
+
+        Both have one axis or two. Whole rows are read at once, others row by row.
+        """
+        result = torch.empty(wanted.shape, dtype=dtype)
+        target = memoryview(result.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        whole_rows = wanted.shape[1:] == stored.shape[1:]
+        done, row_size = 0, prod(stored.shape[1:])
+        for rows in [wanted] if whole_rows else wanted.split(1):
+            first, *rest = rows.relative_to(stored).starts
+            number, end = first * row_size + sum(rest), done + rows.numel * dtype.itemsize
+            self._read_into(first_byte + number * dtype.itemsize, target[done:end])
+            done = end
+        return result
+
+    def _read_bytes(self, offset: int, length: int) -> bytes:
+        self._read_into(offset, memoryview(content := bytearray(length)))
+        return bytes(content)
+
+    def _read_into(self, offset: int, target: memoryview) -> None:
+        done = 0
+        while done < len(target):
+            count = os.preadv(self.stream.fileno(), [target[done:]], offset + done)
+            if count == 0:
+                raise ValueError(f"{self.path} is truncated; copy it again")
+            done += count
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        if stream := vars(self).pop("stream", None):
+            stream.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.rules.tensor_parallel import possible_sizes, qkv_rows, whole_groups
@@ -55,23 +56,14 @@ class MegatronLayout:
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
         """Yield every (tp rank, pp rank, ep rank), by pp rank, then ep rank, then tp rank."""
-        for pp_rank in range(self.pp):
-            for ep_rank in range(self.ep):
-                for tp_rank in range(self.tp):
-                    yield tp_rank, pp_rank, ep_rank
+        for pp_rank, ep_rank, tp_rank in product(range(self.pp), range(self.ep), range(self.tp)):
+            yield tp_rank, pp_rank, ep_rank
 
     def rank_folder(self, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
-        """Return the name of a rank's folder, mp_rank_TT[_PPP][_EEE], as Megatron has it.
-
-        The pipeline and expert ranks are in it only where there are several.
-        """
+        """Return the name of a rank's folder, mp_rank_TT[_PPP][_EEE], as Megatron has it."""
         pipeline = f"_{pp_rank:03d}" if self.pp > 1 else ""
         expert = f"_{ep_rank:03d}" if self.ep > 1 else ""
         return f"mp_rank_{tp_rank:02d}{pipeline}{expert}"
-
-    def model_key(self, chunk: int) -> str:
-        """Return the key of a chunk's weights in a rank's file."""
-        return "model" if self.chunks == 1 else f"model{chunk}"
 
     def parameters(
         self, architecture: ArchitectureConfig, head: Head, pp_rank: int, chunk: int, ep_rank: int
@@ -85,10 +77,7 @@ class MegatronLayout:
     def parameters_of_any_head(
         self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
     ) -> list[StageParameter]:
-        """Return the parameters of one chunk of one rank, those of all kinds of head included.
-
-        Each name occurs once.
-        """
+        """Return the parameters of one chunk of one rank, those of all kinds of head included."""
         place = pp_rank, chunk, ep_rank
         found = [p for head in Head for p in self.parameters(architecture, head, *place)]
         return list({parameter.name: parameter for parameter in found}.values())
@@ -103,12 +92,10 @@ def make_layout(
     layer_list: list[int] | None = None,
     vocab_multiple: int = 1,
 ) -> MegatronLayout:
-    """Make a layout of these parallel sizes.
+    """Make a layout of these parallel sizes; UserError if they do not fit the model.
 
     layers_per_chunk: layers of each virtual stage, None = one stage per pipeline rank
     layer_list:       layers of each pipeline rank, None = equal numbers
-    vocab_multiple:   rows of the embedding on each rank are padded to a multiple of this
-    Raises UserError with the problems of sizes and layer numbers that do not fit the model.
     """
     problems = [
         *_find_size_problems(architecture, tp, ep, vocab_multiple),
@@ -136,13 +123,7 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
 def _find_size_problems(
     a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int
 ) -> Iterator[Problem]:
-    """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`.
-
-    If one of them is below 1, yields the first such alone. Else at most one for `tp` and one for
-    `ep`: `tp` must divide the attention heads, the rows of QKV and of the MLP, and the hidden size,
-    and divide or be a multiple of the query groups; `ep` must divide the number of experts (1 if
-    dense).
-    """
+    """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`."""
     sizes = {
         "attention heads": a.num_attention_heads,
         "rows of query, key and value": qkv_rows(a),
@@ -161,52 +142,31 @@ def _find_size_problems(
         good = [n for n in possible_sizes(a) if a.hidden_size % n == 0]
         yield Problem(TP, f"must divide the model's {', '.join(wrong)}", tp, use(good))
     if ep > 1 and (a.num_experts or 1) % ep:
-        yield Problem(
-            EP,
-            f"must divide the model's {a.num_experts or 'one (dense)'} experts",
-            ep,
-            use(divisors(a.num_experts or 1)),
-        )
+        rule = f"must divide the model's {a.num_experts or 'one (dense)'} experts"
+        yield Problem(EP, rule, ep, use(divisors(a.num_experts or 1)))
 
 
 def _find_layer_problems(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
 ) -> Iterator[Problem]:
-    """Yield at most one problem of the flags that distribute layers over the pipeline.
-
-    `pp` must be at least 1. `layer_list` needs `pp` positive numbers with the sum `num_layers`.
-    `layers_per_chunk` must be at least 1, and needs `pp` >= 2 and a product with `pp` that divides
-    `num_layers`. Both together are a problem. Without either, `pp` must divide `num_layers`.
-    """
+    """Yield at most one problem of the flags that distribute layers over the pipeline."""
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:
         rule = f"must not be given with {CHUNK}"
         yield Problem("--num-layer-list", rule, remedy="remove one of them")
     elif layer_list is not None:
-        text = ",".join(map(str, layer_list))
         if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:
             numbers = f"{pp} positive numbers (one for each pipeline rank)"
-            yield Problem(
-                "--num-layer-list",
-                f"must be {numbers} with the sum {num_layers}",
-                text,
-                "correct it",
-            )
+            rule = f"must be {numbers} with the sum {num_layers}"
+            yield Problem("--num-layer-list", rule, ",".join(map(str, layer_list)), "correct it")
     elif layers_per_chunk is not None:
         if pp < 2:
             yield Problem(CHUNK, f"needs {PP} of at least 2, not {pp}", remedy="remove it")
         elif layers_per_chunk < 1 or num_layers % (pp * layers_per_chunk):
-            yield Problem(
-                CHUNK,
-                f"times {pp} pipeline ranks must divide the model's {num_layers} layers",
-                layers_per_chunk,
-                use(divisors(num_layers // pp) if num_layers % pp == 0 else []),
-            )
+            rule = f"times {pp} pipeline ranks must divide the model's {num_layers} layers"
+            good = divisors(num_layers // pp) if num_layers % pp == 0 else []
+            yield Problem(CHUNK, rule, layers_per_chunk, use(good))
     elif num_layers % pp:
-        yield Problem(
-            PP,
-            f"must divide the model's {num_layers} layers",
-            pp,
-            f"{use(divisors(num_layers))}, or give --num-layer-list",
-        )
+        remedy = f"{use(divisors(num_layers))}, or give --num-layer-list"
+        yield Problem(PP, f"must divide the model's {num_layers} layers", pp, remedy)

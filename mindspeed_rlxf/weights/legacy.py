@@ -1,21 +1,43 @@
-"""Megatron's checkpoints of one file per rank: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
+"""Megatron's checkpoints of one file per rank: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`.
+
+`torch.save` wants every tensor of a file at once. The file that is written here is the same: an
+uncompressed zip archive with the pickled object in `data.pkl` and the bytes of each tensor in a
+record of its own, aligned so that they can be mapped into memory.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import re
+import struct
+import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import EMBEDDING, RM_HEAD, Head
-from mindspeed_rlxf.weights.boxes import BoxedTensor
+from mindspeed_rlxf.weights.boxes import (
+    RM_HEAD_BIAS,
+    BoxedTensor,
+    MakeShard,
+    MegatronWeights,
+    PlannedFile,
+    PlannedTensor,
+    Wrote,
+    find,
+    refuse,
+    unknown_names,
+)
 from mindspeed_rlxf.weights.layout import (
     ITERATION,
     RANK_FILE,
@@ -24,16 +46,12 @@ from mindspeed_rlxf.weights.layout import (
     layout_of,
 )
 from mindspeed_rlxf.weights.pickled import read_torch_file
-from mindspeed_rlxf.weights.planned import MakeShard, PlannedFile, PlannedTensor
-from mindspeed_rlxf.weights.reader import (
-    RM_HEAD_BIAS,
-    MegatronWeights,
-    find,
-    refuse,
-    unknown_names,
-)
-from mindspeed_rlxf.weights.torch_file import write_torch_file
 
+PICKLE = "data.pkl"
+PADDING_FIELD = 0x4246  # id of the extra field that aligns a record, as torch writes it
+ALIGNMENT = 64  # bytes, as torch's
+ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a record over 2 GiB
+LOCAL_HEADER = 30  # bytes before the name of a record
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 
 Tensors = dict[str, BoxedTensor]
@@ -46,8 +64,7 @@ def read_legacy(
 ) -> MegatronWeights:
     """Open the weights of `folder`, which contains the folders of the ranks.
 
-    The layout is found from the files. Raises ValueError when ranks are missing or damaged, or have
-    another model.
+    Raises ValueError if ranks are missing or damaged, or have another model.
     """
     grid = _read_ranks(folder, architecture, trust_files)
     layout = _find_layout(grid, folder, architecture)
@@ -73,8 +90,7 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: boo
     """Open the files of all ranks; return (tp, pp, ep) rank -> tensors of its chunks.
 
     A rank that a folder name lacks is 0. A name's only suffix is the pipeline rank, or the expert
-    rank if each file holds a part of the experts. Raises ValueError when a rank is missing, or
-    folder names have different numbers of parts. The folder has that of one rank at least.
+    rank if each file holds a part of the experts.
     """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     files = {
@@ -85,7 +101,11 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: boo
     suffixes = {sum(part is not None for part in parts[1:]) for parts in files}
     if len(suffixes) != 1:
         raise ValueError(f"{folder} mixes checkpoints of different layouts; remove one of them")
-    experts_only = suffixes == {1} and _counts_experts(files, architecture)
+    experts_only = False
+    if suffixes == {1} and architecture.num_experts is not None:
+        # Expert rank 1 has the embedding; pipeline rank 1 does not.
+        first = next((chunks for parts, chunks in files.items() if int(parts[1]) == 1), None)
+        experts_only = first is not None and EMBEDDING.name in first[0]
     grid: Grid = {}
     for (tp_rank, second, third), chunks in files.items():
         pp_rank, ep_rank = (None, second) if experts_only else (second, third)
@@ -103,22 +123,8 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: boo
     return grid
 
 
-def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> bool:
-    """Whether the second number of folder names mp_rank_TT_NNN is the expert rank.
-
-    If so, rank 1 has the embedding too; a pipeline rank 1 does not. False for a dense model and
-    if no folder has the second number 1. files: numbers -> chunks
-    """
-    second = next((chunks for parts, chunks in files.items() if int(parts[1]) == 1), None)
-    return a.num_experts is not None and second is not None and EMBEDDING.name in second[0]
-
-
 def _read_chunks(file: Path, trust_files: bool) -> list[Tensors]:
-    """Read a rank's file; return for each chunk its stored tensors by name, without other values.
-
-    Chunks are the keys "model", or "model0", "model1", ... in the order of the numbers. Raises
-    ValueError where the file has none, or one is no dict.
-    """
+    """Read a rank's file; return the tensors of each chunk: "model", or "model0", "model1", ..."""
     content = read_torch_file(file, trust_files)
     names = content if isinstance(content, dict) else {}
     keys = [k for k in names if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
@@ -136,11 +142,7 @@ def _read_chunks(file: Path, trust_files: bool) -> list[Tensors]:
 
 
 def _find_layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
-    """Return the layout of the ranks, with the number of layers in each pipeline stage.
-
-    The number is the largest layer index in tensor names of tp and ep rank 0, plus 1. Raises
-    ValueError where ranks differ in their number of chunks, or the sum is not the model's.
-    """
+    """Return the layout of the ranks, with the number of layers in each pipeline stage."""
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
     if any(len(found) != chunks for found in grid.values()):
@@ -163,18 +165,16 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned file of each rank, in the order of `layout.ranks`; nothing is written.
+    """Yield the planned file of each rank; a reward head gets a bias of zeros.
 
-    A rank's file has arguments, version, iteration, and its chunks' models with their shards. A
-    reward head gets a bias of zeros.
     dtype:  named in the arguments; each shard keeps its own
     folder: path that begins the paths of the files
     """
-    for rank in layout.ranks():
-        tp_rank, pp_rank, ep_rank = rank
+    for tp_rank, pp_rank, ep_rank in layout.ranks():
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}
         for chunk in range(layout.chunks):
-            model = models[layout.model_key(chunk)] = OrderedDict()
+            model: OrderedDict[str, PlannedTensor] = OrderedDict()
+            models["model" if layout.chunks == 1 else f"model{chunk}"] = model
             for parameter in layout.parameters(architecture, head, pp_rank, chunk, ep_rank):
                 model[parameter.name] = shard(parameter, tp_rank)
                 if parameter.name == RM_HEAD.name:
@@ -186,7 +186,7 @@ def legacy_files(
             **models,
         }
         num_bytes = sum(planned.num_bytes for m in models.values() for planned in m.values())
-        path = f"{folder}/{layout.rank_folder(*rank)}/{RANK_FILE}"
+        path = f"{folder}/{layout.rank_folder(tp_rank, pp_rank, ep_rank)}/{RANK_FILE}"
         yield PlannedFile(path, num_bytes, partial(write_torch_file, tree=tree))
 
 
@@ -233,3 +233,81 @@ def checkpoint_arguments(
         consumed_valid_samples=0,
         tokenizer_type=None,
     )
+
+
+STORAGE_OF = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+
+
+class _Storage(tuple[Any, ...]):
+    """A storage as torch names it: kind, class, key, device, number of elements."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles planned tensors as torch does tensors, and lists them in `planned`, in order."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, protocol=2)
+        self.planned: list[PlannedTensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        return tuple(obj) if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, PlannedTensor):
+            return NotImplemented
+        key, kind = str(len(self.planned)), STORAGE_OF[obj.dtype]
+        storage = _Storage(("storage", kind, key, "cpu", prod(obj.shape)))
+        self.planned.append(obj)
+        stride = torch.empty(obj.shape, device="meta").stride()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        arguments = (storage, 0, obj.shape, stride, False, hooks)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
+    """Write `tree` to a file in the format of `torch.save`, and fsync it.
+
+    Its PlannedTensors become tensors, made one at a time.
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(tree)
+    with path.open("wb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            _write_record(archive, PICKLE, pickled.tell(), [pickled.getbuffer()])
+            _write_record(archive, "byteorder", 6, [b"little"])
+            for key, planned in enumerate(pickler.planned):
+                _write_record(archive, f"data/{key}", planned.num_bytes, planned.parts())
+                wrote(planned.num_bytes)
+            _write_record(archive, "version", 2, [b"3\n"])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_record(
+    archive: zipfile.ZipFile, name: str, size: int, parts: Iterable[bytes | memoryview]
+) -> None:
+    """Write `parts`, `size` bytes in all, as uncompressed record `archive/NAME` of the archive.
+
+    An extra field pads the header, so that the data begins at a multiple of ALIGNMENT in the file.
+    """
+    info = zipfile.ZipInfo(f"archive/{name}")
+    info.file_size = size
+    assert archive.fp is not None, "the archive is open"
+    large = size * 1.05 > zipfile.ZIP64_LIMIT
+    before = archive.start_dir + LOCAL_HEADER + len(info.filename) + ZIP64_EXTRA * large
+    gap = -(before + 4) % ALIGNMENT
+    info.extra = struct.pack("<HH", PADDING_FIELD, gap) + bytes(gap)
+    with archive.open(info, "w", force_zip64=large) as record:
+        record.writelines(parts)

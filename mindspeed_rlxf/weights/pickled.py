@@ -1,8 +1,7 @@
 """Read pickled files of checkpoints without running code of the file.
 
 Files of torch.save go through `torch.load(weights_only=True)`, `.metadata` of a sharded checkpoint
-through an unpickler that finds only the listed names. Classes beside torch's own become stand-ins,
-so that neither Megatron nor numpy is imported for them.
+through an unpickler that finds only the listed names. Classes beside torch's own become stand-ins.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +59,6 @@ METADATA_STAND_INS: dict[str, tuple[str, ...]] = {
     "pathlib._local": ("PosixPath",),
     "torch.serialization": ("_get_layout",),
 }
-METADATA_CLASSES = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("builtins", "set"): set,
-}
 
 
 class StandIn:
@@ -75,21 +67,19 @@ class StandIn:
     state: what the pickle gives to `__setstate__`, mostly attributes by name; None = nothing
     """
 
+    arguments: tuple[Any, ...]
+    state: Any = None
+
     def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
         made = object.__new__(cls)
-        made.arguments, made.state = arguments, None
+        made.arguments = arguments
         return made
-
-    def __init__(self, *arguments: Any, **_: Any) -> None:
-        self.arguments: tuple[Any, ...]
-        self.state: Any
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
-def _classes(names: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], type[StandIn]]:
-    """Return (module, name) -> a subclass of StandIn that says it has this module and name."""
+def _classes(names: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], Any]:
     return {
         (module, name): type(name, (StandIn,), {"__module__": module})
         for module, of_module in names.items()
@@ -98,7 +88,11 @@ def _classes(names: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], type[St
 
 
 _SAFE: list[Any] = list(_classes(STAND_INS).values())
-_IN_METADATA = _classes(METADATA_STAND_INS)
+_IN_METADATA = _classes(METADATA_STAND_INS) | {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("builtins", "set"): set,
+}
 
 
 def read_torch_file(path: Path, trust_files: bool = False) -> Any:
@@ -127,22 +121,14 @@ def _load(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:
             f"(CVE-2026-24747); convert the weights with torch {SAFE_TORCH} or newer, or set "
             "trust_files: true (convert: --trust-files) if you trust who made it"
         )
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # of the classes that Megatron allows
     try:
-        with _only_stand_ins(), warnings.catch_warnings():
+        with torch.serialization.safe_globals(_SAFE), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on protocols, which the errors tell too
             return torch.load(source, map_location="cpu", weights_only=True, **how)
     except Exception as error:  # whatever torch raises for damage
         raise _refusal(path, error) from None
-
-
-@contextmanager
-def _only_stand_ins() -> Iterator[None]:
-    """Let torch find our stand-ins, and none of the classes that Megatron allows."""
-    others = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        with torch.serialization.safe_globals(_SAFE):
-            yield
     finally:
         torch.serialization.add_safe_globals(others)
 
@@ -150,18 +136,15 @@ def _only_stand_ins() -> Iterator[None]:
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in, the class or the dtype of a listed name; nothing is imported."""
-        key = (module, name)
-        if key in _IN_METADATA:
-            return _IN_METADATA[key]
-        if key in METADATA_CLASSES:
-            return METADATA_CLASSES[key]
+        if (module, name) in _IN_METADATA:
+            return _IN_METADATA[module, name]
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
 
 
 def read_metadata(path: Path) -> Any:
-    """Return the object in the `.metadata` of a sharded checkpoint, with stand-ins for its classes.
+    """Return the object in the `.metadata` of a sharded checkpoint.
 
     Raises ValueError if it cannot be read, or has anything but data.
     """
@@ -173,12 +156,10 @@ def read_metadata(path: Path) -> Any:
 
 def _refusal(path: Path, error: Exception) -> ValueError:
     """Return the error for a file that was not read: names what is not data, or the damage."""
-    found = re.search(r"GLOBAL ([\w.]+)|function <?([\w. ]+)", str(error))
-    if found is not None:
-        named = found[1] or found[2]
+    if found := re.search(r"GLOBAL ([\w.]+)|function <?([\w. ]+)", str(error)):
         return ValueError(
-            f"{path} must hold nothing but data, and it has {named}; if you made it, take that "
-            "out and save it again"
+            f"{path} must hold nothing but data, and it has {found[1] or found[2]}; if you made "
+            "it, take that out and save it again"
         )
     text = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]
     shown = "".join(c if c.isprintable() else "?" for c in text)

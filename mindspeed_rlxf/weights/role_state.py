@@ -20,21 +20,26 @@ from typing import Any
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, HeldBox
-from mindspeed_rlxf.weights.dist_metadata import Metadata
+from mindspeed_rlxf.weights.boxes import (
+    Box,
+    BoxedTensor,
+    BoxedWeights,
+    HeldBox,
+    MegatronWeights,
+    PlannedTensor,
+    refuse,
+)
 from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
-from mindspeed_rlxf.weights.hf_folder import shape_problems
-from mindspeed_rlxf.weights.planned import PlannedTensor
-from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
-from mindspeed_rlxf.weights.safetensors_file import (
+from mindspeed_rlxf.weights.hf_folder import (
     DTYPES,
     OF_NAME,
     SafetensorsFile,
+    shape_problems,
     sort_by_width,
     write_safetensors,
 )
 from mindspeed_rlxf.weights.state_files import read_index
-from mindspeed_rlxf.weights.torch_dist import read_torch_dist
+from mindspeed_rlxf.weights.torch_dist import Metadata, read_torch_dist
 
 Row = Sequence[Any]  # of the index: name, dtype, shape and first byte of a tensor in its file
 WEIGHT = "weight"
@@ -57,7 +62,7 @@ def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> list[Row]:
         key = f"{held.slot}/{held.name}@{','.join(map(str, held.box.starts))}"
         assert key not in planned, f"{key} is written twice"
         planned[key] = PlannedTensor.of(held.tensor)
-    write_safetensors(file, sort_by_width(planned), lambda _: None)
+    write_safetensors(file, sort_by_width(planned))
     written = SafetensorsFile(file)
     rows: list[Row] = [(key, DTYPES[kind], *rest) for key, kind, *rest in written.tensors()]
     written.close()

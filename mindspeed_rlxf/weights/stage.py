@@ -19,11 +19,14 @@ from mindspeed_rlxf.models.parameters import (
     hf_shape,
     rank_parameters,
 )
-from mindspeed_rlxf.weights.boxes import BoxedWeights, shard_boxes
+from mindspeed_rlxf.weights.boxes import BoxedWeights, PlannedTensor, shard_boxes
 from mindspeed_rlxf.weights.folders import copy_side_files, open_weights
-from mindspeed_rlxf.weights.hf_folder import hf_file_name, write_index
-from mindspeed_rlxf.weights.planned import PlannedTensor
-from mindspeed_rlxf.weights.safetensors_file import sort_by_width, write_safetensors
+from mindspeed_rlxf.weights.hf_folder import (
+    hf_file_name,
+    sort_by_width,
+    write_index,
+    write_safetensors,
+)
 
 Files = list[tuple[str, dict[str, int]]]
 """Name of each file, and the bytes of each tensor in it."""
@@ -45,9 +48,8 @@ class StageWeights:
     ) -> None:
         """Match the parameters of the module with those of this rank in the architecture.
 
-        module: the stage, or a ModuleList of its chunks where there are several
+        module: the stage, or a ModuleList of its chunks if there are several
         trust_files: of the folders that are read, see `open_weights`
-        Raises AssertionError where the module has other parameters than the architecture.
         """
         self.architecture, self.head = architecture, head
         self.tp_group, self.pp_group, self.ep_group = tp_group, pp_group, ep_group
@@ -61,9 +63,8 @@ class StageWeights:
     def load(self, folder: BoxedWeights) -> list[str]:
         """Overwrite every parameter with the folder's weights; read this rank's slices only.
 
-        Rows that pad the vocabulary become 0. A score head that the folder lacks, as that of a
-        language model does, is left as it is. Returns the names of such parameters. Raises KeyError
-        for any other tensor that the folder lacks, and as `folder.read`.
+        A score head that the folder of a language model lacks is left as it is. Returns the names
+        of such parameters.
         """
         absent = []
         for parameter in self.table:
@@ -74,21 +75,17 @@ class StageWeights:
         return absent
 
     def _fill(self, parameter: StageParameter, folder: BoxedWeights) -> None:
-        """Read this rank's slices into a parameter; rows that pad the vocabulary become 0."""
-        target = self.tensors[parameter.name].data
-        rows = 0
-        for part in shard_boxes(
-            parameter, self.architecture, self.tp_group.rank(), self.tp_group.size()
-        ):
+        target, rows = self.tensors[parameter.name].data, 0
+        ranks = self.tp_group.rank(), self.tp_group.size()
+        for part in shard_boxes(parameter, self.architecture, *ranks):
             target[part.place.slices] = folder.read(part.source, part.box)
             rows = part.place.stops[0]
         target[rows:].zero_()  # padding of the vocabulary
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
-        """Gather a parameter from all tp ranks; return copies of its whole Hugging Face tensors.
+        """Gather a parameter from all tp ranks; return copies of its Hugging Face tensors by name.
 
-        By name, without padding, on the parameter's device in its dtype. A collective over the tp
-        group.
+        A collective over the tp group.
         keep: False = only take part, and return {}
         """
         shard = self.tensors[parameter.name].detach()
@@ -109,19 +106,21 @@ class StageWeights:
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
     ) -> Exception | None:
-        """Write the weights as the Hugging Face folder `target`, one file per pipeline rank.
+        """Write the weights as the Hugging Face folder `target`, one file per pp and ep rank.
 
-        The first rank also writes index, config.json and tokenizer. With expert parallelism each
-        expert rank writes a file with its experts; the first one adds the stage's other tensors.
-        A collective over the tensor-, pipeline- and expert-parallel groups.
+        The first rank also writes index, config.json and tokenizer. A collective over the tensor-,
+        pipeline- and expert-parallel groups.
 
-        source:    folder that the weights came from; each tensor is converted to its dtype there,
-                   or keeps its own if the folder lacks it
-        writes:    True on the ranks that write (tp rank 0 of the first `ep` replicas); the others
-                   only take part in the collective
-        described: folder of config.json and the tokenizer; None = `source`
-        Returns what kept this rank from reading `source` or writing, None if nothing did: raised
-        at once, it would leave the other ranks waiting in the collective.
+        Args:
+            source: folder that the weights came from; each tensor is converted to its dtype there,
+                or keeps its own if the folder lacks it.
+            writes: True on the ranks that write (tp rank 0 of the first `ep` replicas); the others
+                only take part in the collective.
+            described: folder of config.json and the tokenizer; None = `source`.
+
+        Returns:
+            What kept this rank from reading `source` or writing, None if nothing did: raised at
+            once, it would leave the other ranks waiting in the collective.
         """
         pp, ep = self.pp_group, self.ep_group
         name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())
@@ -146,22 +145,18 @@ class StageWeights:
         try:
             if writes and failed is None:
                 target.mkdir(parents=True, exist_ok=True)
-                write_safetensors(target / name, sort_by_width(planned), lambda _: None)
+                write_safetensors(target / name, sort_by_width(planned))
         except Exception as error:
             failed = error
-        sizes = {hf_name: tensor.num_bytes for hf_name, tensor in planned.items()}
-        gathered = _gather(_gather([(name, sizes)], ep), pp)
+        files: Files = [(name, {hf_name: t.num_bytes for hf_name, t in planned.items()})]
+        for group in (ep, pp):
+            parts: list[Files] = [[]] * group.size()
+            dist.all_gather_object(parts, files, group=group)
+            files = [file for part in parts for file in part]
         try:
             if writes and first and pp.rank() == 0 and failed is None:
-                write_index(target, dict(gathered))
+                write_index(target, dict(files))
                 copy_side_files(described or source, target, self.head)
         except Exception as error:
             failed = error
         return failed
-
-
-def _gather(files: Files, group: dist.ProcessGroup) -> Files:
-    """Gather the lists of all ranks of the group; return them joined, by rank, on every rank."""
-    gathered: list[Files] = [[]] * group.size()
-    dist.all_gather_object(gathered, files, group=group)
-    return [file for part in gathered for file in part]

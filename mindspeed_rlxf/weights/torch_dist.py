@@ -30,20 +30,27 @@ from mindspeed_rlxf.models.parameters import (
     StageParameter,
     stage_parameters,
 )
-from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, whole
-from mindspeed_rlxf.weights.dist_metadata import Metadata
-from mindspeed_rlxf.weights.formats import COMMON, METADATA
-from mindspeed_rlxf.weights.layout import ITERATION, MegatronLayout
-from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
-from mindspeed_rlxf.weights.planned import MakeShard, PlannedFile, PlannedTensor, Wrote
-from mindspeed_rlxf.weights.reader import (
+from mindspeed_rlxf.weights.boxes import (
     RM_HEAD_BIAS,
+    Box,
+    BoxedTensor,
+    MakeShard,
     MegatronWeights,
+    PlannedFile,
+    PlannedTensor,
+    Shape,
+    StoredBox,
+    Wrote,
     find,
     refuse,
     spellings,
     unknown_names,
+    whole,
 )
+from mindspeed_rlxf.weights.formats import COMMON, METADATA
+from mindspeed_rlxf.weights.layout import ITERATION, MegatronLayout
+from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
+from mindspeed_rlxf.weights.pickled import read_metadata, read_torch_bytes, read_torch_file
 
 LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -51,15 +58,102 @@ BACKEND = "metadata.json"
 EXTRA_STATES = "__extra_0.distcp"
 SMALL = 1 << 20  # bytes of a tensor that is written at once
 
+Place = tuple[str, int, int]
+"""File, offset and length (bytes) of a stored tensor, which is a file of torch.save in itself."""
+
+
+class Metadata:
+    """The tensors of a sharded checkpoint by name."""
+
+    def __init__(self, folder: Path, trust_files: bool = False) -> None:
+        """Read `.metadata` of the folder, and `common.pt` to check that it holds only data."""
+        self.folder, self._trust_files = folder, trust_files
+        self._last: tuple[Place, Tensor] | None = None  # several boxes are read from one
+        content = read_metadata(folder / METADATA)
+        try:
+            self._entries = {
+                str(name): entry.state
+                for name, entry in content.state["state_dict_metadata"].items()
+                if type(entry).__name__ == "TensorStorageMetadata"
+            }
+            self._places = dict(map(_read_place, content.state["storage_data"].items()))
+        except (AttributeError, TypeError, KeyError, ValueError) as error:
+            raise self._damaged(error) from None
+        ends: dict[str, int] = {}
+        for file, offset, length in self._places.values():
+            ends[file] = max(ends.get(file, 0), offset + length)
+        for file, end in ends.items():
+            size = (folder / file).stat().st_size if (folder / file).is_file() else 0
+            if size < end:
+                rule = f"{folder / file} is missing or truncated: {size} of {end} bytes are there"
+                raise ValueError(f"{rule}; copy it again")
+        if (folder / COMMON).exists():
+            read_torch_file(folder / COMMON, trust_files)
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def tensor(self, name: str) -> BoxedTensor:
+        try:
+            entry = self._entries[name]
+            properties = entry["properties"].state
+            dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+            tensor = BoxedTensor(f"{name} of {self.folder}", dtype, tuple(entry["size"]), [])
+            for chunk in entry["chunks"]:
+                box = Box(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))
+                read = partial(self._read, self._places[name, box.starts], box, dtype)
+                tensor.boxes.append(StoredBox(box, read))
+            if not isinstance(dtype, torch.dtype) or any(
+                len(stored.box.starts) != len(tensor.size) for stored in tensor.boxes
+            ):
+                raise TypeError(f"the entry of {name}")
+        except (AttributeError, TypeError, KeyError, IndexError) as error:
+            raise self._damaged(error) from None
+        return tensor
+
+    def _damaged(self, error: Exception) -> ValueError:
+        path = self.folder / METADATA
+        return ValueError(
+            f"{path} is not as torch.distributed.checkpoint writes it ({error!r:.200}); copy the "
+            "folder again"
+        )
+
+    def _read(self, place: Place, box: Box, dtype: torch.dtype, wanted: Box) -> Tensor:
+        """Return a copy of the box `wanted` of the tensor, from the place where `box` is stored."""
+        if self._last is None or self._last[0] != place:
+            self._last = None  # one of them is in memory at a time
+            name, offset, length = place
+            path = self.folder / name
+            with path.open("rb") as file:
+                file.seek(offset)
+                stored = read_torch_bytes(file.read(length), path, self._trust_files)
+            if not isinstance(stored, Tensor) or (stored.shape, stored.dtype) != (box.shape, dtype):
+                raise ValueError(
+                    f"{path}: no tensor of shape {list(box.shape)} where {METADATA} has one; copy "
+                    "the folder again"
+                )
+            self._last = place, stored
+        return self._last[1][wanted.relative_to(box).slices].clone()
+
+
+def _read_place(entry: tuple[Any, Any]) -> tuple[tuple[str, tuple[int, ...]], Place]:
+    """Return ((tensor name, first element of its box), where it is stored) of an entry."""
+    index, info = (each.state for each in entry)
+    if info.get("transform_descriptors"):
+        raise ValueError("compressed entries are not read")
+    name, offset, length = info["relative_path"], info["offset"], info["length"]
+    if Path(name).name != name or min(offset, length) < 0:
+        raise ValueError(f"no place: {name!r:.80}, {offset}, {length}")
+    return (index["fqn"], tuple(index.get("offset") or ())), (name, offset, length)
+
 
 def read_torch_dist(
     metadata: Metadata, architecture: ArchitectureConfig, prefix: str = ""
 ) -> MegatronWeights:
     """Return the weights in a checkpoint, or one optimizer state of each weight.
 
-    prefix: prefix of the names of the optimizer state, which is removed; "" = the weights: names
-            without "optimizer"
-    Raises ValueError when the checkpoint is damaged or has another model.
+    prefix: prefix of the names of the optimizer state; "" = the weights
+    Raises ValueError if the checkpoint is damaged or has another model.
     """
     tensors = {
         name.removeprefix(prefix): metadata.tensor(name)
@@ -75,7 +169,12 @@ def read_torch_dist(
         problems += weights.add_shard(parameter, found, 0, 1)
         used.add(found[0] if found else "")
     # Under one name, several layers: more of them than the model has must not go unseen.
-    problems += _layer_problems(tensors, architecture)
+    stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
+    for name in unknown_names(stacked, set()):
+        layers = tensors[name].size[:1]
+        if layers != (architecture.num_layers,):
+            there = f"{sum(layers)} layers, the model has {architecture.num_layers}"
+            problems.append(f"{name} has {there}")
     extra = (name for name in tensors if "optimizer" not in name)
     problems += [f"{name} is not in the model" for name in unknown_names(extra, used)]
     weights.note_bias(tensors.get(RM_HEAD_BIAS))
@@ -86,10 +185,9 @@ def read_torch_dist(
 def _find(
     parameter: StageParameter, tensors: dict[str, BoxedTensor]
 ) -> tuple[str, BoxedTensor] | None:
-    """Return (stored name, tensor) of a parameter; None where it is not stored.
+    """Return (stored name, tensor) of a parameter, or None.
 
-    If it is not stored under a name of its own, looks for a tensor that stacks all layers (or
-    experts), and returns that with the parameter's index in it as `index`.
+    It is stored under a name of its own, or inside a tensor that stacks all layers (or experts).
     """
     alone = find(parameter, tensors)
     if alone is not None:
@@ -103,24 +201,11 @@ def _find(
     return None
 
 
-def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> Iterator[str]:
-    """Yield a line for each tensor that stacks all layers, if its first axis is not `num_layers`.
-
-    By name: "decoder.layers." without a number after it; IGNORED names are left out.
-    """
-    stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
-    for name in unknown_names(stacked, set()):
-        layers = tensors[name].size[:1]
-        if layers != (a.num_layers,):
-            yield f"{name} has {sum(layers)} layers, the model has {a.num_layers}"
-
-
 def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
     """Return (name of the tensor of all layers, and experts, parameter's index in it).
 
-    name: name of the parameter, with the global number of its layer; a parameter outside layers
-          has its own name and the index ()
-    The index is (layer,), with an expert (layer, expert).
+    The index is (layer,), with an expert (layer, expert), for a parameter outside layers ().
+    name: name of the parameter, with the global number of its layer
     """
     layer = LAYER.match(name)
     if layer is None:
@@ -130,7 +215,9 @@ def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
 
 
 PlannedBox = tuple[str, Shape, Box, PlannedTensor]
-"""A box to be written: name and shape of the global tensor, the box, its numbers."""
+"""A box to be written: name and shape of the global tensor, the box, its elements."""
+Entry = tuple[str, Shape, Box, torch.dtype, int, int]
+"""A box that is written: name and shape of the global tensor, box, dtype, start, length (bytes)."""
 
 
 def dist_files(
@@ -140,11 +227,9 @@ def dist_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned `.distcp` file of each rank that writes; nothing is written yet.
+    """Yield the planned `.distcp` file of each rank that writes.
 
-    Every rank does for a model with experts, else those of expert rank 0. Files are numbered by the
-    rank in `MegatronLayout.ranks`. `PlannedFile.write` returns the file's entries for
-    `write_metadata`.
+    `PlannedFile.write` returns the file's entries for `write_metadata`.
     """
     for number, rank in enumerate(layout.ranks()):
         if rank[2] == 0 or architecture.num_experts is not None:
@@ -163,7 +248,7 @@ def _boxes_of_rank(
 ) -> Iterator[PlannedBox]:
     """Yield the boxes that this rank writes: those that no earlier rank has too.
 
-    rank: (tp rank, pp rank, ep rank). A reward head on tp rank 0 adds a bias of zeros.
+    A reward head on tp rank 0 adds a bias of zeros.
     """
     tp_rank, pp_rank, ep_rank = rank
     for chunk in range(layout.chunks):
@@ -184,10 +269,10 @@ def _boxes_of_shard(
     tp_rank: int,
     tp: int,
 ) -> Iterator[PlannedBox]:
-    """Yield the boxes in global tensors that a rank's shard of a parameter fills, with their data.
+    """Yield the boxes in global tensors that a rank's shard of a parameter fills.
 
-    Two for gate and up of an MLP, else one: (tensor's name, its size, box, data).
-    layers: global indices of the layers of the rank's chunk
+    Two for gate and up of an MLP, else one.
+    layers:  global indices of the layers of the rank's chunk
     planned: the shard
     """
     name = LAYER.sub(lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", parameter.name)
@@ -208,27 +293,18 @@ def _boxes_of_shard(
             tuple(first if axis == dim else 0 for axis in range(axes)) for first in (start, within)
         )
         box = Box(index + starts, (1,) * len(index) + shape)
-        yield key, lead + size, box, _plan_part(planned, Box(place, shape), box.shape)
+        make = partial(_make_part, planned, Box(place, shape), box.shape)
+        yield key, lead + size, box, PlannedTensor(box.shape, planned.dtype, make)
 
 
-def _plan_part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
-    """Return a planned tensor that is a box of another one, copied and reshaped to `shape`.
-
-    place: the box in the whole tensor, which is made in full to take it
-    """
-
-    def make() -> Tensor:
-        return planned.make()[place.slices].reshape(shape).clone()
-
-    return PlannedTensor(shape, planned.dtype, make)
+def _make_part(planned: PlannedTensor, place: Box, shape: Shape) -> Tensor:
+    return planned.make()[place.slices].reshape(shape).clone()
 
 
-def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict[str, Any]]:
+def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[Entry]:
     """Write boxes to a file with torch.save, one after the other, and fsync it.
 
-    An existing file is replaced. Calls `wrote` after each box. Frees the storage of the tensors
-    that `make` returned, which must be its own. Returns the entries for `.metadata`, in order, each
-    with start and length (bytes) in the file.
+    Frees the storage of the tensors that `make` returned. Returns the entries for `.metadata`.
     """
     entries = []
     with path.open("wb") as file:
@@ -242,17 +318,7 @@ def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict
             if buffer is not None:  # many small writes take long
                 file.write(buffer.getbuffer())
             wrote(planned.num_bytes)
-            entries.append(
-                {
-                    "name": name,
-                    "size": size,
-                    "offsets": box.starts,
-                    "sizes": box.shape,
-                    "dtype": str(planned.dtype).removeprefix("torch."),
-                    "start": start,
-                    "length": file.tell() - start,
-                }
-            )
+            entries.append((name, size, box, planned.dtype, start, file.tell() - start))
         file.flush()
         os.fsync(file.fileno())
     return entries
@@ -260,7 +326,7 @@ def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict
 
 def write_metadata(
     folder: Path,
-    files: dict[str, list[dict[str, Any]]],
+    files: dict[str, list[Entry]],
     layout: MegatronLayout,
     architecture: ArchitectureConfig,
     head: Head,
@@ -268,25 +334,19 @@ def write_metadata(
 ) -> None:
     """Write `.metadata`, `common.pt`, `metadata.json` and the empty extra states to `folder`.
 
-    files: name of each data file -> the entries of its boxes, as `PlannedFile.write` returns them
+    files: name of each data file -> the entries of its boxes
     dtype: named in the arguments in `common.pt`
     """
     described: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     for file, entries in files.items():
-        for entry in entries:
-            offsets, sizes = torch.Size(entry["offsets"]), torch.Size(entry["sizes"])
-            tensor = described.setdefault(
-                entry["name"],
-                dcp.TensorStorageMetadata(
-                    dcp.TensorProperties(dtype=getattr(torch, entry["dtype"])),
-                    torch.Size(entry["size"]),
-                    [],
-                ),
-            )
-            tensor.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
-            index = dcp.MetadataIndex(entry["name"], offsets)
-            places[index] = _StorageInfo(file, entry["start"], entry["length"])
+        for name, size, box, stored_as, start, length in entries:
+            properties = dcp.TensorProperties(dtype=stored_as)
+            empty = dcp.TensorStorageMetadata(properties, torch.Size(size), [])
+            offsets = torch.Size(box.starts)
+            chunk = dcp.ChunkStorageMetadata(offsets, torch.Size(box.shape))
+            described.setdefault(name, empty).chunks.append(chunk)
+            places[dcp.MetadataIndex(name, offsets)] = _StorageInfo(file, start, length)
     _add_extra_states(folder, architecture, head, described, places)
     with (folder / METADATA).open("wb") as stream:
         # Older versions of torch read planner_data without checking that it exists.
@@ -297,12 +357,8 @@ def write_metadata(
         "iteration": ITERATION,
     }
     torch.save(common, folder / COMMON)
-    backend = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
+    backend: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    backend |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
 
 
@@ -313,9 +369,9 @@ def _add_extra_states(
     described: dict[str, Any],
     places: dict[Any, Any],
 ) -> None:
-    """Write the file EXTRA_STATES with the pickled [None] that all `_extra_state`s share.
+    """Write the pickled [None] that the `_extra_state`s of all linear layers share.
 
-    Adds an entry for each linear layer of each layer (and expert) to `described` and `places`.
+    Adds their entries to `described` and `places`.
     """
     empty = io.BytesIO()
     torch.save([None], empty)

@@ -30,7 +30,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights.dist_metadata import Metadata
+from mindspeed_rlxf.weights.torch_dist import Metadata
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama
 from tests.distributed.samples import make_rollouts

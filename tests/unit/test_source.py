@@ -34,7 +34,7 @@ ALLOWED = {
         ("mindspeed_rlxf.weights.pickled", name)
         for name in ("torch.load", "weights_only", "pickle.Unpickler")
     ),
-    ("mindspeed_rlxf.weights.dist_metadata", "read_metadata"),
+    ("mindspeed_rlxf.weights.torch_dist", "read_metadata"),
 }
 
 

@@ -85,11 +85,11 @@ def test_bit_sums_take_no_integers_on_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_weights_are_written_from_the_host(tmp_path: Path) -> None:
-    from mindspeed_rlxf.weights.planned import PlannedTensor
+    from mindspeed_rlxf.weights.boxes import PlannedTensor
 
     tensor = torch.ones(3, device="npu")
     planned = PlannedTensor.of(tensor)
-    from mindspeed_rlxf.weights.safetensors_file import write_safetensors
+    from mindspeed_rlxf.weights.hf_folder import write_safetensors
 
     with pytest.raises(TypeError, match=r"can't convert npu:0 device type tensor to numpy"):
         write_safetensors(tmp_path / "a.safetensors", {"a": planned}, lambda _: None)

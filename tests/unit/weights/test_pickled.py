@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mindspeed_rlxf.weights import pickled
 from mindspeed_rlxf.weights.boxes import whole
-from mindspeed_rlxf.weights.dist_metadata import Metadata
 from mindspeed_rlxf.weights.pickled import StandIn, read_metadata, read_torch_file
+from mindspeed_rlxf.weights.torch_dist import Metadata
 
 
 def random_state() -> dict[str, Any]:

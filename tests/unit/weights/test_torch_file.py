@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_rlxf.weights.planned import PlannedTensor
-from mindspeed_rlxf.weights.torch_file import write_torch_file
+from mindspeed_rlxf.weights.boxes import PlannedTensor
+from mindspeed_rlxf.weights.legacy import write_torch_file
 
 TENSORS = {
     "rows": torch.arange(35.0).view(5, 7).to(torch.bfloat16),
