@@ -125,7 +125,7 @@ def probes(subject: Subject) -> list[Probe]:
         Probe("limits", check_limits),
         Probe("memory", lambda: [check_memory(), shared_memory(object_store_bytes())]),
         Probe("disk", partial(check_disk, Path(subject.output_dir))),
-        Probe("network", lambda: interface_findings(interfaces(), os.environ, several)),
+        Probe("network", partial(check_network, several)),
         Probe("files", partial(file_findings, subject.paths), 20.0),
     ]
 
@@ -136,10 +136,7 @@ def check_host(subject: Subject) -> list[Finding]:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """Run all probes at once in threads; return their findings in the order of `probes`.
-
-    A probe that raises, or has not answered at its deadline, becomes a warning.
-    """
+    """Run all probes at once in threads; one that raises or is late becomes a warning."""
 
     def run(probe: Probe, queue: Queue[list[Finding]]) -> None:
         try:
@@ -201,10 +198,7 @@ def package_findings(
     required: tuple[str, ...],
     requirements: Mapping[str, Requirement],
 ) -> Iterator[Finding]:
-    """Yield a finding per package: a warning for a version out of range, else `ok`.
-
-    For a package that is not installed (version None): an error if it is required, else nothing.
-    """
+    """Yield a finding per package; None is the version of one that is not installed."""
     for name, version in versions.items():
         check, wanted = f"versions.{name}", requirements.get(name)
         if version is None:
@@ -228,10 +222,7 @@ def _requirements() -> dict[str, Requirement]:
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """Return findings on this host's accelerators: kind, the driver's list, torch's number.
-
-    On CPU there is one finding, a warning if /dev has device files.
-    """
+    """Return findings on this host's accelerators: kind, the driver's list, torch's number."""
     try:
         kind = device.resolve_kind(kind)
         counted = device.count_by_torch(kind)
@@ -254,10 +245,7 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Yield findings on the driver's devices: number (none: an error), unhealthy and busy ones.
-
-    A busy device has over BUSY_MIB and a tenth of its memory in use.
-    """
+    """Yield findings on the driver's devices: number, unhealthy and busy ones."""
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
         yield warning("devices.driver", view.problem, remedy)
@@ -311,10 +299,7 @@ def _as_finding(found: Checked) -> Finding:
 
 
 def check_limits(folder: Path = FOLDER) -> list[Finding]:
-    """Check the limits of open files, processes and processors, also the container's.
-
-    folder: of the control group
-    """
+    """Check the limits of open files, processes and processors, also the container's."""
     soft, hard = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
     raise_it = f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run, on every host"
     if hard < OPEN_FILES:
@@ -398,10 +383,7 @@ def shared_memory(wanted: int, free: int | None = None) -> Finding:
 
 
 def check_disk(output_dir: Path, wanted: int = LITTLE_FREE) -> Iterator[Finding]:
-    """Check rights and free space of the run directory and of Ray's folder for spilled objects.
-
-    A folder that does not exist is judged by its nearest parent. wanted: free bytes
-    """
+    """Check rights and free space of the run directory and of Ray's folder for spilled objects."""
     folder = existing_folder(output_dir.absolute())
     free = shutil.disk_usage(folder).free
     remedy = "free some space, or set training.output_dir to another disk"
@@ -425,9 +407,9 @@ def check_disk(output_dir: Path, wanted: int = LITTLE_FREE) -> Iterator[Finding]
     )
 
 
-def interfaces() -> dict[str, bool]:
-    """Map each network interface to whether it is up."""
-    return {name: state.isup for name, state in psutil.net_if_stats().items()}
+def check_network(several_hosts: bool) -> Iterator[Finding]:
+    existing = {name: state.isup for name, state in psutil.net_if_stats().items()}
+    return interface_findings(existing, os.environ, several_hosts)
 
 
 def interface_findings(
@@ -465,10 +447,7 @@ def interface_findings(
 
 
 def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    """Yield one finding on missing input files, and one on unreadable files if there are any.
-
-    paths: (key of the configuration, path or glob pattern); without paths, nothing is yielded
-    """
+    """Yield a finding on missing input files, and one on unreadable files if there are any."""
     files = {(key, path): glob.glob(path) for key, path in paths}
     missing = [f"{key}={path}" for (key, path), found in files.items() if not found]
     closed = [
