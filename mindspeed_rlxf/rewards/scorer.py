@@ -1,19 +1,34 @@
-"""Score a sample by the functions of the configuration, or by the rule of its data source."""
+"""Score samples by the functions of the configuration, or by the rules of their data sources.
+
+`main` runs in a process of `workers`, which sets deadlines and kills it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config import plugins
-from mindspeed_rlxf.config.reward_calls import BY_SOURCE, DATA_SOURCE, find_function, keywords_of
+from mindspeed_rlxf.config.reward_calls import BY_SOURCE, find_function, keywords_of
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.sources import Source, run_as_module
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+
+MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
 
 Score: TypeAlias = Callable[[Sample], RewardResult]
 
@@ -54,16 +69,6 @@ class Plan:
     defaults: bool = True
     sandbox: dict[str, Any] | None = None
 
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Plan:
-        """Make a plan from what `dataclasses.asdict` gave and JSON has written and read back."""
-        parts = [
-            Part(**{**part, "source": part["source"] and Source(**part["source"])})
-            for part in plain["parts"]
-        ]
-        plugins = tuple(Source(**source) for source in plain["plugins"])
-        return cls(tuple(parts), plain["rules"], plugins, plain["defaults"], plain["sandbox"])
-
 
 class SampleScorer:
     """Scores samples by a plan; runs the plan's files, whose exceptions are not caught."""
@@ -86,12 +91,7 @@ class SampleScorer:
         return _apply_rule(self._plan.rules[sample.data_source], {}, sample)
 
     def score(self, sample: Sample) -> RewardResult:
-        """Add up the weighted scores of the functions that apply to the sample's data source.
-
-        The parts of the result are each function's score under its name, and the other numbers that
-        it returned under `name/key`. If no function applies, the rule of the data source scores the
-        sample. Raises what a function raises, and ScoreFailure for a return value that is no score.
-        """
+        """Score by the functions that apply to the data source, else by its rule."""
         wanted = [(p, score) for p, score in self._parts if p.applies_to(sample.data_source)]
         if not wanted:
             return self._by_source(sample)
@@ -122,30 +122,14 @@ def _call_function(
     arguments: dict[str, Any],
     sample: Sample,
 ) -> RewardResult:
-    """Call a function of the user and convert its return value; a coroutine is run to its end.
-
-    keywords: fields of the sample that the function takes. Raises what the function raises, and
-    ScoreFailure for a value that is no score.
-    """
-    fields = {
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "ground_truth": sample.ground_truth,
-        "extra_info": sample.extra_info,
-        DATA_SOURCE: sample.data_source,
-    }
-    value = function(**{name: fields[name] for name in keywords}, **arguments)
+    value = function(**{name: getattr(sample, name) for name in keywords}, **arguments)
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
     return to_result(value)
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
-    """Score a sample; return {score, parts}, or {cause, message} if it failed.
-
-    Returns {error} when scoring is broken for all samples. Catches every exception, SystemExit and
-    KeyboardInterrupt included.
-    """
+    """Return {score, parts}, {cause, message} or, if no sample can be scored, {error}."""
     try:
         result = scorer.score(sample)
         return {"score": result.score, "parts": result.parts}
@@ -159,3 +143,41 @@ def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
         return {"cause": Cause.EXIT.value, "message": f"sys.exit({error.code!r:.60})"}
     except BaseException as error:
         return {"cause": Cause.EXCEPTION.value, "message": f"{type(error).__name__}: {error}"[:300]}
+
+
+def main() -> None:
+    """Read a plan, then score samples until the parent closes the socket.
+
+    Messages are bytes: the pickled plan, then JSON. The arguments of the program are descriptor of
+    the socket, id of the parent, bytes of address space.
+    """
+    descriptor, parent, memory = map(int, sys.argv[1:])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit("the process that scores was ended before this one began")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    os.set_inheritable(descriptor, False)
+    channel = Connection(descriptor)
+    try:
+        plan, line = pickle.loads(channel.recv_bytes()), ""
+        if plan.sandbox is not None:
+            from mindspeed_rlxf.rewards import programs  # half of the time to start
+
+            line = programs.SHARED.use(SandboxConfig.model_validate(plan.sandbox))
+        scorer, reply = SampleScorer(plan), json.dumps({"sandbox": line})
+    except BaseException as error:
+        channel.send_bytes(
+            json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}).encode()
+        )
+        raise
+    with contextlib.suppress(EOFError):
+        while True:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            channel.send_bytes(reply.encode())
+            reply = json.dumps(score_safely(scorer, Sample(**json.loads(channel.recv_bytes()))))
+            if len(reply) > MAX_OUTPUT:
+                text = f"its result has more than {MAX_OUTPUT} bytes"
+                reply = json.dumps({"cause": Cause.OUTPUT.value, "message": text})

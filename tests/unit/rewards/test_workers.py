@@ -31,7 +31,8 @@ def sample(response: str, data_source: str = "mine") -> Sample:
 
 
 def children() -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
+    """Processes of the pool, without zombies: this process may be a subreaper (`Sandbox`)."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.cmdline() == ["sleep", "4242"]:
