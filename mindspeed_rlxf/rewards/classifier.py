@@ -6,7 +6,7 @@ Its input is prompt and response as one text, tokenized by its own tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,30 +52,18 @@ class Classifier:
         # Versions of transformers differ in the name of the argument for the precision.
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._model: Any = model.to(self._device, dtype).eval()
-        self._pad = self._find_pad()
+        # Decoder models find the last token of a text by the padding id of their config.
+        config = self._model.config
+        known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        self._pad = config.pad_token_id = next((i for i in known if i is not None), 0)
         self._batch_size = batch_size
         self._limit = self._find_limit(own)
         self._tokenizer.truncation_side = "left"
 
-    def _find_pad(self) -> int:
-        """Return the padding id, and set it in the model's config.
-
-        It is the config's, else the tokenizer's, else the tokenizer's EOS, else 0. Decoder models
-        find the last token of a text by it.
-        """
-        config = self._model.config
-        known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
-        pad = next((i for i in known if i is not None), 0)
-        config.pad_token_id = pad
-        return int(pad)
-
     def _find_limit(self, own: bool) -> int | None:
         """Return the most tokens that a text may have; None = any number.
 
-        It is the smaller of the model's number of positions and the tokenizer's limit, if known.
-        RoBERTa and its kin number positions after that of padding, and leave those before it
-        unused.
-        own: the tokenizer is the model's; only then does its limit count
+        RoBERTa and its kin number positions after that of padding, and leave those before unused.
         """
         positions = getattr(self._model.config, "max_position_embeddings", None)
         for name, module in self._model.named_modules():
@@ -94,7 +82,8 @@ class Classifier:
         Texts over the model's length lose their beginning, but keep the special tokens that the
         tokenizer puts first, because BERT computes its score from the first token.
         """
-        ids = [self._encode(text) for text in texts]
+        cut = {"truncation": True, "max_length": self._limit} if self._limit else {}
+        ids = [self._tokenizer(text, **cut)["input_ids"] or [self._pad] for text in texts]
         scores = [0.0] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # texts of like length together
         for start in range(0, len(order), self._batch_size):
@@ -102,11 +91,6 @@ class Classifier:
             for row, score in zip(rows, self._forward([ids[i] for i in rows]), strict=True):
                 scores[row] = score
         return scores
-
-    def _encode(self, text: str) -> list[int]:
-        cut = {"truncation": True, "max_length": self._limit} if self._limit else {}
-        ids: list[int] = self._tokenizer(text, **cut)["input_ids"]
-        return ids or [self._pad]
 
     def _forward(self, batch: list[list[int]]) -> list[float]:
         width = max(map(len, batch))
@@ -121,31 +105,24 @@ class Classifier:
 
 
 def check_classifier(folder: str | None) -> list[Problem]:
-    """Return the reasons why the folder's model cannot score; empty if it can.
-
-    Reads config.json and looks for .safetensors files; no weights are read. None is a problem too.
-    """
+    """Return the reasons why the folder's model cannot score, without reading weights."""
     if folder is None:
         return [Problem(KEY, f"must name {WANTED}", remedy=f"set {KEY}=FOLDER")]
     try:
         config = read_hf_config(Path(folder), WANTED)
     except ValueError as error:
         return [Problem(KEY, str(error), folder, colon=True)]
-    return [
-        Problem(KEY, rule, folder, f"give {WANTED}", colon=True)
-        for rule in _broken_rules(Path(folder), config)
-    ]
-
-
-def _broken_rules(folder: Path, config: dict[str, Any]) -> Iterator[str]:
-    named = config.get("architectures") or []
-    if not any(str(name).endswith(HEAD) for name in named):
-        yield f"config.json must name a model ...{HEAD}, it names {json.dumps(named)}"
-    labels = config.get("id2label")
+    named, labels = config.get("architectures") or [], config.get("id2label")
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-    if count != 1:
-        yield f"the model must have one label, it has {count}"
-    if config.get("auto_map"):
-        yield "the model must be one of transformers, its config.json names code of its own"
-    if not any(folder.glob("*.safetensors")):
-        yield "weights must be safetensors, there are none"
+    broken = {
+        f"config.json must name a model ...{HEAD}, it names {json.dumps(named)}": not any(
+            str(name).endswith(HEAD) for name in named
+        ),
+        f"the model must have one label, it has {count}": count != 1,
+        "the model must be one of transformers, its config.json names code of its own": config.get(
+            "auto_map"
+        ),
+        "weights must be safetensors, there are none": not any(Path(folder).glob("*.safetensors")),
+    }
+    remedy = f"give {WANTED}"
+    return [Problem(KEY, rule, folder, remedy, colon=True) for rule in broken if broken[rule]]

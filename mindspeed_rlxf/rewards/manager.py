@@ -24,11 +24,9 @@ _SLOW = [RULES[name] for name in SLOW_RULES]
 
 
 class RewardManager:
-    """Scores responses in this process, by the rule of their data source or by verifiers.
+    """Scores responses in this process, by verifiers if there are some, else by rules.
 
-    rules:     data source -> name of a rule; overrides the built-in table
-    verifiers: functions and weights; if given, they score all responses and rules are not used
-    Raises UserError for a rule that does not exist.
+    rules: data source -> name of a rule; overrides the built-in table
     """
 
     def __init__(
@@ -52,10 +50,7 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response, in order, by the verifiers if some are set, else by a rule.
-
-        The rule is that of its data source. Raises UserError for a data source without a rule.
-        """
+        """Score each response; raise UserError for a data source without a rule."""
         if self._verifiers:
             pairs = zip(response_texts, ground_truths, strict=True)
             return [verify(self._verifiers, response, truth) for response, truth in pairs]
@@ -68,43 +63,35 @@ class RewardManager:
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
         """Return the problems of prompts that cannot be scored, one per data source.
 
-        These have a data source without a rule, or a ground truth that is missing, that the rule's
-        function in ACCEPTS refuses, or that scores 0 as a response to itself: every response would
-        score 0. SLOW_RULES are not run for that, and RULES_WITHOUT_TRUTH need no ground truth.
-        With verifiers, returns at most one problem: that some rows lack a ground truth, where a
-        verifier reads it.
+        A ground truth must be accepted by the rule's function in ACCEPTS, else score above 0 as a
+        response to itself. With verifiers it must be there, if one of them reads it.
         """
         if self._verifiers:
             return self._without_truth(prompts)
         unknown: Counter[str] = Counter()
         unscorable: Counter[str] = Counter()
-        firsts: dict[str, Prompt] = {}  # of the unscorable ones
+        firsts: dict[str, tuple[Prompt, str]] = {}  # of the unscorable ones
         for prompt in prompts:  # once, since they may be read from a disk
             if prompt.data_source not in self._rules:
                 unknown[prompt.data_source] += 1
-            elif not self._is_scorable(prompt):
+            elif (reason := self._refuse(prompt)) is not None:
                 unscorable[prompt.data_source] += 1
-                firsts.setdefault(prompt.data_source, prompt)
+                firsts.setdefault(prompt.data_source, (prompt, reason))
         problems = self._unknown_sources(unknown)
         for source, count in unscorable.items():
-            first = firsts[source]
+            first, reason = firsts[source]
             problems.append(
                 Problem(
                     f"every row of data source {source!r}",
                     f"must have a ground truth that its rule {self._rules[source].__name__} "
                     f"accepts as an answer; {count} have not, the first is prompt {first.index} "
-                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}"
-                    + self._reason_of_refusal(first),
+                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}{reason}",
                     remedy="correct the rows, data.ground_truth_key or reward.rules",
                 )
             )
         return problems
 
     def _without_truth(self, prompts: Iterable[Prompt]) -> list[Problem]:
-        """Return a problem that counts the rows without ground truth; [] if there are none.
-
-        Also [] if no verifier reads the ground truth.
-        """
         names = [rule.value for rule, _ in self._verifiers if rule in NEED_TRUTH]
         empty = (prompt for prompt in prompts if names and not prompt.ground_truth.strip())
         first = next(empty, None)
@@ -120,27 +107,20 @@ class RewardManager:
             )
         ]
 
-    def _is_scorable(self, prompt: Prompt) -> bool:
+    def _refuse(self, prompt: Prompt) -> str | None:
+        """Return ": REASON" or "" if the prompt cannot be scored, None if it can."""
         truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
         if rule in ACCEPTS:
             try:
-                return ACCEPTS[rule](truth)
-            except ValueError:
-                return False
+                return None if ACCEPTS[rule](truth) else ""
+            except ValueError as error:
+                return f": {error}"
         if rule in _WITHOUT_TRUTH:
-            return True
-        return bool(truth.strip()) and (rule in _SLOW or rule(truth, truth).score > 0)
-
-    def _reason_of_refusal(self, prompt: Prompt) -> str:
-        """Return ": REASON" why the rule refuses the prompt's ground truth; "" if it gives none."""
-        try:
-            ACCEPTS.get(self._rules[prompt.data_source], bool)(prompt.ground_truth)
-        except ValueError as error:
-            return f": {error}"
-        return ""
+            return None
+        good = truth.strip() and (rule in _SLOW or rule(truth, truth).score > 0)
+        return None if good else ""
 
     def _unknown_sources(self, counts: Mapping[str, int]) -> list[Problem]:
-        """Make a problem for each data source. counts: data source without a rule -> rows"""
         return [
             Problem(
                 f"data source {source!r} ({count} rows)",

@@ -47,24 +47,15 @@ def final_number(text: str) -> Fraction | None:
 
 
 def find_numbers(text: str) -> list[Fraction]:
-    """List all numbers in a text, in order, as exact fractions.
-
-    Reads signs, decimals, thousands separators (also LaTeX's) and \\frac{1}{2}. Leaves out numbers
-    longer than MAX_DIGITS and fractions whose denominator is 0.
-    """
+    """List all numbers in a text, in order, as exact fractions."""
     text = _THOUSANDS.sub(",", text).replace("\\$", "$")
     values = []
     for match in _NUMBER.finditer(text):
-        if len(match[0]) <= MAX_DIGITS and (value := _absolute_value(match)) is not None:
+        if len(match[0]) <= MAX_DIGITS and (match["digits"] or int(match["bottom"])):
+            digits = match["digits"] or f"{match['top']}/{match['bottom']}"
+            value = Fraction(digits.replace(",", ""))
             values.append(-value if match["minus"] else value)
     return values
-
-
-def _absolute_value(match: re.Match[str]) -> Fraction | None:
-    """Return the absolute value of the number that _NUMBER matched; None if it divides by 0."""
-    if match["digits"]:
-        return Fraction(match["digits"].replace(",", ""))
-    return Fraction(int(match["top"]), int(match["bottom"])) if int(match["bottom"]) else None
 
 
 def find_boxed(text: str) -> str | None:

@@ -61,10 +61,10 @@ class Outcome:
 
 
 def to_result(value: Any) -> RewardResult:
-    """Convert the return value of a reward function: a number, or a dict of numbers with `score`.
+    """Convert what a reward function returned: a number, or a dict of numbers with `score`.
 
-    Other entries of the dict become the parts. Raises ScoreFailure for anything else, and for NaN
-    and inf.
+    Raises:
+        ScoreFailure: it is something else, or not finite.
     """
     if not isinstance(value, dict):
         return RewardResult(_to_finite_number("the result", value))

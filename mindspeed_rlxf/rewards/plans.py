@@ -21,15 +21,9 @@ from mindspeed_rlxf.rewards.scorer import Part, Plan
 
 
 def make_plan(reward: RewardConfig) -> Plan:
-    """Make the plan of a scoring process: functions, rules of data sources, plugins, sandbox.
-
-    Functions with a url are left out, because servers run them. Loaded plugins are in it only if a
-    function or rule is used that is not built in; the sandbox is None if no rule runs programs.
-    `defaults` is False only with a reward model and functions together; otherwise samples to which
-    no function applies are scored by the rule of their data source.
-    """
+    """Make the plan of a scoring process; servers run the functions with a url."""
     rules = BUILTIN_SOURCES | dict(reward.rules)
-    parts = tuple(_part(function) for function in reward.parts if function.url is None)
+    parts = tuple(_make_part(function) for function in reward.parts if function.url is None)
     used = {*rules.values(), *(part.function for part in parts if part.source is None)}
     plugins = loaded() if used - OWN_RULES - {BY_SOURCE} else ()
     sandbox = reward.sandbox.model_dump(mode="json") if reward.runs_programs else None
@@ -38,7 +32,7 @@ def make_plan(reward: RewardConfig) -> Plan:
     return Plan(parts, rules, plugins, by_default, sandbox)
 
 
-def _part(function: FunctionConfig) -> Part:
+def _make_part(function: FunctionConfig) -> Part:
     assert function.function is not None, "a function with a url runs elsewhere"
     named, source = split_name(function.function), None
     if named is not None:
@@ -63,11 +57,7 @@ def scores_row(reward: RewardConfig, extra_info: Mapping[str, Any]) -> bool:
 
 
 def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool:
-    """Whether samples of these data sources must be scored in separate processes.
-
-    True with reward functions, or if a rule of these data sources may take any time (SLOW_RULES).
-    False with verifiers, which replace the rules.
-    """
+    """Whether functions or slow rules score samples of these data sources."""
     if reward.parts:
         return True
     if reward.verifier:
@@ -89,9 +79,7 @@ def try_sandbox(reward: RewardConfig) -> str | None:
 def rule_decides(reward: RewardConfig, data_source: str, style: str | None = None) -> bool:
     """Whether the rule of the data source scores its samples, alone or with reward functions.
 
-    True if one of the functions that apply to the source is the rule. If no function applies, True
-    with the style `rule`, and unless a reward model is used with functions: with a reward model
-    alone, the rule scores validation samples.
+    With a reward model alone it scores validation samples.
     """
     applying = [part for part in reward.parts if part.applies_to(data_source)]
     if not applying:
@@ -100,10 +88,7 @@ def rule_decides(reward: RewardConfig, data_source: str, style: str | None = Non
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
-    """Yield a problem for each reward function that is no known rule or refuses its arguments.
-
-    Functions in a file (`path/to/file.py:name`) and servers are not checked here.
-    """
+    """Yield a problem for each name of a rule that is unknown or refuses its arguments."""
     for part in reward.parts:
         if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
             continue
@@ -115,28 +100,16 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
             yield Problem(key, rule, part.function, f"use {guess}")
             continue
         try:
-            _try_arguments(part.function, part.arguments)
+            inspect.signature(RULES[part.function]).bind("", "", **part.arguments)
+            if part.function in OWN_RULES - SLOW_RULES:
+                RULES[part.function]("A", "A", **part.arguments)
         except (TypeError, ValueError, re.error) as error:
             rule = f"the rule {part.function} must take its arguments: {error}"
             yield Problem(key, rule, dict(part.arguments), "correct them", colon=True)
 
 
-def _try_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError, ValueError or re.error if a rule does not accept these arguments.
-
-    Checks the signature, and calls rules of this package once, except those that run programs or
-    may take any time.
-    """
-    inspect.signature(RULES[name]).bind("", "", **arguments)
-    if name in OWN_RULES - SLOW_RULES:
-        RULES[name]("A", "A", **arguments)
-
-
 def find_idle_sources(reward: RewardConfig, data_sources: Collection[str]) -> Iterator[str]:
-    """Yield a line for `reward.rules`, and for each function, that names sources which no row has.
-
-    data_sources: all data sources of the rows
-    """
+    """Yield a line for `reward.rules` and each function that names sources which no row has."""
     named = {"reward.rules": [*reward.rules]}
     for part in reward.parts:
         named[f"data_sources of the reward function {part.name}"] = [*part.data_sources]

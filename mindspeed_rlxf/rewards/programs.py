@@ -61,12 +61,7 @@ class CodeRules:
         return self._sandbox.describe()
 
     def count_passed(self, program: str, cases: list[Case]) -> int:
-        """Run the program on all cases in turn, also after one that fails; return how many pass.
-
-        All cases together may take `reward.sandbox.response_s`. The case that runs when this time
-        is over is killed; it and later cases do not pass.
-        Raises UserError or SandboxError where the sandbox does not work.
-        """
+        """Return how many cases the program passes; all together have `response_s`."""
         self.use(self.config)
         assert self._sandbox is not None, "chosen above"
         deadline = time.monotonic() + self.config.response_s
@@ -82,10 +77,7 @@ SHARED = CodeRules()
 
 
 def find_program(response: str) -> str | None:
-    """Return the content of the last closed Markdown block (```) of a response; None without.
-
-    A line of ``` and a language begins a new block, also inside a block that is not closed.
-    """
+    """Return the content of the last closed Markdown block (```) of a response; None without."""
     program: list[str] | None = None
     block: list[str] | None = None
     for line in response.split("\n"):
@@ -100,11 +92,7 @@ def find_program(response: str) -> str | None:
 
 
 def read_cases(ground_truth: str) -> list[Case]:
-    """Read test cases, at least one, from the JSON object of a ground truth.
-
-    The object has `assert_case`, else `inputs` and as many `outputs`. Raises ValueError for
-    anything else, also for cases that call a function by `fn_name`.
-    """
+    """Read test cases, at least one, from a ground truth; raise ValueError if it has none."""
     try:
         cases = json.loads(ground_truth)
     except json.JSONDecodeError as error:
@@ -131,12 +119,7 @@ def accepts(ground_truth: str) -> bool:
 
 @register_rule("code", accepts)
 def code(response: str, ground_truth: str) -> RewardResult:
-    """Run the last Markdown block of a response in the sandbox; score the share of cases it passes.
-
-    parts: {"accuracy": 1.0 if all pass, else 0.0; "passed": share that passes}
-    A response without a block scores 0. Raises ValueError for a ground truth without test cases,
-    UserError or SandboxError where the sandbox does not work.
-    """
+    """Score the share of cases that the last Markdown block of a response passes; 0 without."""
     cases = read_cases(ground_truth)
     program = find_program(response)
     passed = SHARED.count_passed(program, cases) if program is not None else 0
@@ -146,19 +129,15 @@ def code(response: str, ground_truth: str) -> RewardResult:
 
 @register_rule("code_all", accepts)
 def code_all(response: str, ground_truth: str) -> RewardResult:
-    """Run the last Markdown block of a response in the sandbox; score 1 if all cases pass, else 0.
-
-    Parts and errors are those of `code`.
-    """
+    """Score as `code`, but 1 if all cases pass, else 0."""
     result = code(response, ground_truth)
     return RewardResult(result.parts["accuracy"], result.parts)
 
 
 def _make_assertion_case(statement: str) -> Case:
-    """Make the case of an assert statement, which runs after the program.
+    """Make a case that passes if a random word is printed last, after the statement.
 
-    It passes if a random word is printed last, after the statement. A program cannot guess the
-    word, but it can read it from standard input (docs/security.md).
+    A program cannot guess the word, but it can read it from standard input (docs/security.md).
     """
     word = secrets.token_hex(16)
     return Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)
@@ -171,7 +150,6 @@ def _filled_list(value: Any) -> list[Any]:
 
 
 def _join_lines(value: Any) -> str:
-    """Return a text unchanged, a list of texts joined by newlines; else raise ValueError."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):

@@ -11,13 +11,13 @@ import weakref
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from mindspeed_rlxf.config.secrets import Secret, reveal
-from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoreFailure, to_result
 
 CONNECTIONS = 4  # requests at the same time
@@ -51,7 +51,7 @@ class RemoteRewards:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._arguments = Server(url, reveal(headers)), batch_size, timeout_s, self._queue
-        weakref.finalize(self, _stop_threads, self._queue)
+        weakref.finalize(self, self._queue.put, None)
 
     def submit(self, sample: Sample) -> Future[Outcome]:
         if not self._threads:
@@ -64,62 +64,30 @@ class RemoteRewards:
         return future
 
 
-def _stop_threads(queue: SimpleQueue[Task | None]) -> None:
-    for _ in range(CONNECTIONS):
-        queue.put(None)
-
-
 def _post_tasks(
     server: Server, size: int, timeout_s: float, queue: SimpleQueue[Task | None]
 ) -> None:
-    """Take tasks from the queue, post them in batches of at most `size` and set their futures.
-
-    Runs until it takes None from the queue, after the tasks before it.
-    """
-    while (first := queue.get()) is not None:
-        tasks, has_ended = _gather_batch(first, size, queue)
-        outcomes = _ask_safely(server, [sample for sample, _ in tasks], timeout_s)
+    """Post batches of the queue until it has None, which is left for the other threads."""
+    while (task := queue.get()) is not None:
+        tasks, until = [task], time.monotonic() + GATHER_S
+        with suppress(Empty):
+            while len(tasks) < size and (left := until - time.monotonic()) > 0:
+                if (task := queue.get(timeout=left)) is None:
+                    queue.put(None)
+                    break
+                tasks.append(task)
+        try:
+            outcomes = _ask_server(server, [sample for sample, _ in tasks], timeout_s)
+        except Exception as error:  # a bad address or sample
+            text = f"{server.url} cannot be asked: {type(error).__name__}"
+            outcomes = [Outcome(None, Cause.REMOTE, text)] * len(tasks)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
-        if has_ended:
-            return
-
-
-def _gather_batch(
-    first: Task, size: int, queue: SimpleQueue[Task | None]
-) -> tuple[list[Task], bool]:
-    """Return (batch of up to `size` tasks that starts with `first`, whether None ended the queue).
-
-    Waits up to GATHER_S in all for more tasks.
-    """
-    tasks, until = [first], time.monotonic() + GATHER_S
-    while len(tasks) < size and (left := until - time.monotonic()) > 0:
-        try:
-            task = queue.get(timeout=left)
-        except Empty:
-            break
-        if task is None:
-            return tasks, True
-        tasks.append(task)
-    return tasks, False
-
-
-def _ask_safely(server: Server, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """Call `_ask_server`; return a failure for each sample if it raises (bad address or sample)."""
-    try:
-        return _ask_server(server, samples, timeout_s)
-    except Exception as error:
-        text = f"{server.url} cannot be asked: {type(error).__name__}"
-        return [Outcome(None, Cause.REMOTE, text)] * len(samples)
+    queue.put(None)
 
 
 def _ask_server(server: Server, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """Send samples to the server until it answers or timeout_s passes; return their outcomes.
-
-    Network errors and statuses 5xx and 429 are tried again after waits. Other statuses, answers of
-    another form, and no answer in time (Cause.REMOTE) are the outcome of every sample. Raises only
-    for a bad address or sample.
-    """
+    """Send samples until the server answers or timeout_s passes; return their outcomes."""
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
     reason, tries = "", 0
@@ -140,17 +108,17 @@ def _ask_server(server: Server, samples: Sequence[Sample], timeout_s: float) -> 
 
 
 def _post_once(server: Server, body: bytes, deadline: float) -> bytes:
-    """Send one POST request and return the body of an answer with status 200.
-
-    Raises OSError or HTTPException if a retry may help, and ScoreFailure for a body over MAX_ANSWER
-    or a status other than 200, 429 and 5xx.
-    """
+    """Return the body of an answer; raise OSError or HTTPException if a retry may help."""
     parts = urlsplit(server.url.get_secret_value())
     headers = {"Content-Type": "application/json", **server.headers}
     user, at, host = parts.netloc.rpartition("@")
     if at:
         headers["Authorization"] = f"Basic {b64encode(unquote(user).encode()).decode()}"
-    connection = _connect(parts.scheme, host, deadline)
+    left = max(deadline - time.monotonic(), 0.001)
+    connection = http.client.HTTPConnection(host, timeout=left)
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(host, timeout=left, context=context)
     try:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("POST", path, body, headers)
@@ -174,19 +142,7 @@ def _post_once(server: Server, body: bytes, deadline: float) -> bytes:
         connection.close()
 
 
-def _connect(scheme: str, host: str, deadline: float) -> http.client.HTTPConnection:
-    left = max(deadline - time.monotonic(), 0.001)
-    if scheme == "https":
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(host, timeout=left, context=context)
-    return http.client.HTTPConnection(host, timeout=left)
-
-
 def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> None:
-    """Set the time-out of the connection's socket, if it is open, to the time until the deadline.
-
-    Raises TimeoutError if none is left. deadline: as `time.monotonic` gives it
-    """
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -195,14 +151,10 @@ def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> No
 
 
 def _parse_answer(answer: bytes, count: int) -> list[Outcome]:
-    """Parse an answer {"scores": [...]} to outcomes; an invalid score is a failed outcome.
-
-    Raises ScoreFailure for another answer, or one without exactly `count` scores.
-    """
     try:
-        scores = parse_json(answer)["scores"]
+        scores = json.loads(answer)["scores"]
         num_scores = len(scores)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         rule = f"the answer must be {{'scores': [...]}}, it is {answer[:60]!r}"
         raise ScoreFailure(Cause.WRONG_RESULT, rule) from None
     if num_scores != count or not isinstance(scores, list):

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,13 @@ class Sandbox:
         """
         reasons = []
         bwrap = shutil.which("bwrap")
-        for python in [config.python] if config.python else _list_interpreters():
+        own = getattr(sys, "_base_executable", None) or sys.executable
+        system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin") or own
+        pythons = [
+            config.python or os.path.realpath(own),
+            config.python or os.path.realpath(system),
+        ]
+        for python in dict.fromkeys(pythons):
             try:
                 if bwrap is None:
                     raise OSError("bubblewrap (bwrap) is not installed")
@@ -303,11 +308,7 @@ class _Run:
     """A running program, until all its processes have ended."""
 
     def __init__(self, config: SandboxConfig, process: subprocess.Popen[bytes], first: int) -> None:
-        """Take over the process.
-
-        Args:
-            first: pid of the first process of the pid namespace, else of the program.
-        """
+        """first: pid of the first process of the pid namespace, else of the program."""
         assert process.stdout is not None and process.stderr is not None
         self.config, self.process, self.first = config, process, first
         self.stdout, self.stderr = _Output(config.output_kb << 10), _Output(STDERR_BYTES)
@@ -334,10 +335,7 @@ class _Run:
         return Outcome(self.stdout.data.decode(errors="replace"), code, cause, stderr)
 
     def _watch(self, deadline: float, isolated: bool) -> str:
-        """Wait until the program ends or exceeds a limit; return the limit's name, "" if it ended.
-
-        Reads its output meanwhile.
-        """
+        """Read output until the program ends (return "") or exceeds a limit (return its name)."""
         ended = os.pidfd_open(self.process.pid)
         next_look = time.monotonic() + BETWEEN_LOOKS_S
         with selectors.PollSelector() as selector:
@@ -392,10 +390,7 @@ class _Run:
         return False
 
     def _kill_all(self, isolated: bool) -> None:
-        """Kill all processes of the program, and wait until they have ended.
-
-        The kernel kills a pid namespace with its first process, which ends after all others.
-        """
+        """Kill all processes; a pid namespace ends with its first process, which ends last."""
         deadline = time.monotonic() + KILL_S
         if not isolated:
             with contextlib.suppress(ProcessLookupError):
@@ -423,9 +418,10 @@ class _Run:
 
 
 def _descendants(pid: int) -> list[int]:
-    with contextlib.suppress(psutil.Error):
+    try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    return []
+    except psutil.Error:
+        return []
 
 
 def _memory_of(pid: int) -> int:
@@ -455,15 +451,6 @@ def _fresh_uid() -> int:
     first, _, count = max(ranges, key=lambda each: each[2])
     high = min(first + count, (1 << 31) - 2)
     return random.SystemRandom().randrange((first + high) // 2, high)
-
-
-def _list_interpreters() -> Iterator[str]:
-    """Yield this environment's base interpreter, then the system's `python3`, without links."""
-    own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    yield own
-    system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")
-    if system and os.path.realpath(system) != own:
-        yield os.path.realpath(system)
 
 
 def _output_of(python: str, program: str) -> bytes:

@@ -30,10 +30,8 @@ class Scoring:
     def outcome(self) -> Outcome:
         """Wait for all outcomes, and return their weighted sum, or the first failure.
 
-        The outcome of the scoring process comes first, then those of servers in their order. The
-        wait has no deadline of its own.
-
-        Raises ScoringBroken when the scoring processes cannot score any sample.
+        Raises:
+            ScoringBroken: the scoring processes cannot score any sample.
         """
         own = self.own.result() if self.own else Outcome(RewardResult(0.0))
         others = [(name, weight, future.result()) for name, weight, future in self.remote]
@@ -62,13 +60,10 @@ class StreamingRewards:
         ]
 
     def submit(self, sample: Sample) -> Scoring:
-        """Start to score a sample, and return at once; wait with `Scoring.outcome`.
+        """Start to score a sample by the functions and servers that apply to its data source.
 
-        Uses the functions and servers that apply to its data source. If none applies, uses the rule
-        of the data source with the plan's `defaults` or the label `rule`, else the score is 0.
-
-        Raises ScoringBroken when the pool of scoring processes is closed; if the processes do not
-        work, `Scoring.outcome` raises it.
+        If none applies, the rule of the data source scores it with the plan's `defaults` or the
+        label `rule`, else its score is 0.
         """
         source = sample.data_source
         remote = [(p, server) for p, server in self._remote if p.applies_to(source)]

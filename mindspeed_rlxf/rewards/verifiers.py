@@ -52,12 +52,7 @@ def think_format(response: str, ground_truth: str = "") -> Score:
 
 
 def strict_format(response: str, ground_truth: str = "") -> Score:
-    """Score 1 when <think>...</think>...<answer>...\\boxed{...</answer> is the response, else -1.
-
-    Each of these five marks must occur once, in this order, with nothing but white space before the
-    first or after the last. The older toolkit counts them too, but its result depends on the order
-    alone.
-    """
+    """Score 1 if the response has each of _TAGS once, in order, from end to end; else -1."""
     text = response.strip()
     places = [text.find(tag) for tag in _TAGS]
     once = all(text.count(tag) == 1 for tag in _TAGS)
@@ -83,10 +78,7 @@ NEED_TRUTH = (Verifier.ACC, Verifier.BASE_ACC)
 def verify(
     verifiers: Sequence[tuple[Verifier, float]], response: str, ground_truth: str
 ) -> RewardResult:
-    """Score a response by the weighted sum of verifiers; the parts are their scores by name.
-
-    The scores of the parts are not weighted.
-    """
+    """Score a response by the weighted sum of verifiers; the parts are not weighted."""
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
     return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
 

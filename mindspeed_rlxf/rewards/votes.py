@@ -21,7 +21,6 @@ Extract = Callable[[str], str | None]
 
 
 def _as_text(find: Callable[[str], Fraction | None], response: str) -> str | None:
-    """Return the number that `find` finds in a response, as text; None without one."""
     number = find(response)
     return None if number is None else str(number)
 
@@ -73,13 +72,9 @@ class AnswerFinder:
     def __init__(
         self, rules: Mapping[str, str], verifiers: Sequence[tuple[Verifier, float]] = ()
     ) -> None:
-        """Choose the function that finds answers, for each data source.
+        """Choose by rule for each data source, or by the first verifier that compares answers.
 
-        rules:     data source -> name of a rule; these take precedence over the built-in table
-        verifiers: (function, weight); if given, the first that compares answers is used for all
-                   data sources
-        A rule without such a function takes the whole text as the answer, and so do verifiers if
-        none compares answers.
+        Rules and verifiers without a function take the whole text as the answer.
         """
         table = BUILTIN_SOURCES | dict(rules)
         self._by_source = {source: OF_RULES.get(rule, whole_text) for source, rule in table.items()}
@@ -87,10 +82,7 @@ class AnswerFinder:
         self._for_all = (comparing or [whole_text])[0] if verifiers else None
 
     def find(self, responses: Sequence[str], data_sources: Sequence[str]) -> list[str | None]:
-        """Return each response's answer, by its source's rule or the verifiers; None without one.
-
-        An answer over LONGEST characters is cut, and ends with a hash of the whole.
-        """
+        """Return each response's answer, None without one; a hash ends those over LONGEST."""
         rows = zip(responses, data_sources, strict=True)
         return [self._find_one(response, source) for response, source in rows]
 

@@ -33,7 +33,7 @@ ITERATIONS = 2
 @pytest.fixture(scope="module", autouse=True)
 def isolated() -> None:
     try:
-        Sandbox.choose(SandboxConfig()).close()
+        Sandbox.choose(SandboxConfig())
     except UserError as error:
         pytest.skip(f"no level of isolation works here: {error}")
 

@@ -71,7 +71,7 @@ def test_keys_are_named_where_the_user_wrote_them(problems: Problems) -> None:
 def test_modules_that_make_problems_parse_no_messages() -> None:
     """Values of YAML have patterns, texts of problems have parts."""
     of_values = {"config/sections.py", "config/quoting.py"}  # times of schedulers, hydra's quotes
-    of_values |= {"config/secret_words.py", "config/secrets.py"}
+    of_values |= {"config/secrets.py"}
     of_values |= {"config/cluster.py"}  # addresses
     of_values |= {"config/reward.py", "config/unused.py"}  # names of metrics, conditions
     places = ("config", "planning", "cli", "trainer")
