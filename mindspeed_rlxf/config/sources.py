@@ -19,7 +19,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.files.plain import read_text
 
 MODULES = "rlxf_plugin_"
 """Prefix of the names of the files' modules."""
@@ -93,7 +92,7 @@ def read_source(key: str, path: str, expected: str | None = None) -> Source:
     """
     file = os.path.abspath(os.path.expanduser(path))
     try:
-        source = Source(file, read_text(file))
+        source = Source(file, Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must be a Python file that can be read: {reason}"

@@ -32,8 +32,7 @@ from mindspeed_rlxf.engine.hf_shards import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all
 from mindspeed_rlxf.engine.slots import count_steps, held_slots, make_slots
-from mindspeed_rlxf.files.plain import read_json
-from mindspeed_rlxf.files.safe import sync_folder
+from mindspeed_rlxf.weights.atomic import sync_folder
 from mindspeed_rlxf.weights.boxes import HeldBox
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
@@ -224,7 +223,9 @@ def _read_json(file: Path) -> Any:
     Raises ValueError where it is missing or no JSON, OSError where it cannot be read.
     """
     try:
-        return read_json(file)
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON, it is not ({error}); copy it again") from None
     except FileNotFoundError:
         raise ValueError(f"{file} is missing; copy the whole folder again") from None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -23,7 +24,6 @@ from types import FrameType
 from typing import Any
 
 from mindspeed_rlxf.config.quoting import quote
-from mindspeed_rlxf.files.plain import open_plain, parse_json, read_pointer
 from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
 from mindspeed_rlxf.run.supervised import (
     CHILD_OF,
@@ -227,7 +227,7 @@ class Supervisor:
         directory = Path(self._facts["directory"])
         saved = ""
         with contextlib.suppress(OSError):
-            saved = read_pointer(directory / POINTER)
+            saved = (directory / POINTER).read_text(encoding="utf-8").strip()
         if code == EXIT_MISTAKE:
             return Failure(None, None, saved)
         file = directory / "failure.json"
@@ -305,11 +305,11 @@ def current_iteration(metrics: Path) -> int:
     Looks at the last LAST_LINES_BYTES only and skips lines that cannot be read; 1 if there is no
     iteration in them, or no file.
     """
-    with contextlib.suppress(OSError), open_plain(metrics) as file:
+    with contextlib.suppress(OSError), open(metrics, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
-                return int(parse_json(line)["iteration"]) + 1
+                return int(json.loads(line)["iteration"]) + 1
     return 1
 
 

@@ -16,11 +16,9 @@ from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.files.plain import folder_problem
-from mindspeed_rlxf.files.plain_yaml import parse_yaml
-from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
+from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import patiently
 
 KEY = "training.output_dir"
@@ -123,13 +121,10 @@ class RunDirectory:
     def check(cls, config: RunConfig) -> list[Problem]:
         """Return [the problem that keeps this command from using the folder `choose`]; [] for none.
 
-        It is a run that cannot be resumed, a live run, no right to write, or a FIFO, socket or
-        device in the folder. Writes nothing. Raises UserError where the run's last configuration
-        cannot be read.
+        It is a run that cannot be resumed, a live run, or no right to write. Writes nothing. Raises
+        UserError where the run's last configuration cannot be read.
         """
         directory = cls.choose(config)
-        if directory.path.is_dir() and (found := folder_problem(directory.path)):
-            return [_not_writable(directory.path, found)]
         if directory.is_used and not config.training.new_run:
             problem = directory._find_resume_problem(config)
             return [problem] if problem else []
@@ -175,7 +170,7 @@ class RunDirectory:
             return []
         latest = [self.config, *self._find_later_configs().values()][-1]
         try:
-            before: Any = parse_yaml(readable(lambda: latest.read_text("utf-8")))
+            before: Any = yaml.safe_load(readable(lambda: latest.read_text("utf-8")))
             assert isinstance(before, dict)
         except (OSError, ValueError, yaml.YAMLError, AssertionError):
             free = _find_free(self.path)
@@ -214,7 +209,8 @@ class RunDirectory:
 
         `choose` may return another one. Makes nothing.
         """
-        return cls(Path(config.training.output_dir).absolute())
+        path = Path(config.training.output_dir).absolute()
+        return cls(path)
 
 
 def readable(read: Callable[[], T]) -> T:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.files.plain import parse_json
-from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import StoppedByRule, StopRequest
+from mindspeed_rlxf.weights.atomic import replace_file
 
 NAMED = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing", "remote_traceback")
 
@@ -62,10 +61,9 @@ def archive_failure(file: Path, history: Path) -> None:
     """
     if not file.exists():
         return
-    with open(file, "rb") as stream:
-        content = stream.read()
+    content = file.read_bytes()
     try:
-        line = json.dumps(parse_json(content), ensure_ascii=False)
+        line = json.dumps(json.loads(content), ensure_ascii=False)
     except ValueError:  # cut off, or edited
         line = json.dumps({"message": content.decode("utf-8", "replace")})
     with open(history, "ab") as stream:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.files.safe import PRIVATE, open_file, replace_file
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.weights.atomic import replace_file
 
 LOCK = "run.lock"
 BEAT_S = 10.0  # between two counts of the holder
@@ -34,11 +34,11 @@ class LockLost(Exception):
     """Another process has taken the run directory, as this one seemed to be dead."""
 
 
-def take(folder: Path, mode: int = PRIVATE) -> None:
+def take(folder: Path) -> None:
     """Lock the folder for this process, and keep counting in the lock file until `release`.
 
     Does nothing if this process has the lock. Raises UserError that names a live holder (see
-    `find_holder`, which may wait), and OSError if the lock file is a link.
+    `find_holder`, which may wait).
     """
     file = folder / LOCK
     if file in _held:
@@ -47,13 +47,13 @@ def take(folder: Path, mode: int = PRIVATE) -> None:
         if found := _find_other_holder(folder):
             raise UserError(found)
         try:
-            with open_file(file, "x", mode, encoding="utf-8") as stream:
+            with open(file, "x", encoding="utf-8") as stream:
                 stream.write(_note(0))
             break
         except FileExistsError:
             if _read(file) is None or _find_other_holder(folder):
                 continue  # another process was faster
-            replace_file(file, _note(0), mode)
+            replace_file(file, _note(0))
             time.sleep(SETTLE_S)
             if _is_mine(_read(file)):
                 break
@@ -158,7 +158,7 @@ def _count(file: Path, ended: threading.Event) -> None:
     number = 0
     while not ended.wait(BEAT_S):
         number += 1
-        with contextlib.suppress(OSError), open_file(file, "r+", None, encoding="utf-8") as stream:
+        with contextlib.suppress(OSError), open(file, "r+", encoding="utf-8") as stream:
             if _is_mine(stream.read()):
                 stream.seek(0)
                 stream.write(_note(number))  # of equal length, to the file that was just read
@@ -179,8 +179,7 @@ def _note(number: int) -> str:
 def _read(file: Path) -> str | None:
     """Return the content of a lock file; None if there is none. Raises OSError."""
     try:
-        with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
-            return str(stream.read(4096))
+        return file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
 

@@ -18,7 +18,6 @@ from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
-from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.reporting.console import Console, current
 from mindspeed_rlxf.reporting.health import Finding, Health
 from mindspeed_rlxf.reporting.health_rules import runaway_limit
@@ -27,6 +26,7 @@ from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.weights.atomic import replace_file
 
 
 class Recorder:

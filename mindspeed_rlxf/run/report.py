@@ -11,13 +11,13 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.data.token_pieces import TokenPieces
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import EXPORTED
+from mindspeed_rlxf.weights.atomic import replace_file
 
 TOKENIZER = "training.tokenizer_name_or_path"
 WATCHED = ("metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json")

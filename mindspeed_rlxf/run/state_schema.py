@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,6 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.suggest import shorten_value
-from mindspeed_rlxf.files.plain import read_json
 
 MAX_NUMBER = 1 << 53  # exact as a float
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -95,7 +95,7 @@ def read_driver_state(file: Path, iteration: int) -> dict[str, Any]:
     iteration: iteration in the name of the checkpoint's folder, which the state must have
     Raises OSError, and ValueError where the file is not what the driver wrote.
     """
-    tree = read_json(file)
+    tree = json.loads(file.read_bytes())
     try:
         state = DriverState.model_validate(tree)
     except ValidationError as error:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.files.plain import parse_json, read_pointer
-from mindspeed_rlxf.files.safe import is_plain_path, sync_folder
+from mindspeed_rlxf.weights.atomic import is_plain_path, sync_folder
 from mindspeed_rlxf.weights.state_files import (
     MANIFEST,
     Entry,
@@ -110,7 +109,7 @@ class Manifest:
         outside its folder.
         """
         try:
-            tree = parse_json(text)
+            tree = json.loads(text)
             stated, version = tree.pop("sha256"), tree["format_version"]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError(f"{name} differs from what was written") from None
@@ -257,7 +256,7 @@ class RunStore:
         Raises OSError if the file cannot be read for some seconds.
         """
         try:
-            return int(patiently(lambda: read_pointer(self.folder / EXPORTED)))
+            return int(patiently((self.folder / EXPORTED).read_text))
         except (FileNotFoundError, ValueError):
             return None
 

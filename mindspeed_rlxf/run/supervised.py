@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.files.plain import read_json
-from mindspeed_rlxf.files.safe import PRIVATE, replace_file
+from mindspeed_rlxf.weights.atomic import replace_file
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 0, 1, 2, 75
 CHILD_OF = "RLXF_SUPERVISOR"  # "PID:TIME:FILE": the supervisor, when the command was given, facts
@@ -52,12 +51,12 @@ def read_supervision() -> tuple[int, str, str] | None:
 def read_facts(file: Path) -> dict[str, Any]:
     """Return the facts in a JSON file; {} where it is absent, cannot be read or is no object."""
     try:
-        found = read_json(file)
+        found = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def write_facts(file: Path, facts: Mapping[str, Any]) -> None:
-    """Replace a file by these facts as JSON, readable for the user only."""
-    replace_file(file, json.dumps(facts, indent=2, ensure_ascii=False) + "\n", PRIVATE)
+    """Replace a file by these facts as JSON."""
+    replace_file(file, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
