@@ -53,8 +53,6 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function wrapped to get the CPU for a CUDA device among its arguments."""
-
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
@@ -67,8 +65,6 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.type` wrapped to return names such as `torch.cuda.FloatTensor`."""
-
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return original(self, *args, **kwargs)
@@ -88,11 +84,7 @@ class _Stream(torch.cpu.Stream):
 
 
 def _patch_runtime() -> None:
-    """Replace the functions of `torch.cuda` that Megatron calls by ones for the CPU.
-
-    The current device is the CPU, current streams are those of torch.cpu, the device capability is
-    (0, 0); the others, such as `synchronize`, do nothing.
-    """
+    """Replace the functions of `torch.cuda` that Megatron calls by ones for the CPU."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda device: None
@@ -106,7 +98,6 @@ def _patch_runtime() -> None:
 
 
 def _patch_random_state() -> None:
-    """Make the seeds and random states of `torch.cuda` those of the CPU's default generator."""
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import control_group, driver, megatron_imports, npu, npu_count, visible
+from mindspeed_rlxf.device import control_group, driver, megatron_imports, npu, visible
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def device_count(kind: DeviceKind) -> int | None:
     Does not import torch_npu in this process. Raises ValueError when NPUs cannot be counted.
     """
     kind = resolve_kind(kind)
-    return npu_count.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
+    return npu.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
 
 
 def count_by_torch(kind: DeviceKind) -> int | None:
@@ -75,7 +75,7 @@ def count_by_torch(kind: DeviceKind) -> int | None:
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return None
-    return npu_count.count_by_torch() if kind is DeviceKind.NPU else torch.cuda.device_count()
+    return npu.count_by_torch() if kind is DeviceKind.NPU else torch.cuda.device_count()
 
 
 def backend(kind: DeviceKind) -> str:

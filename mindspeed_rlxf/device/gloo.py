@@ -32,8 +32,6 @@ def wrap_collectives() -> None:
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `exchange` wrapped to turn split sizes that are tensors into lists."""
-
     @functools.wraps(exchange)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for name in ("output_split_sizes", "input_split_sizes"):
@@ -45,11 +43,7 @@ def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `gather` (all_gather) wrapped to accept outputs of different shapes.
-
-    These are filled by one broadcast per rank, in turn; the wrapper then returns None, and asserts
-    that the call is not `async_op`. Outputs of equal shape go to `gather`.
-    """
+    """Return `gather` (all_gather) wrapped to accept outputs of different shapes."""
 
     @functools.wraps(gather)
     def wrapper(outputs: list[Tensor], own: Tensor, group: Any = None, **kwargs: Any) -> Any:

@@ -116,7 +116,6 @@ def _engine_norm() -> Any:
 
 
 def _engine_rotary() -> Any:
-    """Return Transformer Engine's rotary operator, from the module of Megatron that imports it."""
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
     return module.fused_apply_rotary_pos_emb
 
@@ -135,10 +134,6 @@ def _noise(device: torch.device, *shape: int) -> Tensor:
 
 
 def _assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise AssertionError unless `found` and its gradients by `inputs` agree with `expected`'s.
-
-    The gradients are those of the sums. TOLERANCE is the relative and the absolute tolerance.
-    """
     ours, theirs = (
         (out, *torch.autograd.grad(out.float().sum(), inputs)) for out in (found, expected)
     )
@@ -149,11 +144,7 @@ def _assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> 
 def _probe_attention(
     attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
 ) -> None:
-    """Raise AssertionError unless causal attention over two packed sequences agrees with torch's.
-
-    Its outputs and gradients must be within TOLERANCE.
-    heads, groups, width: attention heads, key-value groups and head size on one rank of the model
-    """
+    """Raise AssertionError unless causal attention over two packed sequences is torch's."""
     query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
     found = attend(query, key, value, (5, 19))
     outs = []
@@ -176,10 +167,6 @@ def _probe_norm(norm: Any, device: torch.device) -> None:
 
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
-    """Raise AssertionError unless rotary embeddings and their gradients agree with torch's.
-
-    Tries padded rows, and packed tokens with an angle each, within TOLERANCE.
-    """
     angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
     for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):
         query, each = _noise(device, *shape), angles.view(of)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib
+import importlib.util
 import logging
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -27,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mindspeed_rlxf.device import npu_versions, visible
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import driver, npu_versions, visible
 from mindspeed_rlxf.device.npu_versions import HOME
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,9 @@ DETERMINISTIC: Mapping[str, str] = {
     "CLOSE_MATMUL_K_SHIFT": "1",  # the order of sums over the inner axis of a matrix product
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",  # the same in the library of transformer operators
 }
+IMPORT_S = 40.0  # time to import torch and torch_npu from a network file system
+ANSWER = "devices: "
+ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"
 DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
@@ -111,6 +117,56 @@ def import_torch_npu() -> Any:
         return importlib.import_module("torch_npu")
     except ImportError as error:
         raise ValueError(NOT_INSTALLED.format(error)) from error
+
+
+def count_npus() -> int:
+    """Return the number of NPUs that npu-smi lists, or ASCEND_RT_VISIBLE_DEVICES names if fewer.
+
+    Imports no torch_npu: that takes seconds, cannot be undone, and may claim device memory. If
+    npu-smi is missing, fails or lists none, torch_npu counts them in a separate process. Raises
+    ValueError when CANN or torch_npu is missing, or neither npu-smi nor torch_npu answers.
+    """
+    check_installed()
+    view = driver.query_driver(DeviceKind.NPU)
+    assert view is not None, "an NPU has a driver"
+    if view.problem or not view.devices:
+        problem = view.problem or f"{view.tool} lists no device"
+        logger.info("%s: torch_npu counts the devices in a separate process", problem)
+        return count_by_torch(problem)
+    listed = visible.list_visible(VISIBLE)
+    return min(len(listed), len(view.devices)) if listed else len(view.devices)
+
+
+def check_installed() -> None:
+    """Raise ValueError if `check_cann` does or torch_npu is not on the path; import nothing."""
+    check_cann(os.environ)
+    if importlib.util.find_spec("torch_npu") is None:
+        raise ValueError(NOT_INSTALLED.format("it is not on the path"))
+
+
+def count_by_torch(reason: str = "") -> int:
+    """Return the number of NPUs that torch_npu sees, counted in a separate process.
+
+    reason: why npu-smi did not answer, for the message of the error
+    Raises ValueError when CANN or torch_npu is missing, or the process fails or hangs.
+    """
+    check_installed()
+    try:
+        done = driver.run_within([sys.executable, "-c", ASK], IMPORT_S)
+    except subprocess.TimeoutExpired:
+        result = f"no answer within {IMPORT_S:g} s"
+    else:
+        answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+        if done.returncode == 0 and answers:
+            return int(answers[-1].removeprefix(ANSWER))
+        output = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        result = f"ended with {done.returncode}, printing {output[-1][:300]}"
+    tool = f"{reason}, and " if reason else ""
+    raise ValueError(
+        f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "
+        f"process: {result}; put npu-smi on PATH, mount it and /dev/davinci* into the container, "
+        "or correct what torch_npu reports"
+    )
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
@@ -181,7 +237,6 @@ def _read_seconds(environment: Mapping[str, str], name: str) -> float | None:
 
 
 def _event_timeout(execute: float | None) -> int:
-    """Return the HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT, both in seconds."""
     if execute == 0:
         return 0
     return max(EVENT_S, math.ceil(execute or 0) + EVENT_MARGIN_S)

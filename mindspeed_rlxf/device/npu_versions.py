@@ -321,7 +321,6 @@ def _devices(host: Host) -> list[int]:
 
 
 def _ask(host: Host, *command: str) -> str:
-    """Return a tool's output; "" if it is missing, fails or hangs."""
     try:
         return host.run(command)
     except ValueError:

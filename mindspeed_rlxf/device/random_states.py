@@ -77,7 +77,23 @@ class ProcessStreams:
         host = from_text(state["torch"])
         check_host_state(host)
         device = None if state["device"] is None else from_text(state["device"])
-        return cls(host, device, _numpy_state(state["numpy"]), _python_state(state["python"]))
+        numpy, python, version = state["numpy"], state["python"], random.getstate()[0]
+        fits = _is_list(numpy, 4) and _are_words(numpy[0], WORDS) and _is_position(numpy[1])
+        if not (fits and type(numpy[2]) is int and numpy[2] in (0, 1) and _is_finite(numpy[3])):
+            raise ValueError(
+                f"the stream of numpy must have {WORDS} words of 32 bits, a position in them, 0 or "
+                "1, and a finite number"
+            )
+        # The last word is the position.
+        fits = _is_list(python, 3) and type(python[0]) is int and python[0] == version
+        fits = fits and _are_words(python[1], WORDS + 1) and _is_position(python[1][-1])
+        if not (fits and (python[2] is None or _is_finite(python[2]))):
+            raise ValueError(
+                f"the stream of Python must have version {version}, {WORDS} words of 32 bits, a "
+                "position in them, and a finite number or null"
+            )
+        numpy_state = ("MT19937", np.array(numpy[0], dtype=np.uint32), *numpy[1:])
+        return cls(host, device, numpy_state, (version, tuple(python[1]), python[2]))
 
     @property
     def is_of_this_device(self) -> bool:
@@ -127,50 +143,16 @@ def check_host_state(state: Tensor) -> None:
         )
 
 
-def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
-    """Convert numpy's state from JSON for `np.random.set_state`. Raises ValueError if it is bad.
-
-    state: [words, position, has_gauss, gauss]; the result begins with "MT19937"
-    """
-    keys, position, has_gauss, gauss = _parts(state, 4, "numpy")
-    _check_words(keys, WORDS, "numpy")
-    _check_position(position, "numpy")
-    if type(has_gauss) is not int or has_gauss not in (0, 1) or not _is_finite(gauss):
-        raise ValueError("the number that numpy keeps must be finite")
-    return "MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss
+def _is_list(value: Any, count: int) -> bool:
+    return type(value) is list and len(value) == count
 
 
-def _python_state(state: Any) -> tuple[Any, ...]:
-    """Convert Python's state from JSON for `random.setstate`. Raises ValueError if it is bad.
-
-    state: [version, words with the position as the last one, number or None]; the version must be
-           that of this Python's `random`
-    """
-    version, words, normal = _parts(state, 3, "python")
-    if type(version) is not int or version != random.getstate()[0]:
-        raise ValueError(f"the version of Python's stream must be {random.getstate()[0]}")
-    _check_words(words, WORDS + 1, "python")  # the last one is the position
-    _check_position(words[-1], "python")
-    if normal is not None and not _is_finite(normal):
-        raise ValueError("the number that Python keeps must be finite")
-    return version, tuple(words), normal
+def _are_words(words: Any, count: int) -> bool:
+    return _is_list(words, count) and all(type(w) is int and 0 <= w < 1 << 32 for w in words)
 
 
-def _parts(state: Any, count: int, name: str) -> list[Any]:
-    if type(state) is not list or len(state) != count:
-        raise ValueError(f"the stream of {name} must have {count} parts")
-    return state
-
-
-def _check_words(words: Any, count: int, name: str) -> None:
-    good = type(words) is list and len(words) == count
-    if not good or not all(type(word) is int and 0 <= word < 1 << 32 for word in words):
-        raise ValueError(f"the stream of {name} must have {count} words of 32 bits")
-
-
-def _check_position(position: Any, name: str) -> None:
-    if type(position) is not int or not 0 <= position <= WORDS:
-        raise ValueError(f"the position of {name} must be from 0 to {WORDS}, not {position!r:.40}")
+def _is_position(position: Any) -> bool:
+    return type(position) is int and 0 <= position <= WORDS
 
 
 def _is_finite(number: Any) -> bool:

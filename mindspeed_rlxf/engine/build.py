@@ -111,7 +111,6 @@ def await_gathers(model: Any) -> None:
 
 
 def _gathers_in_forward(model: Any) -> bool:
-    """Return whether the hooks of `set_gather_in_forward` are on; frozen roles have no hooks."""
     return bool(getattr(model, "remove_forward_pre_hook_handles", None))
 
 

@@ -134,11 +134,7 @@ class MegatronEngine:
         self._offload = self._make_offload()
 
     def _make_offload(self) -> Offload:
-        """Make the parts that the role's key `offload` names movable, and move them to the host.
-
-        `offload.optimizer` is for gradients and optimizer. Also registers the engine with
-        `residency`, which moves its parts from then on.
-        """
+        """Make the parts that the role's key `offload` names movable, and move them to the host."""
         optimizer, keys = self.optimizer, self.role.offload
         adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
         movable = [Part.WEIGHTS] if keys.weights else []
@@ -175,10 +171,7 @@ class MegatronEngine:
         return self.chunks[0].config
 
     def _load_weights(self, seed: int) -> None:
-        """Load the weights from `role.load`; draw a score head that the folder lacks from `seed`.
-
-        Its numbers have the standard deviation `init_method_std`.
-        """
+        """Load the weights from `role.load`; draw a score head that is absent from `seed`."""
         assert self.role.load is not None, "checked beforehand"
         folder = open_weights(self.role.load, self.role.architecture, self.role.trust_files)
         absent = self.weights.load(folder)
@@ -228,10 +221,7 @@ class MegatronEngine:
     def _compare_with_policy(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
-        """Compute `log_probs_with_kl`; None on ranks other than the leader.
-
-        The caller keeps the weights of both engines on the device.
-        """
+        """Compute `log_probs_with_kl`; None on ranks other than the leader."""
         # Row after row, as the two engines may make different micro-batches.
         parts = policy._read_all(rollouts, read_states)
         states = torch.cat(parts) if parts else torch.empty(0)
@@ -270,7 +260,6 @@ class MegatronEngine:
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
     def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
-        """Run forward passes over all rows in order; return `read` of each micro-batch."""
         rows = range(rollouts.num_rows)
         return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
 

@@ -72,10 +72,7 @@ class GuardedOptimizer:
         return Step(float(grad_norm))
 
     def _checked_norm(self) -> float:
-        """Return the gradient norm; a collective.
-
-        Raises _Stopped on all ranks where the norm or a loss of any rank is not finite.
-        """
+        """Return the gradient norm; a collective."""
         norm = float(self._measure())
         self._checked = True
         found = {"loss": not self._losses_finite, "gradient norm": not math.isfinite(norm)}

@@ -87,7 +87,6 @@ def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]
 
 
 def _group_longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Divide the indices of `tokens` over `count` groups; leave out groups that stay empty."""
     groups: list[list[int]] = [[] for _ in range(count)]
     shortest = [(0, number) for number in range(count)]
     for place in sorted(range(len(tokens)), key=lambda place: -tokens[place]):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import StageParameter, hf_shape, rank_parameters
+from mindspeed_rlxf.models.parameters import hf_shape, rank_parameters
 from mindspeed_rlxf.weights.stage import StageWeights
 
 
@@ -41,15 +41,8 @@ def hf_tensors(
                         for name in parameter.sources
                     }
                 for tensor in whole.values():
-                    _broadcast(tensor, parameter, groups, stage, ep_rank)
+                    if pp.size() > 1 and (parameter.expert is None or ep_rank == ep.rank()):
+                        dist.broadcast(tensor, dist.get_global_rank(pp, stage), group=pp)
+                    if ep.size() > 1 and parameter.expert is not None:
+                        dist.broadcast(tensor, dist.get_global_rank(ep, ep_rank), group=ep)
                 yield from whole.items()
-
-
-def _broadcast(
-    tensor: Tensor, parameter: StageParameter, groups: ParallelGroups, stage: int, ep_rank: int
-) -> None:
-    """Broadcast a tensor, in place, from its pipeline stage to all stages."""
-    if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
-        dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)
-    if groups.ep.size() > 1 and parameter.expert is not None:
-        dist.broadcast(tensor, dist.get_global_rank(groups.ep, ep_rank), group=groups.ep)

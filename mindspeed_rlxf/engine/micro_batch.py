@@ -48,7 +48,6 @@ class MicroBatch:
         return self._flat_places(torch.arange(len(last)), last)
 
     def _flat_places(self, row: Tensor, token: Tensor) -> Tensor:
-        """Return the flat indices, on the device, of token numbers `token` of rows `row`."""
         return (self.starts[row] + token * self.stride).to(self.token_ids.device)
 
 
@@ -69,7 +68,6 @@ def make_micro_batches(
 
 
 def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
-    """Return the tokens of each row, prompt and response, without padding."""
     prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
     return [
         torch.cat(
@@ -82,7 +80,6 @@ def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
 def _lengths_and_targets(
     rollouts: Rollouts, rows: list[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the fields of a MicroBatch that are the same for packed and padded rows."""
     trained = rollouts.trained_mask[rows]
     return {
         "prompt_lengths": rollouts.prompt_lengths[rows],
@@ -95,7 +92,6 @@ def _lengths_and_targets(
 def _pack_rows(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
-    """Make a micro-batch of the rows end to end, of a multiple of `multiple_of` tokens."""
     sequences = _sequences(rollouts, rows)
     lengths = torch.tensor([len(s) for s in sequences])
     fill = -int(lengths.sum()) % multiple_of
@@ -116,7 +112,6 @@ def _pack_rows(
 def _pad_rows(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
-    """Make a micro-batch of rows padded to the longest one, then to a multiple of `multiple_of`."""
     token_ids = pad_sequence(_sequences(rollouts, rows), batch_first=True)
     fill = -token_ids.size(1) % multiple_of
     token_ids = torch.nn.functional.pad(token_ids, (0, fill))

@@ -95,7 +95,6 @@ class _HostMemory:
 
 
 def _round_to_alignment(size: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -173,10 +172,7 @@ class _MovedPart:
         return self._storages.get(_key(tensor)) if self.is_away else None
 
     def _add_new_storages(self) -> None:
-        """Add storages of tensors made since the last time; skip storages of no bytes.
-
-        With `is_copied` they get host memory, and if there are any the part counts as changed.
-        """
+        """Add storages of tensors made since the last time; skip storages of no bytes."""
         new: dict[int, _Storage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -255,7 +251,6 @@ class Offload:
         return frozenset(part for part, moved in self._parts.items() if moved.is_away)
 
     def _own_parts(self, parts: Collection[Part]) -> list[Part]:
-        """List the given parts that this engine has, in the order of `Part`."""
         return [part for part in Part if part in parts and part in self._parts]
 
 

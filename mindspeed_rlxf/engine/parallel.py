@@ -20,7 +20,6 @@ from mindspeed_rlxf.engine.shared_groups import groups_of_layout
 
 
 def _globals() -> dict[str, Any]:
-    """Return Megatron's globals of groups and ranks: _UPPER_CASE names, one _ first."""
     return {
         name: value
         for name, value in vars(parallel_state).items()
@@ -44,7 +43,6 @@ def _set_globals(state: dict[str, Any], random_states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    """Restore Megatron's globals and random streams after the block."""
     outside, outside_random = _globals(), _random_states()
     try:
         yield

@@ -84,13 +84,11 @@ def count_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def _step_counts(adam: torch.optim.Optimizer) -> Iterator[int]:
-    """Yield all step counts: torch's Adam has one per parameter, fused Adams one per group."""
     yield from (int(state["step"]) for state in adam.state.values() if "step" in state)
     yield from (int(group["step"]) for group in adam.param_groups if "step" in group)
 
 
 def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """Set the number of steps taken to `step`."""
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)

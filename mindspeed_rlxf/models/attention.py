@@ -115,10 +115,6 @@ class FusedAttention(DotProductAttention):
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
-        """Attend causally within each sequence; one call for at most MAX_FUSED_SEQUENCES of them.
-
-        lengths: tokens of each sequence
-        """
         step = MAX_FUSED_SEQUENCES
         packs = [lengths[i : i + step] for i in range(0, len(lengths), step)]
         tokens = [sum(pack) for pack in packs]
@@ -129,7 +125,6 @@ class FusedAttention(DotProductAttention):
     def _attend_pack(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
-        """Attend causally within each sequence, in one call of the device's operator."""
         ends = list(accumulate(lengths))  # as the operator wants them: a list without a leading 0
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         return super().forward(
@@ -216,7 +211,6 @@ class PackedSequences(Attend):
         return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally within each sequence, in one call with all padded to the longest."""
         gather, scatter = self._padding_index(query.device)
         rows, width = len(self.lengths), max(self.lengths)
 

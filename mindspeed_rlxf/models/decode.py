@@ -137,7 +137,6 @@ class _Layer:
         return torch.cat((query, key), 2), value
 
     def _mlp(self, hidden: Tensor) -> Tensor:
-        """Compute the MLP or the experts, summed over tensor-parallel ranks, [rows, hidden]."""
         if self.experts is not None:
             return self.sum_over_ranks(self.experts(hidden))
         if not self.is_plain:

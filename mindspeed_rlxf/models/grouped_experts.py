@@ -141,7 +141,10 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         weights = ExpertWeights.of(experts) if len(experts) > 1 and len(hidden) else None
         if weights is None:
             return super().forward(hidden, tokens_per_expert, probabilities)  # type: ignore[no-any-return]
-        _await_gathers(experts)
+        for expert in experts:  # `overlap_param_gather` may still be gathering their weights
+            for linear in (expert.linear_fc1, expert.linear_fc2):
+                for hook in list(linear._forward_pre_hooks.values()):
+                    hook(linear, ())
         counts = tokens_per_expert.to(hidden.device)
         if not weights.is_reversed:
             return _weighted_mlp(hidden, counts, probabilities, weights, experts), None
@@ -153,14 +156,6 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         return _Permute.apply(out, back, order), None
 
 
-def _await_gathers(experts: list[Any]) -> None:
-    """Wait until `overlap_param_gather` has gathered the experts' weights."""
-    for expert in experts:
-        for linear in (expert.linear_fc1, expert.linear_fc2):
-            for hook in list(linear._forward_pre_hooks.values()):
-                hook(linear, ())
-
-
 def _weighted_mlp(
     hidden: Tensor,
     counts: Tensor,
@@ -168,7 +163,6 @@ def _weighted_mlp(
     weights: ExpertWeights,
     experts: list[Any],
 ) -> Tensor:
-    """Return probability * MLP(row) for each row, with gradients for all tensors."""
     ends = counts.cumsum(0).to(torch.int32)
     fc1, fc2 = (
         [getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2")
@@ -179,7 +173,6 @@ def _weighted_mlp(
 
 
 def _reversed_order(counts: Tensor, tokens: int) -> Tensor:
-    """Return row indices [tokens] with the experts in reverse: first the last expert's rows."""
     first = (counts.cumsum(0) - counts).flip(0)
     counts = counts.flip(0)
     shift = first - (counts.cumsum(0) - counts)

@@ -290,6 +290,5 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """All-reduce a tensor in place; do nothing in a group of one rank."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

@@ -95,12 +95,10 @@ _HF_LAYER = "model.layers.{layer}."
 
 
 def _layer(name: str, split: Split, *sources: str) -> StageParameter:
-    """Return the table's row of a decoder layer's parameter, from names within the layer."""
     return StageParameter(_MEGATRON_LAYER + name, tuple(_HF_LAYER + s for s in sources), split)
 
 
 def _qkv_parameter(kind: str) -> StageParameter:
-    """Describe the one parameter of a layer's query, key and value projections."""
     sources = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
     return _layer(f"self_attention.linear_qkv.{kind}", Split.QKV, *sources)
 
@@ -125,16 +123,10 @@ MLP = (
 
 
 def _router(block: str) -> tuple[StageParameter, ...]:
-    """Return the table's row of the router, in a tuple."""
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
 
 
 def _expert_parameters(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
-    """Describe an expert's two parameters: gate and up projection in one, and the down projection.
-
-    block:          Hugging Face's name of the MoE layer
-    gate, up, down: Hugging Face's names of the expert's three projections
-    """
     megatron, hf = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
     return (
         _layer(
@@ -155,14 +147,12 @@ MIXTRAL_MOE = (
 
 
 def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    """Describe the parameters of one decoder layer, except those of its experts."""
     mlp = MLP if architecture.num_experts is None else _moe_parameters(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
 
 
 def _moe_parameters(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
-    """Return the rows of the router, and those of an expert, in the names of the model's family."""
     return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
 
 
@@ -243,7 +233,6 @@ def rank_parameters(
 def _set_indices(
     parameter: StageParameter, local: int, layer: int, index: int = 0, expert: int | None = None
 ) -> StageParameter:
-    """Return a table's row with the indices of its layer and expert in the names."""
     return StageParameter(
         parameter.name.format(layer=local, expert=index),
         tuple(source.format(layer=layer, expert=expert) for source in parameter.sources),
@@ -265,7 +254,6 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _shapes_by_ending(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
-    """Map the last two words of a Hugging Face name, as "q_proj.weight", to the full shape."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)

@@ -31,11 +31,7 @@ def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
 
 
 def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
-    """Return frequencies scaled as in Llama 3, [head_dim / 2].
-
-    Those of waves longer than the original length / low_freq_factor are divided by the factor,
-    those of waves shorter than that length / high_freq_factor are kept, others blended.
-    """
+    """Return frequencies scaled as in Llama 3, [head_dim / 2]."""
     assert a.original_max_position_embeddings, "llama3 scaling needs the original length"
     original = a.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse

@@ -165,7 +165,6 @@ class SharedExperts(nn.Module):
         return out.view_as(hidden), None
 
     def _route_tokens(self, hidden: Tensor) -> Tensor:
-        """Return each token's experts: topk weights, then topk global numbers."""
         topk = self.router.topk
         if not hidden.numel():
             return hidden.new_zeros(0, 2 * topk, dtype=torch.float32)
@@ -200,13 +199,7 @@ class SharedExperts(nn.Module):
 def _gather_rows(
     rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, padding: float = 0.0
 ) -> Tensor:
-    """Return the rows of all ranks, rank after rank; a collective.
-
-    If `_is_sparse(sizes)` these rows alone; else each rank's rows are followed by rows of
-    `padding`, up to the most rows of a rank.
-
-    sizes: rows of each rank, without padding
-    """
+    """Return the rows of all ranks, rank after rank; a collective."""
     size = max(sizes)
     gathered = rows.new_empty(len(sizes) * size, rows.size(1))
     _ALL_GATHER(gathered, F.pad(rows, (0, 0, 0, size - len(rows)), value=padding), group=group)
@@ -217,11 +210,7 @@ def _gather_rows(
 
 
 def _sum_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Sum rows over the ranks; return this rank's own rows, then padding; a collective.
-
-    rows:  all ranks' rows, in the order and with the padding that `_gather_rows` returns
-    sizes: rows of each rank, without padding
-    """
+    """Sum rows over the ranks; return this rank's own rows, then padding; a collective."""
     size = max(sizes)
     if _is_sparse(sizes):
         padded = rows.new_zeros(len(sizes), size, rows.size(1))

@@ -70,7 +70,6 @@ def _split_sizes(
     chunks: int,
     ep: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of elements of a rank's shards: outside the experts, and of experts."""
     shared: list[int] = []
     experts: list[int] = []
     for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):

@@ -285,7 +285,6 @@ def recompute_settings(role: LearningConfig) -> dict[str, Any]:
 
 
 def _works(operator: kernels.Operator, dtype: torch.dtype) -> bool:
-    """Whether the device has a working fused operator; only looked for in bf16."""
     return dtype is torch.bfloat16 and kernels.find(operator) is not None
 
 

@@ -115,7 +115,6 @@ class Generation:
     # Rows that enter
 
     def _count_admissible(self) -> int:
-        """Count the first waiting samples that fit: each needs a slot and space in the cache."""
         longest, rows, limit = self._longest_row(0), len(self.active), self.limits.tokens
         for row in itertools.islice(self.waiting, self.limits.rows - rows):
             longest, rows = max(longest, row.length), rows + 1
@@ -239,7 +238,6 @@ class Generation:
             self._draw_next(hidden, slice(0, rows), self._groups)
 
     def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
-        """Draw the next token of the rows in these slots and append it to their states."""
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
@@ -274,11 +272,7 @@ class Generation:
         return self._remove_rows(leaving) if leaving else []
 
     def _preempt(self, steps: int) -> None:
-        """Move rows back to the head of the queue if the cache is too small for `steps` more steps.
-
-        The rows with the shortest responses go, until the others, at least one, have space for
-        GROWTH more tokens each. A row that goes keeps its tokens, to be prefilled again.
-        """
+        """Move rows back to the queue's head if the cache is too small for `steps` more steps."""
         limit, rows = self.limits.tokens, len(self.active)
         if limit is None or rows == 1:
             return
@@ -320,16 +314,13 @@ class Generation:
         return removed
 
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
-        """Set the rows of the batch, to be grouped by settings anew."""
         self.active, self._counts, self._groups = rows, counts, None
         self._prompts = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)
 
     def _row_capacity(self, length: int) -> int:
-        """Return the tokens allocated to each row of a cache whose longest row has `length`."""
         return min(round_to_pages(length), self._max_length)
 
     def _longest_row(self, more: int) -> int:
-        """Return the tokens of the longest row after `more` tokens; at most `_max_length`."""
         lengths = self._prompts + self._counts
         return min(int(lengths.max(initial=0)) + more, self._max_length)
 

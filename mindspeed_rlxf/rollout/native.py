@@ -97,11 +97,7 @@ class NativeRollout:
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Activate the module's parallel groups, without gradients, inside the block.
-
-        Raises AssertionError while the engine sleeps. Results must be yielded outside the block, as
-        their receiver may run other roles.
-        """
+        """Activate the module's parallel groups, without gradients, inside the block."""
         assert self._awake, "the rollout sleeps"
         with torch.no_grad(), self.source.active():
             yield
@@ -127,11 +123,7 @@ class NativeRollout:
     def _generate(
         self, requests: Sequence[GenerationRequest], version: int
     ) -> Iterator[GenerationResult]:
-        """Yield the result of each request as it ends, without serving other ranks afterwards.
-
-        requests: at least one
-        version:  of the weights. Raises AssertionError if the weights are replaced meanwhile
-        """
+        """Yield the result of each request as it ends, without serving other ranks afterwards."""
         rounds = self.source.rounds
         with self._computing():
             limits = self._make_limits(requests)
@@ -144,16 +136,11 @@ class NativeRollout:
                 yield sequence.make_result(version)
 
     def _serve_other_ranks(self) -> None:
-        """Compute this rank's experts for other ranks until all have finished; count the passes."""
         with self._computing():
             self._stats.idle_passes = self.source.rounds.finish()
 
     def _make_limits(self, requests: Sequence[GenerationRequest]) -> Limits:
-        """Return the limits of one `generate`; a collective of the tensor-parallel ranks.
-
-        `max_rows` limits the rows; without it the device's memory limits rows and cache tokens. All
-        ranks take the limits of the first one.
-        """
+        """Return the limits of one `generate`; a collective of the tensor-parallel ranks."""
         prompt = max(len(request.prompt) for request in requests)
         response = max(request.settings.max_new_tokens for request in requests)
         memory = None
@@ -198,13 +185,7 @@ class NativeRollout:
     def _score_pack(
         self, pack: list[tuple[np.ndarray, Sequence[int]]], temperature: float
     ) -> list[list[float]]:
-        """Return the log-probs of each response's tokens, computed in one packed forward pass.
-
-        Announces the pass to the expert-parallel ranks, and adds its tokens, those of responses
-        too, to the stats' prompt tokens.
-        pack: (prompt, response) of each sequence; the last token of a response is no input, as
-              nothing after it is predicted
-        """
+        """Return the log-probs of each response's tokens, computed in one packed forward pass."""
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
         ids = [np.concatenate((prompt, response))[:-1] for prompt, response in pack]
@@ -237,6 +218,5 @@ class NativeRollout:
 
 
 def _memory_of_one_process() -> int:
-    """Return the bytes of memory of this process's device, free or not."""
     on_cpu = device.current_device().type == "cpu"
     return device.memory_total() // (dist.get_world_size() if on_cpu else 1)

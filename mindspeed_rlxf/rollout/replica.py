@@ -71,7 +71,6 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
 
 
 def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
-    """Build a replica with the plugin's engine that `config.rollout` names."""
     engine = ENGINES[config.rollout.engine](config, trained)
 
     def take_weights(version: int) -> None:
@@ -82,7 +81,6 @@ def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
-    """Build a replica on ranks that also train, which uses the storage of the trained weights."""
     shared = SharedWeights(trained, config.training.seed)
     engine = _build_native_engine(config, shared)
 
@@ -118,13 +116,11 @@ def _build_receiving_replica(config: RunConfig) -> Replica:
 
 
 def _as_megatron_engine(engine: TrainEngine) -> MegatronEngine:
-    """Return the engine as a MegatronEngine. Raises AssertionError for another class."""
     assert isinstance(engine, MegatronEngine), "the native engine takes Megatron's weights alone"
     return engine
 
 
 def _build_native_engine(config: RunConfig, source: WeightSource) -> NativeRollout:
-    """Build the package's own engine, limited by `num_samples_per_step` and `memory_gib`."""
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
     return NativeRollout(source, config.actor_rollout.num_samples_per_step, memory)

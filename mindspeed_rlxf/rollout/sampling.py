@@ -126,7 +126,6 @@ def check_log_probs(log_probs: Tensor) -> None:
 
 
 def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return logits with -inf at the tokens that top-k, then top-p drop."""
     if 0 < top_k < logits.size(-1):
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
@@ -136,7 +135,6 @@ def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _outside_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Return the mask of the tokens that top-p drops, [rows, vocab] bool, True = dropped."""
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)
     del ordered
@@ -167,34 +165,21 @@ def _draw_by_inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Ten
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the index at which the cumulative weights of each row pass uniform * total."""
     ends = running_sum(weights)
     total = ends[:, -1]
     # Below the total, which a uniform number of 1 would not pass.
     targets = torch.minimum(uniforms * total, total * BELOW_ONE)[:, None]
-    indices = _first_crossing(ends, targets, weights)
-    weight = weights.gather(-1, indices)
-    rest = (targets - (ends.gather(-1, indices) - weight)) / weight
-    return indices.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0), total
-
-
-def _first_crossing(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Return in each row the first index with a positive weight and a running sum over the target.
-
-    If there is none, the last index with a positive weight; if no weight is positive, 0. A binary
-    search would be wrong: the sums of parallel scans may fall, and may rise at a weight of 0.
-
-    ends:    [rows, n] running sums of `weights`
-    targets: [rows, 1]
-    Returns [rows, 1] int64.
-    """
     n = weights.size(-1)
     # in fp32, as not every device finds the smallest of integers
+    # No binary search: sums of parallel scans may fall, and may rise at a weight of 0.
     number = torch.arange(n, device=weights.device, dtype=torch.float32)
     positive = weights > 0
     first = torch.where(positive & (ends > targets), number, n).amin(dim=-1, keepdim=True)
     last = torch.where(positive, number, 0).amax(dim=-1, keepdim=True)
-    return torch.minimum(first, last).long()
+    indices = torch.minimum(first, last).long()
+    weight = weights.gather(-1, indices)
+    rest = (targets - (ends.gather(-1, indices) - weight)) / weight
+    return indices.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0), total
 
 
 def running_sum(numbers: Tensor) -> Tensor:

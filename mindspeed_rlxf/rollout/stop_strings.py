@@ -34,7 +34,6 @@ class StopStrings:
         return any(text.count(string) > before.count(string) for string in self.strings)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
         return str(
             self.tokenizer.decode(
                 tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -65,23 +65,17 @@ class _TransferSide:
         }
 
     def _check_totals(self, numbers: int) -> None:
-        """Check that all ranks together send as many elements as they receive; a collective.
-
-        numbers: elements that this rank sends; negative, elements that it receives
-        Raises AssertionError.
-        """
+        """Check that all ranks together send as many elements as they receive; a collective."""
         total = torch.tensor([numbers], dtype=torch.int64, device=device.current_device())
         dist.all_reduce(total, group=self.group)
         assert int(total) == 0, f"{int(total)} numbers more are sent than received"
 
     def _count_numbers(self) -> int:
-        """Count the elements of all buckets."""
         return sum(
             move.numbers for each in self.buckets.values() for bucket in each for move in bucket
         )
 
     def _allocate_bucket(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """Allocate the flat tensor of a bucket, and its checksums [moves] int64, both unset."""
         numbers, where = sum(move.numbers for move in bucket), device.current_device()
         return (
             torch.empty(numbers, dtype=self.dtype, device=where),
@@ -89,7 +83,6 @@ class _TransferSide:
         )
 
     def _exchange_tensors(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send tensors to a rank of the group, or receive them from it, and wait for the end."""
         operations = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -115,7 +108,6 @@ class WeightSender(_TransferSide):
                 )
 
     def _pack_bucket(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """Copy the slices of a bucket into a flat tensor; return it and the `bit_sum` of each."""
         flat, sums = self._allocate_bucket(bucket)
         checksums = []
         for move, part in zip(bucket, _split_by_move(flat, bucket), strict=True):
@@ -147,11 +139,7 @@ class WeightReceiver(_TransferSide):
     def _unpack_bucket(
         self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int
     ) -> None:
-        """Copy a received bucket into the parameters.
-
-        Raises WeightsDiffer, after all copies, naming the parameters of which a copied slice has
-        another checksum than in `sums`.
-        """
+        """Copy a received bucket into the parameters."""
         names = []
         for move, part, expected in zip(
             bucket, _split_by_move(flat, bucket), sums.tolist(), strict=True
@@ -194,5 +182,4 @@ def bit_sum(tensor: Tensor) -> int:
 
 
 def _split_by_move(flat: Tensor, bucket: Sequence[Move]) -> Sequence[Tensor]:
-    """Split the flat tensor of a bucket into views, one for each of its moves."""
     return flat.split([move.numbers for move in bucket])

@@ -119,11 +119,7 @@ def plan_layout_moves(
 def _find_holders(
     architecture: ArchitectureConfig, training: TrainingLayout
 ) -> dict[tuple[str, ...], tuple[str, list[int]]]:
-    """Map a parameter's Hugging Face names to its training name and the ranks that have a shard.
-
-    Data-parallel replicas are among the ranks. Of a tied embedding it is the first stage's, not the
-    copy that is the last stage's output layer.
-    """
+    """Map a parameter's Hugging Face names to its training name and the ranks that have a shard."""
     ranks, ep = training.ranks, training.ep
     holders: dict[tuple[str, ...], tuple[str, list[int]]] = {}
     for pp_rank in range(ranks.pp):
@@ -139,14 +135,7 @@ def _find_holders(
 def _find_overlaps(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int, training_tp: int
 ) -> Iterator[_Overlap]:
-    """Yield the overlaps of a rollout rank's shard with the shards of all training ranks.
-
-    They cover the shard, in the order of training ranks, with adjacent ones joined. A replicated
-    parameter has one, of no certain rank.
-
-    tp_rank, tp: tensor-parallel rank and size of the rollout
-    training_tp: tensor-parallel size of the training
-    """
+    """Yield the overlaps of a rollout rank's shard with the shards of all training ranks."""
     needed = _find_slices(parameter, a, tp_rank, tp)
     if parameter.split is Split.REPLICATED:
         [(source, dim, _, stop, _)] = needed
@@ -173,7 +162,6 @@ def _find_overlaps(
 def _find_slices(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return (source, dim, start, stop, offset in the shard) of each slice of a rank's shard."""
     slices, offset = [], 0
     for part in shard_slices(parameter, a, tp_rank, tp):
         slices.append((part.source, part.dim, part.start, part.stop, offset))
@@ -182,13 +170,11 @@ def _find_slices(
 
 
 def _elements_per_index(source: str, dim: int, a: ArchitectureConfig) -> int:
-    """Return the number of elements of one row (dim 0) or column (dim 1) of tensor `source`."""
     shape = hf_shape(source, a)
     return prod(shape) // shape[dim]
 
 
 def _join_adjacent(one: _Overlap, other: _Overlap) -> _Overlap | None:
-    """Join two overlaps; None unless `other` follows `one` at the sender and at the receiver."""
     follows = (
         one.source_start + one.size == other.source_start
         and one.target_start + one.size == other.target_start

@@ -38,7 +38,7 @@ HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 SIDEWAYS = {
     ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
-    ("mindspeed_rlxf.device.npu_count", "mindspeed_rlxf.config.enums"),
+    ("mindspeed_rlxf.device.npu", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.config.rules.host", "mindspeed_rlxf.device"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config.packages"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from math import gcd, lcm
+from typing import NamedTuple
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role, Stage
 from mindspeed_rlxf.config.errors import Problem, ref
@@ -17,6 +17,10 @@ TITLES = {
     Role.CRITIC: "the critic",
     Role.REWARD: "the reward model",
 }
+MINI_BATCHES = {
+    Role.ACTOR_ROLLOUT: "ppo_mini_batch_size",
+    Role.CRITIC: "critic_mini_batch_size",
+}
 BATCH, SAMPLES = "training.global_batch_size", "actor_rollout.n_samples_per_prompt"
 
 
@@ -25,7 +29,10 @@ def check_batches(config: RunConfig) -> list[Problem]:
 
     Call it only if the processes of every role are a multiple of TP x PP.
     """
-    return [*_check_batch(config), *_check_mini_batches(config)]
+    problems = list(_check_batch(config))
+    for role in (role for role in MINI_BATCHES if role in config.roles):
+        problems += _check_mini_batch(config, role)
+    return problems
 
 
 def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
@@ -47,7 +54,7 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
     """
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
-    for role in (r for r in config.roles if r in (Role.ACTOR_ROLLOUT, Role.CRITIC)):
+    for role in (role for role in MINI_BATCHES if role in config.roles):
         limit = config.role(role).max_tokens_per_micro_batch
         if limit is not None:
             key = ref(f"{role.value}.max_tokens_per_micro_batch")
@@ -60,17 +67,9 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of `global_batch_size`, which all roles' ranks must be able to divide equally.
-
-    One for each role's unit of samples (`_Share`) that does not divide the samples of an iteration;
-    not if a larger unit that was reported implies it. Also if responses that are compared would be
-    on several ranks (not after the first kind), and if greedy responses, one per prompt, cannot be
-    divided among the reward's replicas.
-    """
-    prompts, per_prompt = (
-        config.training.global_batch_size,
-        config.actor_rollout.n_samples_per_prompt,
-    )
+    """Yield problems of `global_batch_size`, which all roles' ranks must divide equally."""
+    prompts = config.training.global_batch_size
+    per_prompt = config.actor_rollout.n_samples_per_prompt
     remedy = use(multiples_around(prompts, _prompt_step(config)))
     broken: list[int] = []
     for share, role in sorted(_shares(config).items(), key=lambda item: -item[0].unit):
@@ -103,10 +102,6 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _prompt_step(config: RunConfig) -> int:
-    """Return the number whose multiples are the legal values of `global_batch_size`.
-
-    The least common multiple of the numbers of prompts that the rules of `_check_batch` need.
-    """
     per_prompt = config.actor_rollout.n_samples_per_prompt
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
@@ -117,12 +112,10 @@ def _prompt_step(config: RunConfig) -> int:
 
 
 def _experience_role(config: RunConfig) -> Role:
-    """Return the role on whose ranks advantages are computed, from whole groups."""
     return Role.ACTOR_ROLLOUT if config.critic is None else Role.CRITIC
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """Factors that a role's number of samples must have; `unit` is their product.
 
     Only trained roles have to fill a virtual pipeline; a frozen role pads it.
@@ -130,20 +123,7 @@ class _Share:
 
     dp: int
     stages: int  # of the virtual pipeline of a role that learns, else 1
-    together: int  # 2 where the loss needs pairs of responses, else 1
-
-    @classmethod
-    def of(cls, config: RunConfig, role: Role) -> _Share:
-        """Return the factors of a role, for the sizes of the configuration.
-
-        `stages` is that of the virtual pipeline for a role that learns; `together` is 2 for the
-        actor of online DPO.
-        """
-        section = config.role(role)
-        learns = isinstance(section, LearningConfig)
-        stages = section.micro_batch_multiple if learns else 1
-        pairs = role is Role.ACTOR_ROLLOUT and config.training.stage is Stage.RAY_ONLINE_DPO
-        return cls(config.layout(role).dp, stages, 2 if pairs else 1)
+    together: int  # 2 if the loss needs pairs of responses, else 1
 
     @property
     def unit(self) -> int:
@@ -156,139 +136,63 @@ class _Share:
         return text + (f" x {self.together} responses of a pair" if self.together > 1 else "")
 
 
+def _share(config: RunConfig, role: Role) -> _Share:
+    section = config.role(role)
+    stages = section.micro_batch_multiple if isinstance(section, LearningConfig) else 1
+    pairs = role is Role.ACTOR_ROLLOUT and config.training.stage is Stage.RAY_ONLINE_DPO
+    return _Share(config.layout(role).dp, stages, 2 if pairs else 1)
+
+
 def _shares(config: RunConfig) -> dict[_Share, Role]:
     """Map each set of factors to the first role, in the order of `Role`, that has it."""
-    return {_Share.of(config, role): role for role in reversed(config.roles)}
+    return {_share(config, role): role for role in reversed(config.roles)}
 
 
-def _legal_samples(config: RunConfig) -> int:
-    """Return the samples of an iteration, by which mini-batches are checked.
-
-    prompts x `n_samples_per_prompt`. Prompts are `global_batch_size`, or where it is illegal the
-    greatest common divisor of the two sizes that its problem proposes, so that remedies for
-    mini-batches fit both.
-    """
+def _check_mini_batch(config: RunConfig, role: Role) -> Iterator[Problem]:
+    """Yield at most one problem of the mini-batches of a role, the actor or the critic."""
+    section, share = config.role(role), _share(config, role)
+    per_prompt = config.actor_rollout.n_samples_per_prompt
+    name, micro_key = MINI_BATCHES[role], f"{role.value}.micro_batch_size"
+    key = f"{role.value}.{name}"
+    size, by_tokens = getattr(section, name), section.max_tokens_per_micro_batch is not None
+    micro, width = 1 if by_tokens else section.micro_batch_size, share.dp * share.stages
     prompts, step = config.training.global_batch_size, _prompt_step(config)
-    if prompts % step:
-        prompts = gcd(*multiples_around(prompts, step))
-    return prompts * config.actor_rollout.n_samples_per_prompt
+    is_legal = prompts % step == 0
+    # The remedies of an illegal batch's mini-batches fit both sizes that its own remedy names.
+    samples = (prompts if is_legal else gcd(*multiples_around(prompts, step))) * per_prompt
 
+    def sizes(micro: int) -> list[int]:
+        return [n for n in divisors(samples) if n % (width * micro) == 0]
 
-def _check_mini_batches(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of the mini-batches of actor and critic, at most one per role.
+    def micros() -> list[int]:
+        return [n for n in divisors(samples // width) if n % share.together == 0]
 
-    Reported is the first of: a micro-batch that separates a pair of responses, a mini-batch that
-    does not divide the samples of an iteration, one that is no multiple of the ranks'
-    micro-batches.
-    """
-    sizes = [(Role.ACTOR_ROLLOUT, "ppo_mini_batch_size"), (Role.CRITIC, "critic_mini_batch_size")]
-    for role, key in sizes:
-        if role in config.roles:
-            step, size = _Step.of(config, role), getattr(config.role(role), key)
-            if step.splits_pairs:
-                yield _odd_micro_batch(step, key, size)
-            else:
-                yield from _check_mini_batch(config, step, f"{role.value}.{key}", size)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Factors that the number of samples of a role's optimizer step must have."""
-
-    role: Role
-    samples: int  # of an iteration, by `_legal_samples`
-    is_legal: bool  # global_batch_size is legal, so `samples` is the real number
-    share: int  # data-parallel size x stages of a virtual pipeline
-    micro: int  # micro_batch_size; 1 with max_tokens_per_micro_batch
-    together: int  # 2 where the loss needs pairs of responses, else 1
-    by_tokens: bool  # max_tokens_per_micro_batch is given
-    factors: str  # text of the factors share x micro, for messages
-
-    @classmethod
-    def of(cls, config: RunConfig, role: Role) -> _Step:
-        """Return the factors of an optimizer step of a role, which must be the actor or the critic.
-
-        `share` = data-parallel size x stages of the virtual pipeline; `micro` = micro_batch_size,
-        or 1 with a token limit; `samples` by `_legal_samples`; `factors` = share and micro as text.
-        """
-        section, share = config.role(role), _Share.of(config, role)
-        micro, factors = 1, str(replace(share, together=1))
-        by_tokens = section.max_tokens_per_micro_batch is not None
-        if not by_tokens:
-            micro = section.micro_batch_size
-            factors += f" x {ref(f'{role.value}.micro_batch_size')}={micro}"
-        samples, width = _legal_samples(config), share.dp * share.stages
-        is_legal = samples == config.samples_per_iteration
-        return cls(role, samples, is_legal, width, micro, share.together, by_tokens, factors)
-
-    @property
-    def splits_pairs(self) -> bool:
-        """Whether `micro_batch_size` separates the two responses of a pair.
-
-        False with max_tokens_per_micro_batch, which `rules.stages` refuses for pairs.
-        """
-        return not self.by_tokens and self.micro % self.together > 0
-
-    def sizes(self, micro: int) -> list[int]:
-        """List the legal sizes of mini-batches for micro-batches of `micro` samples, ascending."""
-        return [n for n in divisors(self.samples) if n % (self.share * micro) == 0]
-
-    def micros(self) -> list[int]:
-        """List the sizes of micro-batches for which a mini-batch is legal, ascending."""
-        return [n for n in divisors(self.samples // self.share) if n % self.together == 0]
-
-    def remedy(self, size: int) -> str:
-        """Return text that proposes the legal mini-batches nearest to `size`, on both sides.
-
-        If none is legal for the micro_batch_size: another micro_batch_size, and a mini-batch for
-        it.
-        """
-        if good := self.sizes(self.micro):
-            return use(neighbours(size, good))
-        fits = neighbours(self.micro, self.micros())[0]
-        return (
-            f"no size fits, so use {ref(f'{self.role.value}.micro_batch_size')}={fits} and a "
-            f"mini-batch of {fits * self.share}"
-        )
-
-
-def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
-    """Return the problem of a micro_batch_size that separates pairs, with even sizes as remedy.
-
-    The remedy is the closest one or two sizes that the mini-batch allows, ascending, perhaps both
-    on one side; if there are none, the closest even micro-batch and a mini-batch for it.
-    key, size: of the role's mini-batch
-    """
-    near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
-    fitting = [micro for micro in near if size in step.sizes(micro)]
-    good = neighbours(size, step.sizes(near[0])) or [size]
-    change_both = f"use {near[0]}, and {ref(f'{step.role.value}.{key}')}={good[0]}"
-    return Problem(
-        f"{step.role.value}.micro_batch_size",
-        f"must be even with {ref('training.stage')}=ray_online_dpo, whose loss needs both "
-        "responses of a pair",
-        step.micro,
-        use(sorted(fitting[:2])) if fitting else change_both,
-    )
-
-
-def _check_mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
-    """Yield at most one problem: the first of these two rules that the mini-batch breaks.
-
-    It divides the samples of an iteration (checked only if `global_batch_size` is legal). It is a
-    multiple of DP x stages of a virtual pipeline x micro-batch size.
-    key, size: of the mini-batch
-    """
-    if step.is_legal and step.samples % size:
+    if not by_tokens and micro % share.together:  # `rules.stages` refuses a token limit for pairs
+        near = sorted(micros(), key=lambda n: abs(n - micro))
+        fitting = [n for n in near if size in sizes(n)]
+        good = neighbours(size, sizes(near[0])) or [size]
         yield Problem(
-            key,
-            f"must divide the {step.samples} samples of an iteration "
-            f"({ref(BATCH)}={config.training.global_batch_size} x "
-            f"{ref(SAMPLES)}={config.actor_rollout.n_samples_per_prompt})",
-            size,
-            step.remedy(size),
+            micro_key,
+            f"must be even with {ref('training.stage')}=ray_online_dpo, whose loss needs both "
+            "responses of a pair",
+            micro,
+            use(sorted(fitting[:2])) if fitting else f"use {near[0]}, and {ref(key)}={good[0]}",
         )
-    elif size % (unit := step.share * step.micro):
-        yield Problem(
-            key, f"must be a multiple of {unit} ({step.factors})", size, step.remedy(size)
+        return
+    if is_legal and samples % size:
+        rule = (
+            f"must divide the {samples} samples of an iteration "
+            f"({ref(BATCH)}={prompts} x {ref(SAMPLES)}={per_prompt})"
         )
+    elif size % (unit := width * micro):
+        factors = str(share._replace(together=1))
+        factors += "" if by_tokens else f" x {ref(micro_key)}={micro}"
+        rule = f"must be a multiple of {unit} ({factors})"
+    else:
+        return
+    if good := sizes(micro):
+        remedy = use(neighbours(size, good))
+    else:
+        fits = neighbours(micro, micros())[0]
+        remedy = f"no size fits, so use {ref(micro_key)}={fits} and a mini-batch of {fits * width}"
+    yield Problem(key, rule, size, remedy)

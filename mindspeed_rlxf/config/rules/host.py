@@ -52,11 +52,7 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
 
 
 def _check_local_world(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1).
-
-    If WORLD_SIZE is no number above 0, that is the only problem. Call it only with
-    `runtime.kind=local`, where every process runs every role.
-    """
+    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1)."""
     found = os.environ.get("WORLD_SIZE", "1")
     if not (found.isascii() and found.isdigit() and int(found)):
         yield Problem(
@@ -78,11 +74,7 @@ def _check_local_world(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each TP above its model's number of key-value groups.
-
-    Checks the roles with an architecture, and generation if its TP is not the actor's. Nothing if
-    megatron-core is not installed or not older than SHARED_GROUPS_SINCE.
-    """
+    """Yield a problem for each TP above its model's number of key-value groups."""
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
         for role in config.roles
@@ -108,10 +100,6 @@ def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_resource(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `device.resource_name` is not the name of Ray's resource for the device.
-
-    Nothing on CPU, and where the key is not set.
-    """
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
@@ -127,11 +115,7 @@ def _check_resource(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
-    """Yield at most one problem, if this host has too little for `wanted` processes.
-
-    Each needs one device, or on CPU PROCESS_BYTES of memory. It is also a problem if the host lacks
-    the kind of device, or its devices cannot be counted.
-    """
+    """Yield at most one problem, if this host has too little for `wanted` processes."""
     from mindspeed_rlxf import device
 
     pools = ", ".join(f"{pool}={size}" for pool, size in _pool_sizes(config).items())

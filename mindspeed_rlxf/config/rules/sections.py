@@ -65,10 +65,6 @@ def _check_pools(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_replicas(config: RunConfig, role: Role) -> Problem | None:
-    """Return a problem if the processes of a role are no multiple of TP x PP, else None.
-
-    None also where the role's pool does not exist, which another rule reports.
-    """
     pool, section = config.pool_of(role), config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     size = sum(config.processes_of(role)) if pool in config.resource_pool else tp * pp
@@ -83,10 +79,7 @@ def _check_replicas(config: RunConfig, role: Role) -> Problem | None:
 
 
 def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield a problem if a role's `load` is not set; call it only for a role with a model.
-
-    Another if `training.seq_length` is above the model's `max_position_embeddings`.
-    """
+    """Yield a problem if a role's `load` is not set; call it only for a role with a model."""
     section = config.role(role)
     if section.load is None:
         kind = f" with {ref('reward.kind')}={config.reward.kind.value}"
@@ -104,12 +97,7 @@ def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield problems of a role's parallel sizes; for a role without a model only of its processes.
-
-    The processes must be a multiple of TP x PP. Then expert parallelism, the rollout's TP if it is
-    not the actor's, the token limit (`check_token_budget`), and TP groups that would span nodes,
-    unless `tensor_parallel_spans_nodes` allows it.
-    """
+    """Yield problems of a role's parallel sizes; without a model only of its processes."""
     misplaced, section, pool = (
         _check_replicas(config, role),
         config.role(role),
@@ -142,7 +130,6 @@ def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _check_lengths(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `max_prompt_length` + `max_new_tokens` exceed `seq_length`."""
     actor, total = config.actor_rollout, config.training.seq_length
     if actor.max_prompt_length + actor.max_new_tokens > total:
         prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")

@@ -74,13 +74,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
-    """Yield a problem unless the generating ranks form whole tensor-parallel groups on each node.
-
-    If the rollout's TP does not divide `infer`, that is the only problem. Otherwise there is one
-    for each node whose generating ranks are no multiple of TP, and those of
-    `_check_rollout_experts`.
-    train, infer: numbers of ranks that train and that generate
-    """
+    """Yield a problem unless the generating ranks form whole TP groups on each node."""
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
     if infer % tp and config.rollout.tensor_model_parallel_size is None:
         yield Problem(
@@ -111,11 +105,7 @@ def _check_replicas(config: RunConfig, train: int, infer: int) -> Iterator[Probl
 
 
 def _check_rollout_experts(config: RunConfig, dp: int) -> Iterator[Problem]:
-    """Yield problems of the expert-parallel size of ranks that only generate, if it is above 1.
-
-    A problem for a model without experts; else those of `find_uneven_experts`.
-    dp: number of their replicas
-    """
+    """Yield problems of the expert-parallel size of ranks that only generate, if it is above 1."""
     actor, ep = config.actor_rollout, config.rollout_ep
     if ep == 1 or actor.architecture is None:
         return

@@ -34,15 +34,32 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
     yield from _check_samples_per_prompt(config)
     yield from _check_rewards(config)
     yield from _check_verifiers(config)
-    yield from _check_whitening(config)
-    yield from _check_warm_up(config)
+    whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
+    sizes = {
+        AdvantageWhiten.BATCH: config.samples_per_iteration,
+        AdvantageWhiten.MINIBATCH: actor.ppo_mini_batch_size,
+    }
+    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
+    if not pairs and sizes.get(whiten, 2) * actor.max_new_tokens == 1:
+        yield Problem(
+            "algorithm.advantage_whiten",
+            f"needs two tokens, and one sample with {ref(NEW_TOKENS)}=1 has one",
+            whiten,
+            "use none, or more samples",
+        )
+    iterations = config.training.train_iters
+    if config.warmup_iters >= iterations:
+        yield Problem(
+            "critic.warmup_iters",
+            f"must be below {ref('training.train_iters')}={iterations}, as the actor learns after "
+            "it",
+            config.warmup_iters,
+            f"use {iterations - 1} or less",
+        )
 
 
 def _check_estimator(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if only one of stage and estimator has a critic.
-
-    Another for `kl_penalty: kl` with the KL in the loss.
-    """
+    """Yield a problem if only one of stage and estimator has a critic."""
     algorithm, stage = config.algorithm, config.training.stage
     estimator, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
     if stage is Stage.RAY_PPO and not needs_critic:
@@ -69,10 +86,7 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each rule of `kl_penalty: full` that is broken; none without reference.
-
-    The KL must not be in the loss. Actor and reference must be on one pool, with equal TP and PP.
-    """
+    """Yield a problem for each broken rule of `kl_penalty: full`; none without reference."""
     if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
@@ -99,10 +113,6 @@ def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if the vocabulary size of the reference is not the actor's.
-
-    Nothing in a run without a reference.
-    """
     sections = config.actor_rollout, config.ref
     if Role.REF not in config.roles:
         return
@@ -117,11 +127,6 @@ def _check_vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for one response per prompt where responses are compared.
-
-    One each for an estimator that compares a group, and for `filter_groups`. Nothing for DPO, whose
-    number `_check_pairs` checks.
-    """
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
     if samples > 1 or config.training.stage is Stage.RAY_ONLINE_DPO:
         return
@@ -139,11 +144,6 @@ def _check_samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_pairs(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem unless there are two responses per prompt.
-
-    One also if the actor's `max_tokens_per_micro_batch` is set, which may separate them. Call it
-    for online DPO only.
-    """
     samples = config.actor_rollout.n_samples_per_prompt
     limit = config.actor_rollout.max_tokens_per_micro_batch
     if samples != 2:
@@ -163,12 +163,7 @@ def _check_pairs(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_rewards(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each broken rule of the overlong buffer and of `filter_groups`.
-
-    The buffer must be at most `max_new_tokens`. `filter_groups` needs responses that are generated
-    (no `fixed_responses`), an estimator that compares them or online DPO, and a reward of kind
-    rule.
-    """
+    """Yield a problem for each broken rule of the overlong buffer and of `filter_groups`."""
     actor, algorithm = config.actor_rollout, config.algorithm
     if algorithm.overlong_buffer_len > actor.max_new_tokens:
         yield Problem(
@@ -206,11 +201,7 @@ def _check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_verifiers(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of `verifier_function` and `verifier_weight`.
-
-    Without `reward.verifier` one for each that is set. With it one if weights are set and are not
-    as many as functions (1 without functions).
-    """
+    """Yield problems of `verifier_function` and `verifier_weight`."""
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
@@ -228,37 +219,4 @@ def _check_verifiers(config: RunConfig) -> Iterator[Problem]:
             f"must have a weight for each of the {len(rules or (None,))} {functions}",
             list(weights),
             "give as many",
-        )
-
-
-def _check_whitening(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if advantages are whitened over a set that cannot have two tokens.
-
-    The set is one sample, of the iteration or of a mini-batch, with `max_new_tokens` 1. Nothing for
-    online DPO, which has no advantages.
-    """
-    whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
-    sizes = {
-        AdvantageWhiten.BATCH: config.samples_per_iteration,
-        AdvantageWhiten.MINIBATCH: actor.ppo_mini_batch_size,
-    }
-    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
-    if not pairs and sizes.get(whiten, 2) * actor.max_new_tokens == 1:
-        yield Problem(
-            "algorithm.advantage_whiten",
-            f"needs two tokens, and one sample with {ref(NEW_TOKENS)}=1 has one",
-            whiten,
-            "use none, or more samples",
-        )
-
-
-def _check_warm_up(config: RunConfig) -> Iterator[Problem]:
-    iterations = config.training.train_iters
-    if config.warmup_iters >= iterations:
-        yield Problem(
-            "critic.warmup_iters",
-            f"must be below {ref('training.train_iters')}={iterations}, as the actor learns after "
-            "it",
-            config.warmup_iters,
-            f"use {iterations - 1} or less",
         )

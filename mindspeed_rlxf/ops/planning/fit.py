@@ -78,7 +78,20 @@ def check_fit(config: RunConfig) -> Fit:
     for pool in pools:
         part = f", {pool.part}" if pool.part else ""
         title = f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)"
-        sections[title] = table(_pool_rows(pool)), _device_need(config, pool)
+        there = available.device_memory(config)
+        sections[title] = (
+            table(_pool_rows(pool)),
+            Need(
+                f"resource_pool.{pool.pool}",
+                f"a device {f'of the {pool.part} ' if pool.part else ''}",
+                pool.total,
+                there,
+                "" if there is None or pool.total <= there else find_remedy(config, pool, there),
+                "it comes from the host's memory, see below"
+                if available.on_cpu(config)
+                else "memory of a device is unknown: set device.memory_gib",
+            ),
+        )
     host = "Host memory" + (", largest host" if available.is_joined(config) else "")
     sections[host] = _host_section(config, pools)
     sections["Disk"] = _disk_section(config)
@@ -87,11 +100,7 @@ def check_fit(config: RunConfig) -> Fit:
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """Return a pool's memory table: titles, each phase of each role, then all roles together.
-
-    The last row is of the phase that needs most, with the bytes of the process; without a role with
-    a model, it has only those and the buffers.
-    """
+    """Return a pool's memory table: titles, each phase of each role, then all roles together."""
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
          "sum"]
@@ -110,25 +119,8 @@ def _memory_row(name: str, state: State, other: int, phase: Phase) -> list[objec
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
-def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
-    there = available.device_memory(config)
-    return Need(
-        f"resource_pool.{pool.pool}",
-        f"a device {f'of the {pool.part} ' if pool.part else ''}",
-        pool.total,
-        there,
-        "" if there is None or pool.total <= there else find_remedy(config, pool, there),
-        "it comes from the host's memory, see below"
-        if available.on_cpu(config)
-        else "memory of a device is unknown: set device.memory_gib",
-    )
-
-
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
-    """Return the table of the host's memory, a part per row and a phase per column, and the need.
-
-    A line below the table has the page cache of the weights, which the need does not include.
-    """
+    """Return the table of the host's memory, a row per part, a column per phase, and the need."""
     host = host_memory_needed(config, pools)
     rows: list[list[object]] = [["part", *PHASES]]
     for part in host.parts:

@@ -163,11 +163,7 @@ def _checkpoint_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def _export_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes of final weights that are written on the host with most writers.
-
-    The writers are the first rank of each pipeline stage and, with experts, of each group of
-    experts in it; all write the same number of bytes. Without a joined cluster there is one host.
-    """
+    """Return the bytes of final weights that are written on the host with most writers."""
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
     share = _numbers(config, role) // (layout.pp * ep) * itemsize(section)

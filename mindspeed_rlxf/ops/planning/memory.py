@@ -12,7 +12,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.layout import count_per_node
-from mindspeed_rlxf.config.schema import ArchitectureConfig, OffloadConfig, RunConfig
+from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.sizes import received_numbers, shard_sizes
 from mindspeed_rlxf.ops.planning.available import rollout_memory
@@ -116,7 +116,32 @@ def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
     """
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
-    return [replace(pool_memory(config, pool), part=TRAINS), _generating_rank(config, pool)]
+    assert config.parts is not None, "the pool is split"
+    actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
+    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
+    weights = numbers * itemsize(actor)
+    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + (ep > 1) + POOL_GROUP
+    rollout = RoleMemory(
+        Role.ACTOR_ROLLOUT,
+        State(weights, 0, 0),
+        groups * device.communicator_bytes(config.device.kind),
+        (
+            Phase("receive weights", other=min(BUCKET_BYTES, weights)),
+            _generate_phase(config, 0),
+        ),
+        OffloadConfig(),
+    )
+    return [
+        replace(pool_memory(config, pool), part=TRAINS),
+        PoolMemory(
+            pool,
+            config.parts[0],
+            (rollout,),
+            device.process_bytes(config.device.kind),
+            tuple(count_per_node(config.resource_pool[pool], *config.parts)),
+            GENERATES,
+        ),
+    ]
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
@@ -161,37 +186,8 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
     return RoleMemory(role, stage.state(), stage.communication_bytes(), tuple(phases), offload)
 
 
-def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
-    assert config.parts is not None, "the pool is split"
-    actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
-    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
-    weights = numbers * itemsize(actor)
-    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + (ep > 1) + POOL_GROUP
-    rollout = RoleMemory(
-        Role.ACTOR_ROLLOUT,
-        State(weights, 0, 0),
-        groups * device.communicator_bytes(config.device.kind),
-        (
-            Phase("receive weights", other=min(BUCKET_BYTES, weights)),
-            _generate_phase(config, 0),
-        ),
-        OffloadConfig(),
-    )
-    return PoolMemory(
-        pool,
-        config.parts[0],
-        (rollout,),
-        device.process_bytes(config.device.kind),
-        tuple(count_per_node(config.resource_pool[pool], *config.parts)),
-        GENERATES,
-    )
-
-
 def _generate_phase(config: RunConfig, received: int) -> Phase:
-    """Return the memory of generation on a rank, which has every layer and its share of experts.
-
-    received: number of weights held during generation only, beside those the rank trains
-    """
+    """Return the memory of generation on a rank, which has every layer and its share of experts."""
     actor, tp, a = config.actor_rollout, config.rollout_tp, config.actor_rollout.architecture
     rows, held, item = cache_rows(config), _cache_tokens(config), itemsize(actor)
     length = actor.max_prompt_length + actor.max_new_tokens
@@ -201,7 +197,15 @@ def _generate_phase(config: RunConfig, received: int) -> Phase:
     layer = layer_bytes(a, prefill, tp, False, item)
     working = layer.kept + layer.sent
     if config.rollout_ep > 1:
-        working = layer.kept - layer.mlp + _exchange_bytes(a, prefill, tp, config.rollout_ep, item)
+        hidden, width = a.hidden_size, a.mlp_hidden_size // tp
+        own = prefill * (hidden * item + 5 * (a.num_experts or 0) + 20 * a.moe_router_topk)
+        result = hidden * (item + FP32)
+        widened = (hidden + 2 * width) * item
+        choice = 40 + max(result, widened, width * (3 * item + FP32))
+        together = config.rollout_ep * min(
+            prefill, max(1, generation_memory.EXCHANGE_TOKENS // config.rollout_ep)
+        )
+        working = layer.kept - layer.mlp + (own + together * (result + a.moe_router_topk * choice))
     top_ps = [actor.top_p] if actor.do_sample else []
     if config.has_validation_prompts and config.validation.do_sample:
         top_ps.append(config.validation.top_p)
@@ -220,16 +224,6 @@ def sampling_itemsize(do_sample: bool, sorts: bool) -> int:
     logits and weights; with top_p also token ids of 8 bytes.
     """
     return (7 if do_sample else 3) * FP32 + (8 if sorts else 0)
-
-
-def _exchange_bytes(a: ArchitectureConfig, tokens: int, tp: int, ep: int, itemsize: int) -> int:
-    hidden, width = a.hidden_size, a.mlp_hidden_size // tp
-    own = tokens * (hidden * itemsize + 5 * (a.num_experts or 0) + 20 * a.moe_router_topk)
-    result = hidden * (itemsize + FP32)
-    widened = (hidden + 2 * width) * itemsize
-    choice = 40 + max(result, widened, width * (3 * itemsize + FP32))
-    together = ep * min(tokens, max(1, generation_memory.EXCHANGE_TOKENS // ep))
-    return own + together * (result + a.moe_router_topk * choice)
 
 
 def cache_rows(config: RunConfig) -> int:

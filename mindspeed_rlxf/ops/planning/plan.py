@@ -46,12 +46,57 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     """
     fitting = check_fit(config)
     problems = fitting.problems
+    training, runtime, data = config.training, config.runtime, config.data
+    chosen = choose_cluster(runtime.address)
+    cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
+    is_ray = runtime.kind is RuntimeKind.RAY
+    saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
+    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
+    actor = config.actor_rollout
+    per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
+    per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
+    rows = cache_rows(config)
     sections = {
-        f"Run {config.training.run_name}": pairs(_run_section(config)),
+        f"Run {config.training.run_name}": pairs(
+            [
+                ("iterations", training.train_iters),
+                ("output", training.output_dir),
+                *((f"weights of {role.value}", folder) for role, folder in saved.items() if folder),
+                ("checkpoints of the run", _describe_checkpoints(config)),
+                ("tokenizer", training.tokenizer_name_or_path),
+                ("training prompts", ", ".join(data.train_files or data.data_path)),
+                ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
+                *(
+                    [("validation", _describe_validation(config))]
+                    if config.has_validation_prompts
+                    else []
+                ),
+                ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
+                ("device", config.device.kind.value),
+                ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
+                ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
+            ]
+        ),
         "Roles": table(_roles_table(config)),
         "Places of the ranks": topology(config),
         "Environment of the workers": _environment_table(config),
-        "Batch of an iteration": pairs(_batch_section(config)),
+        "Batch of an iteration": pairs(
+            [
+                ("prompts (global_batch_size)", config.training.global_batch_size),
+                ("samples per prompt", actor.n_samples_per_prompt),
+                ("samples", config.samples_per_iteration),
+                ("samples per actor replica", per_rank),
+                (
+                    "generated at once per rollout replica",
+                    f"{rows} (rounds: {-(-per_replica // rows)})",
+                ),
+                (
+                    "longest prompt + response",
+                    f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens",
+                ),
+                ("decoding", _describe_decoding(actor.do_sample, actor.temperature)),
+            ]
+        ),
         "Forward passes": table(_forwards_table(config)),
         "Optimizer": table(_updates_table(config)),
         **fitting.sections,
@@ -64,11 +109,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
 
 
 def _suggestions(config: RunConfig, nested: bool, note: Note) -> tuple[str, list[Problem]]:
-    """Search layouts; return the text of the plan's section on them, and problems.
-
-    Nothing is searched, and there is one problem, which the text repeats, if the memory is unknown.
-    On CPU without `device.memory_gib` the memory is that of a generating process.
-    """
+    """Search layouts; return the text of the plan's section on them, and problems."""
     room = available.device_memory(config)
     if room is None and available.on_cpu(config):
         room = available.rollout_memory(config)
@@ -77,29 +118,6 @@ def _suggestions(config: RunConfig, nested: bool, note: Note) -> tuple[str, list
         return f"  {rule}; {remedy}", [Problem("plan.suggest", rule, True, remedy)]
     limit = usable_bytes(room)
     return show_suggestions(config, suggest(config, limit, note), nested, limit), []
-
-
-def _run_section(config: RunConfig) -> list[tuple[str, object]]:
-    training, runtime, data = config.training, config.runtime, config.data
-    chosen = choose_cluster(runtime.address)
-    cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
-    is_ray = runtime.kind is RuntimeKind.RAY
-    saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
-    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
-    return [
-        ("iterations", training.train_iters),
-        ("output", training.output_dir),
-        *((f"weights of {role.value}", folder) for role, folder in saved.items() if folder),
-        ("checkpoints of the run", _describe_checkpoints(config)),
-        ("tokenizer", training.tokenizer_name_or_path),
-        ("training prompts", ", ".join(data.train_files or data.data_path)),
-        ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
-        *([("validation", _describe_validation(config))] if config.has_validation_prompts else []),
-        ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
-        ("device", config.device.kind.value),
-        ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
-        ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
-    ]
 
 
 def _describe_checkpoints(config: RunConfig) -> str:
@@ -113,11 +131,7 @@ def _describe_checkpoints(config: RunConfig) -> str:
 
 
 def _describe_validation(config: RunConfig) -> str:
-    """Return as text the interval of validation, responses per prompt, decoding and reward.
-
-    Instead of the interval it says "and no training" if the run only validates, and nothing if the
-    interval is 0.
-    """
+    """Return as text the interval of validation, responses per prompt, decoding and reward."""
     keys, found = config.validation, []
     if keys.only:
         found.append("and no training")
@@ -140,11 +154,7 @@ def _environment_table(config: RunConfig) -> str:
 
 
 def _roles_table(config: RunConfig) -> list[list[object]]:
-    """Return the table of roles, a heading row first: model, pool, sizes, precision, weights.
-
-    A reward role without a model has the model `rule`, and NONE for TP, PP, EP, precision and
-    weights. A split pool adds a row after the actor's, for its ranks that generate.
-    """
+    """Return the table of roles, a heading row first: model, pool, sizes, precision, weights."""
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
     ]
@@ -171,26 +181,6 @@ def _rollout_row(config: RunConfig, precision: str) -> list[object]:
     return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
 
 
-def _batch_section(config: RunConfig) -> list[tuple[str, object]]:
-    actor = config.actor_rollout
-    per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
-    return [
-        ("prompts (global_batch_size)", config.training.global_batch_size),
-        ("samples per prompt", actor.n_samples_per_prompt),
-        ("samples", config.samples_per_iteration),
-        ("samples per actor replica", per_rank),
-        ("generated at once per rollout replica", _describe_rows_at_once(config)),
-        ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
-        ("decoding", _describe_decoding(actor.do_sample, actor.temperature)),
-    ]
-
-
-def _describe_rows_at_once(config: RunConfig) -> str:
-    per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
-    rows = cache_rows(config)
-    return f"{rows} (rounds: {-(-per_replica // rows)})"
-
-
 def _forwards_table(config: RunConfig) -> list[list[object]]:
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
     for role in config.roles:
@@ -210,11 +200,7 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 
 
 def _updates_table(config: RunConfig) -> list[list[object]]:
-    """Return the table of updates: a heading row, the actor's row, and the critic's if any.
-
-    Columns: role, samples of a mini-batch over all ranks, mini-batches per epoch, epochs, steps per
-    iteration, micro-batches per rank and step, steps in the run, learning rate.
-    """
+    """Return the table of updates: a heading row, the actor's row, and the critic's if any."""
     actor = config.actor_rollout
     rows: list[list[object]] = [
         ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",

@@ -126,12 +126,7 @@ def _kinds(config: RunConfig, pool: PoolMemory) -> list[list[Changes]]:
 
 
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> list[Changes]:
-    """Return changes with ever smaller batches, each to be tried alone.
-
-    First the rows generated at once, if the actor is in `roles`, halved until one is left. Then the
-    micro-batch of each role: its limit in tokens, halved down to one longest sequence, or without
-    such a limit its size, halved down to 1.
-    """
+    """Return changes with ever smaller batches, each to be tried alone."""
     found: list[Changes] = []
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
@@ -152,11 +147,7 @@ def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> list[C
 
 
 def _larger_layouts(roles: dict[Role, RoleConfig]) -> list[Changes]:
-    """Return changes that each double one kind of parallelism.
-
-    First the expert parallelism of each role with experts. Then tensor parallelism of all roles,
-    with sequence parallelism; then pipeline parallelism of all roles that learn.
-    """
+    """Return changes that each double one kind of parallelism."""
     found: list[Changes] = [
         {f"{role.value}.expert_model_parallel_size": 2 * section.expert_model_parallel_size}
         for role, section in roles.items()

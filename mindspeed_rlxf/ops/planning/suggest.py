@@ -103,11 +103,7 @@ def _layouts(config: RunConfig) -> Iterator[_Layout]:
 
 
 def _offloads(config: RunConfig) -> Iterator[Changes]:
-    """Yield sets of changes, each with all offload keys of all roles with a model, cheapest first.
-
-    First all keys are off. Then on are the weights of frozen roles (if there are any), then
-    optimizers too, then the weights of all roles too.
-    """
+    """Yield sets of changes, each with all roles' offload keys, cheapest first."""
     roles = [role for role in config.roles if has_model(config, role)]
     learning = [role for role in roles if isinstance(config.role(role), LearningConfig)]
     steps: list[tuple[list[Role], bool, bool]] = [([], False, False)]
@@ -124,13 +120,7 @@ def _offloads(config: RunConfig) -> Iterator[Changes]:
 
 
 def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
-    """Return the changes of keys that make a layout, for every role with a model.
-
-    TP and PP are reduced to the role's number of ranks; PP is 1 for roles that do not learn.
-    Sequence parallelism is on where TP is over 1; virtual stages are unset. A micro-batch has at
-    most the tokens of `layout.sequences` longest sequences. Roles that learn get recomputation,
-    layer by layer, and a distributed optimizer where DP is over 1.
-    """
+    """Return the changes of keys that make a layout, for every role with a model."""
     actor = config.actor_rollout
     tokens = layout.sequences * (actor.max_prompt_length + actor.max_new_tokens)
     changes: Changes = {}
@@ -150,18 +140,14 @@ def _layout_changes(config: RunConfig, layout: _Layout) -> Changes:
         if learns:
             changes[f"{role.value}.use_distributed_optimizer"] = size > tp * pp
             changes[f"{role.value}.recompute"] = layout.recompute.value
-            changes |= _recompute_by_layer(role, section)
+            wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
+            given = {name: getattr(section, name) for name in wanted}
+            changes |= {
+                f"{role.value}.{name}": value
+                for name, value in wanted.items()
+                if getattr(given[name], "value", given[name]) != value
+            }
     return changes
-
-
-def _recompute_by_layer(role: Role, section: LearningConfig | Any) -> Changes:
-    wanted = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    given = {name: getattr(section, name) for name in wanted}
-    return {
-        f"{role.value}.{name}": value
-        for name, value in wanted.items()
-        if getattr(given[name], "value", given[name]) != value
-    }
 
 
 def _evaluate(
@@ -181,7 +167,12 @@ def _evaluate(
         rows = waiting = -(-config.samples_per_iteration // varied.rollout_layout.dp)
         varied = vary(config, {**changes, rows_key: rows})
         if (excess := _largest_need(varied) - limit) > 0:
-            rows -= -(-excess // _row_bytes(varied))
+            actor, tp = varied.actor_rollout, varied.rollout_tp
+            length = actor.max_prompt_length + actor.max_new_tokens
+            rows -= -(
+                -excess
+                // generation_memory.kv_cache_bytes(length, actor.architecture, tp, itemsize(actor))
+            )
             if rows < 1:
                 return None
             rows = rows if rows < 8 else rows // 8 * 8
@@ -208,12 +199,6 @@ def _largest_need(config: RunConfig) -> int:
 def _host_fits(config: RunConfig) -> bool:
     there = available.host_memory(config)
     return there is None or host_memory_needed(config, _pools(config)).total <= there
-
-
-def _row_bytes(config: RunConfig) -> int:
-    actor, tp = config.actor_rollout, config.rollout_tp
-    length = actor.max_prompt_length + actor.max_new_tokens
-    return generation_memory.kv_cache_bytes(length, actor.architecture, tp, itemsize(actor))
 
 
 def show_suggestions(config: RunConfig, found: list[Suggestion], nested: bool, limit: int) -> str:

@@ -33,10 +33,7 @@ def topology(config: RunConfig) -> str:
 
 
 def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Place], dict[str, Placed]]]:
-    """Yield the places of a pool's ranks, and the layouts by role; of a split pool for each part.
-
-    The layout of ranks that only generate is called "rollout".
-    """
+    """Yield the places of a pool's ranks and the layouts by role, for each part of the pool."""
     sizes = enumerate(config.resource_pool[pool])
     devices = [(host, number) for host, size in sizes for number in range(size)]
     places = [(*device, rank) for rank, device in enumerate(devices)]

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import npu, npu_count
+from mindspeed_rlxf.device import npu
 from mindspeed_rlxf.ops.doctor import checks
 from tests.unit.device import npu_recorder
 
@@ -67,7 +67,7 @@ def test_where_the_tool_fails_torch_npu_counts_in_a_separate_process(
 ) -> None:
     if tool is not None:
         host.program("npu-smi", tool)
-    host.program("python", f"echo a warning; echo '{npu_count.ANSWER}3'")
+    host.program("python", f"echo a warning; echo '{npu.ANSWER}3'")
     assert device.device_count(NPU) == 3
 
 
@@ -78,7 +78,7 @@ def test_where_both_counts_fail_the_error_names_both_reasons_and_a_remedy(
     rule = r"must be counted.*npu-smi is not on PATH, and .*ended with 1.*libhccl\.so; put npu-smi"
     with pytest.raises(ValueError, match=rule):
         device.device_count(NPU)
-    monkeypatch.setattr(npu_count, "IMPORT_S", 0.05)
+    monkeypatch.setattr(npu, "IMPORT_S", 0.05)
     host.program("python", "exec sleep 5")
     with pytest.raises(ValueError, match=r"no answer within 0\.05 s"):
         device.device_count(NPU)
@@ -92,12 +92,12 @@ def test_the_separate_process_prints_the_count_of_torch_npu(
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", os.path.realpath(f"/proc/{os.getpid()}/exe"))
-    assert npu_count.count_by_torch() == 6
+    assert npu.count_by_torch() == 6
 
 
 def test_the_doctor_compares_the_counts_of_torch_and_of_the_driver(host: Host) -> None:
     host.smi(4)
-    host.program("python", f"echo '{npu_count.ANSWER}3'")
+    host.program("python", f"echo '{npu.ANSWER}3'")
     found = [f for f in checks.check_devices(NPU) if f.check == "devices.torch"]
     assert [(f.status.value, f.value) for f in found] == [
         ("error", "torch sees 3, the driver offers 4")
