@@ -16,10 +16,7 @@ from mindspeed_rlxf.device import facade
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Allocate host memory; pinned if the process has a device, then rounded up to 2**n by torch.
-
-    Returns [num_bytes] uint8, not initialised.
-    """
+    """Allocate host memory, [num_bytes] uint8; pinned (and rounded up to 2**n) beside a device."""
     pinned = facade.active_library() is not None
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
@@ -50,10 +47,7 @@ class CopyStream:
         return None if self._library is None else self._stream.record_event()
 
     def join(self, event: Any) -> None:
-        """Make later work of the current stream wait for an event of `mark`, without blocking.
-
-        event: None = nothing to wait for
-        """
+        """Make later work of the current stream wait for an event of `mark`; None = for nothing."""
         if event is not None:
             self._library.current_stream().wait_event(event)
 

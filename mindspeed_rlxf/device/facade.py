@@ -58,20 +58,13 @@ def resolve_kind(kind: DeviceKind) -> DeviceKind:
 
 
 def device_count(kind: DeviceKind) -> int | None:
-    """Return the number of devices of this host that a process may use; None = no limit (CPU).
-
-    Does not import torch_npu in this process. Raises ValueError when NPUs cannot be counted.
-    """
+    """Return the number of devices of this host that a process may use; None = no limit (CPU)."""
     kind = resolve_kind(kind)
     return npu.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
 
 
 def count_by_torch(kind: DeviceKind) -> int | None:
-    """Return the number of devices of a kind (or of what `auto` stands for) that torch sees.
-
-    None = no limit (CPU). On NPU a separate process counts, which takes seconds; ValueError if it
-    fails.
-    """
+    """Return the number of devices that torch sees, on NPU in a separate process; None on CPU."""
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return None
@@ -142,10 +135,7 @@ def setup(
 
 
 def load_library(kind: DeviceKind) -> None:
-    """Import torch_npu if the kind, or what `auto` stands for, is NPU; claims no device.
-
-    Raises ValueError if torch_npu cannot be imported.
-    """
+    """Import torch_npu if the kind is NPU; claims no device. Raises ValueError if it fails."""
     if resolve_kind(kind) is DeviceKind.NPU:
         npu.import_torch_npu()  # registers torch.npu
 
@@ -173,10 +163,7 @@ def current_device() -> torch.device:
 
 
 def fuses_layers() -> bool:
-    """Return whether models must use Megatron's own attention, norm and activation: only on NPU.
-
-    MindSpeed's adaptor replaces these by fused operators there.
-    """
+    """Return whether models use Megatron's layers, which MindSpeed fuses: only on NPU."""
     return _active is DeviceKind.NPU
 
 
@@ -186,10 +173,7 @@ def tries_kernels() -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy (modulo 2**32) and torch.
-
-    Megatron's own random streams stay as they are; the engine seeds them.
-    """
+    """Seed Python, numpy (modulo 2**32) and torch, but not Megatron's random streams."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -303,10 +287,7 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 def environment_problems(
     kind: DeviceKind, environment: Mapping[str, str]
 ) -> list[npu.Contradiction]:
-    """Return the contradiction between HCCL's timeouts in the workers' variables, or [].
-
-    `npu.timeout_problem` looks for it; [] if not on NPU.
-    """
+    """Return the contradiction between HCCL's timeouts in the workers' variables, or []."""
     if resolve_kind(kind) is not DeviceKind.NPU:
         return []
     problem = npu.timeout_problem(environment)
@@ -319,10 +300,7 @@ def process_bytes(kind: DeviceKind) -> int:
 
 
 def communicator_bytes(kind: DeviceKind) -> int:
-    """Return an estimate of the device memory for the buffers of one process group; 0 on CPU.
-
-    On NPU it follows HCCL_BUFFSIZE of this process, elsewhere it is a constant.
-    """
+    """Return an estimate of the device memory for the buffers of one process group; 0 on CPU."""
     if resolve_kind(kind) is DeviceKind.NPU:
         return npu.communicator_mib(os.environ) * MIB
     return FACTS[resolve_kind(kind)].communicator_mib * MIB

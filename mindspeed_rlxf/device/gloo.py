@@ -21,11 +21,7 @@ from torch import Tensor
 
 
 def wrap_collectives() -> None:
-    """Replace three functions of `torch.distributed` for all callers; call it once.
-
-    all_to_all_single then takes split sizes as tensors too; all_gather and reduce_scatter take
-    tensors of different sizes from each rank.
-    """
+    """Replace three functions of `torch.distributed` for all callers; call it once."""
     dist.all_to_all_single = _with_listed_sizes(dist.all_to_all_single)
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
@@ -109,5 +105,4 @@ def _make_devices() -> list[Any]:
     """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    made = [gloo.create_device(interface=name) for name in names]
-    return made or [gloo.create_default_device()]
+    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]

@@ -243,19 +243,13 @@ def _event_timeout(execute: float | None) -> int:
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of DETERMINISTIC, which make sums repeatable.
-
-    DETERMINISTIC_IN_AIV, for LCCL, is added if HCCL_OP_EXPANSION_MODE in `environment` is AIV.
-    """
+    """Return the environment variables that make sums repeatable, in LCCL too if it is used."""
     on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
     return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:
-    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE.
-
-    BUFFER_MIB replaces an HCCL_BUFFSIZE that is absent or not digits.
-    """
+    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE."""
     given = environment.get("HCCL_BUFFSIZE", "")
     return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
 

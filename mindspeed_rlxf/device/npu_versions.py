@@ -174,10 +174,7 @@ def require_versions() -> list[str]:
 
 
 def check_versions() -> list[Checked]:
-    """Return the problems with versions, each `versions.pairs`; [] if all fit and were tried.
-
-    Versions are compared only if Megatron-LM and MindSpeed are there.
-    """
+    """Return the problems with versions, each `versions.pairs`; [] if all fit and were tried."""
     return list(source_problems()) or list(pair_problems(read_versions()))
 
 

@@ -6,10 +6,7 @@ import os
 
 
 def list_visible(variable: str | None) -> list[str]:
-    """Return the devices that an environment variable names, as text, in order.
-
-    [] if the variable is absent or empty, which callers take as no restriction.
-    """
+    """Return the devices that an environment variable names, in order; [] = no restriction."""
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]
 

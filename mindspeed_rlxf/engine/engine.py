@@ -252,10 +252,7 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Return the score head's output at the last token of each response, in order, [rows] fp32.
-
-        None on ranks other than the leader.
-        """
+        """Return the score head's output at each response's last token; None but on the leader."""
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
@@ -302,8 +299,7 @@ class MegatronEngine:
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             self._offload.await_copies(Part.OPTIMIZER)
             done = self._guarded.step([output.loss.detach() for output in outputs])
-            step_number = self.state.scheduler.num_steps + 1
-            self.skipped.judge(done, step_number, self._mini_batch)
+            self.skipped.judge(done, self.state.scheduler.num_steps + 1, self._mini_batch)
             metrics = average_metrics(outputs, self.sum_over_replicas)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy is NanPolicy.SKIP:
@@ -311,10 +307,7 @@ class MegatronEngine:
         return metrics
 
     def end_iteration(self) -> float:
-        """Advance the learning-rate schedule; return the rate of the iteration that ends.
-
-        Ends gathers in forward passes, and counts mini-batches from 1 again.
-        """
+        """Advance the learning-rate schedule; return the rate of the iteration that ends."""
         assert self.optimizer is not None and self.scheduler is not None
         set_gather_in_forward(self.models, False)
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -368,10 +361,7 @@ class MegatronEngine:
                     self.describe(megatron_folder)
 
     def describe(self, folder: Path) -> list[Path]:
-        """Write config.json and the tokenizer's files into a folder; return the written files.
-
-        config.json has the head and dtype of training. A checkpoint in the folder needs it.
-        """
+        """Write config.json, with head and dtype of training, and the tokenizer's files."""
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:

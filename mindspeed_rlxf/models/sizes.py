@@ -30,7 +30,7 @@ def shard_sizes(
     pp: int,
     chunks: int = 1,
     ep: int = 1,
-) -> list[int]:
+) -> tuple[int, ...]:
     """Return the number of elements of each parameter on a pipeline rank, padding included.
 
     The parameters of experts come last.
@@ -42,6 +42,7 @@ def shard_sizes(
     return shared + experts
 
 
+@lru_cache(maxsize=1024)  # a plan asks for the same ranks many times
 def split_sizes(
     architecture: ArchitectureConfig,
     head: Head,
@@ -50,32 +51,16 @@ def split_sizes(
     pp: int,
     chunks: int = 1,
     ep: int = 1,
-) -> tuple[list[int], list[int]]:
-    """Return the elements of each parameter's shard on one rank, in two lists.
-
-    The first has the parameters outside experts, the second those of experts. A tensor-parallel
-    rank is not given: all have the same sizes.
-    """
-    shared, expert_sizes = _split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
-    return list(shared), list(expert_sizes)
-
-
-@lru_cache(maxsize=1024)  # a plan asks for the same ranks many times
-def _split_sizes(
-    architecture: ArchitectureConfig,
-    head: Head,
-    tp: int,
-    pp_rank: int,
-    pp: int,
-    chunks: int,
-    ep: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shared: list[int] = []
-    experts: list[int] = []
+    """Return the elements of each parameter's shard on one rank: outside experts, and of experts.
+
+    A tensor-parallel rank is not given: all have the same sizes.
+    """
+    sizes: dict[bool, list[int]] = {False: [], True: []}
     for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
-        sizes = shared if parameter.expert is None else experts
-        sizes.append(prod(shard_shape(parameter, architecture, tp)))
-    return tuple(shared), tuple(experts)
+        size = prod(shard_shape(parameter, architecture, tp))
+        sizes[parameter.expert is not None].append(size)
+    return tuple(sizes[False]), tuple(sizes[True])
 
 
 @lru_cache(maxsize=1024)

@@ -64,20 +64,16 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     """
     if config.rollout.engine != NATIVE:
         assert trained is not None, "only the native engine generates on ranks of its own"
-        return _build_plugin_replica(config, trained)
+        engine = ENGINES[config.rollout.engine](config, trained)
+        return Replica(
+            engine,
+            lambda version: engine.update_weights(trained.hf_tensors(), version),
+            config.rollout_layout.is_leader(dist.get_rank()),
+            residency.holding,
+        )
     if trained is not None:
         return _build_sharing_replica(config, _as_megatron_engine(trained))
     return _build_receiving_replica(config)
-
-
-def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
-    engine = ENGINES[config.rollout.engine](config, trained)
-
-    def take_weights(version: int) -> None:
-        engine.update_weights(trained.hf_tensors(), version)
-
-    is_leader = config.rollout_layout.is_leader(dist.get_rank())
-    return Replica(engine, take_weights, is_leader, residency.holding)
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:

@@ -64,16 +64,13 @@ class _TransferSide:
             peer: make_buckets(by_peer[peer], limit) for peer in order if peer in by_peer
         }
 
-    def _check_totals(self, numbers: int) -> None:
+    def _check_totals(self) -> None:
         """Check that all ranks together send as many elements as they receive; a collective."""
+        moves = (move for each in self.buckets.values() for bucket in each for move in bucket)
+        numbers = sum(move.numbers for move in moves) * (1 if self.sends else -1)
         total = torch.tensor([numbers], dtype=torch.int64, device=device.current_device())
         dist.all_reduce(total, group=self.group)
         assert int(total) == 0, f"{int(total)} numbers more are sent than received"
-
-    def _count_numbers(self) -> int:
-        return sum(
-            move.numbers for each in self.buckets.values() for bucket in each for move in bucket
-        )
 
     def _allocate_bucket(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
         numbers, where = sum(move.numbers for move in bucket), device.current_device()
@@ -100,7 +97,7 @@ class WeightSender(_TransferSide):
         A collective: all training ranks call `send` while all rollout ranks call `receive`. Raises
         AssertionError, before sending, if together they would not receive as much as is sent.
         """
-        self._check_totals(self._count_numbers())
+        self._check_totals()
         for receiver, buckets in self.buckets.items():
             for bucket in buckets:
                 self._exchange_tensors(
@@ -129,7 +126,7 @@ class WeightReceiver(_TransferSide):
         Raises WeightsDiffer after the first bucket with a checksum that differs; the parameters are
         then not valid. Raises AssertionError as `send`.
         """
-        self._check_totals(-self._count_numbers())
+        self._check_totals()
         for sender, buckets in self.buckets.items():
             for bucket in buckets:
                 flat, sums = self._allocate_bucket(bucket)

@@ -151,10 +151,14 @@ def _find_overlaps(
                     continue
                 numbers = held_offset + first - held_start, offset + first - start, end - first
                 piece = _Overlap(rank, dim, *numbers, _elements_per_index(source, dim, a))
-                joined = _join_adjacent(last, piece) if last else None
-                if last and not joined:
+                if last and (last.source_start + last.size, last.target_start + last.size) == (
+                    piece.source_start,
+                    piece.target_start,
+                ):
+                    piece = replace(last, size=last.size + piece.size)
+                elif last:
                     yield last
-                last = joined or piece
+                last = piece
         if last:
             yield last
 
@@ -172,14 +176,6 @@ def _find_slices(
 def _elements_per_index(source: str, dim: int, a: ArchitectureConfig) -> int:
     shape = hf_shape(source, a)
     return prod(shape) // shape[dim]
-
-
-def _join_adjacent(one: _Overlap, other: _Overlap) -> _Overlap | None:
-    follows = (
-        one.source_start + one.size == other.source_start
-        and one.target_start + one.size == other.target_start
-    )
-    return replace(one, size=one.size + other.size) if follows else None
 
 
 def make_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:

@@ -166,7 +166,6 @@ def _map_slices(
     for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL, ep_rank=ep_rank, ep=ep):
         target, offset = parameters[parameter.name].data, 0
         for part in shard_slices(parameter, architecture, tp_rank, tp):
-            needed = _TensorSlice(target, part.dim, part.start, offset, part.size)
-            found[part.source].append(needed)
+            found[part.source].append(_TensorSlice(target, part.dim, part.start, offset, part.size))
             offset += part.size
     return found

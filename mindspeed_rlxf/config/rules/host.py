@@ -40,10 +40,7 @@ def check_host(config: RunConfig) -> list[Problem]:
 
 
 def joined_address(config: RunConfig) -> str | None:
-    """Return the address of the Ray cluster to join (`choose_cluster`); None = the run starts one.
-
-    `auto` where the configuration says so and this user has no cluster on this host.
-    """
+    """Return the address of the Ray cluster to join; None = the run starts one."""
     return choose_cluster(config.runtime.address).address
 
 

@@ -110,8 +110,7 @@ def _check_rollout_experts(config: RunConfig, dp: int) -> Iterator[Problem]:
     if ep == 1 or actor.architecture is None:
         return
     if actor.architecture.num_experts is None:
-        rule = f"needs experts, model.{actor.model} is dense"
-        yield Problem(ROLLOUT_EP, rule, ep, "remove it")
+        yield Problem(ROLLOUT_EP, f"needs experts, model.{actor.model} is dense", ep, "remove it")
         return
     yield from find_uneven_experts(ROLLOUT_EP, ep, actor, dp)
 

@@ -158,8 +158,7 @@ def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
 
 def _checkpoint_on_one_host(config: RunConfig, role: Role) -> int:
     ranks = config.processes_of(role)
-    mine = _processes_on_one_host(config, ranks)
-    return _checkpoint_bytes(config, role) * mine // sum(ranks)
+    return _checkpoint_bytes(config, role) * _processes_on_one_host(config, ranks) // sum(ranks)
 
 
 def _export_on_one_host(config: RunConfig, role: Role) -> int:
@@ -174,8 +173,7 @@ def _export_on_one_host(config: RunConfig, role: Role) -> int:
         for pp_rank in range(layout.pp)
         for ep_rank in range(ep)
     ]
-    hosts = Counter(bisect_right(ends, rank) for rank in writers)
-    return share * max(hosts.values())
+    return share * max(Counter(bisect_right(ends, rank) for rank in writers).values())
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:

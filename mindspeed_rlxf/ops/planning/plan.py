@@ -51,6 +51,11 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
     is_ray = runtime.kind is RuntimeKind.RAY
     saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
+    saves = ["at the end", f"the last {training.keep_last} are kept"]
+    if training.seconds_between_saves:
+        saves.insert(0, f"every {training.seconds_between_saves:g} s")
+    if 0 < training.save_interval <= training.train_iters:
+        saves.insert(0, f"every {training.save_interval} iterations")
     rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
@@ -62,7 +67,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
                 ("iterations", training.train_iters),
                 ("output", training.output_dir),
                 *((f"weights of {role.value}", folder) for role, folder in saved.items() if folder),
-                ("checkpoints of the run", _describe_checkpoints(config)),
+                ("checkpoints of the run", ", ".join(saves)),
                 ("tokenizer", training.tokenizer_name_or_path),
                 ("training prompts", ", ".join(data.train_files or data.data_path)),
                 ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
@@ -120,16 +125,6 @@ def _suggestions(config: RunConfig, nested: bool, note: Note) -> tuple[str, list
     return show_suggestions(config, suggest(config, limit, note), nested, limit), []
 
 
-def _describe_checkpoints(config: RunConfig) -> str:
-    training, found = config.training, []
-    if 0 < training.save_interval <= training.train_iters:
-        found.append(f"every {training.save_interval} iterations")
-    if training.seconds_between_saves:
-        found.append(f"every {training.seconds_between_saves:g} s")
-    kept = f"the last {training.keep_last} are kept"
-    return ", ".join([*found, "at the end", kept])
-
-
 def _describe_validation(config: RunConfig) -> str:
     """Return as text the interval of validation, responses per prompt, decoding and reward."""
     keys, found = config.validation, []
@@ -170,15 +165,11 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
         sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
         if role is Role.ACTOR_ROLLOUT and config.parts:
-            rows.append(_rollout_row(config, precision))
+            generating = config.rollout_layout
+            sizes = [generating.world_size, generating.tp, generating.pp, generating.dp]
+            ends = [config.rollout_ep, precision, "the actor's, after each update"]
+            rows.append(["rollout", section.model, config.pool_of(role), *sizes, *ends])
     return rows
-
-
-def _rollout_row(config: RunConfig, precision: str) -> list[object]:
-    layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
-    sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, config.rollout_ep]
-    model = config.actor_rollout.model
-    return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
 
 
 def _forwards_table(config: RunConfig) -> list[list[object]]:

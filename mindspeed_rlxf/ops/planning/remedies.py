@@ -121,8 +121,7 @@ def _kinds(config: RunConfig, pool: PoolMemory) -> list[list[Changes]]:
         for level in levels[levels.index(section.recompute) + 1 :]:
             slower.append({f"{role.value}.recompute": level.value})
         slower += [weights] * (not section.offload.weights)
-    batches = _smaller_batches(config, roles)
-    return [distributed, offload, batches, slower, _larger_layouts(roles)]
+    return [distributed, offload, _smaller_batches(config, roles), slower, _larger_layouts(roles)]
 
 
 def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> list[Changes]:

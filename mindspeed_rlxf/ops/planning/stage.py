@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
@@ -161,7 +161,7 @@ def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
     return _round_up(-(-samples // size), role.micro_batch_multiple)
 
 
-def buffer_numbers(sizes: list[int], dp: int, distributed: bool) -> int:
+def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
     """Return the number of elements of Megatron's gradient buffer for parameters of these sizes.
 
     The distributed optimizer pads each parameter to a multiple of 64, and the whole to a multiple

@@ -180,7 +180,10 @@ def _evaluate(
     except ConfigError:
         return None
     total, rounds = _largest_need(varied), -(-waiting // rows)
-    if total > limit or not _host_fits(varied):
+    if total > limit or (
+        (there := available.host_memory(varied)) is not None
+        and host_memory_needed(varied, _pools(varied)).total > there
+    ):
         return None
     recompute = list(Recompute).index(layout.recompute)
     sizes = layout.tp * layout.pp, layout.pp
@@ -194,11 +197,6 @@ def _pools(config: RunConfig) -> list[PoolMemory]:
 
 def _largest_need(config: RunConfig) -> int:
     return max(pool.total for pool in _pools(config))
-
-
-def _host_fits(config: RunConfig) -> bool:
-    there = available.host_memory(config)
-    return there is None or host_memory_needed(config, _pools(config)).total <= there
 
 
 def show_suggestions(config: RunConfig, found: list[Suggestion], nested: bool, limit: int) -> str:
