@@ -251,11 +251,7 @@ def memory_total() -> int:
 
 
 def smallest_device_memory(kind: DeviceKind) -> int | None:
-    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU.
-
-    The driver's tool reports it, so no device is claimed. Devices of unknown size do not count;
-    None if the tool fails. Devices that are hidden from this process count too.
-    """
+    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU."""
     view = driver.query_driver(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
     return min(sizes) * MIB if sizes else None

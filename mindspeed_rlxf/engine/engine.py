@@ -322,10 +322,7 @@ class MegatronEngine:
         return total
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face's name and the whole tensor of every weight, on every rank.
-
-        A collective (see `hf_stream.hf_tensors`). The weights are on the device until the end.
-        """
+        """Yield Hugging Face's name and the whole tensor of every weight, on every rank."""
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
@@ -365,10 +362,7 @@ class MegatronEngine:
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
-        """Copy the training state to the host, and start to write it (see `StateSaver.begin`).
-
-        Offloaded parts are read from the host, not brought back to the device.
-        """
+        """Copy the training state to the host, and start to write it (see `StateSaver.begin`)."""
         self._saver.begin(folder)
 
     def end_save(self) -> float:

@@ -50,12 +50,7 @@ def chunk_rows(rows: Rows, size: int) -> list[Rows]:
 
 
 def group_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]:
-    """Divide rows into consecutive groups of at most `limit` tokens; a longer row is alone.
-
-    Each group is as long as it can be. [] for no rows.
-
-    lengths: tokens of every row of the batch, indexed by row
-    """
+    """Divide rows into consecutive groups of at most `limit` tokens; a longer row is alone."""
     groups, start, tokens = [], 0, 0
     for place, row in enumerate(rows):
         if place > start and tokens + lengths[row] > limit:

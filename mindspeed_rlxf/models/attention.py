@@ -163,10 +163,7 @@ class Attend(PackedSeqParams):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend causally: query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d].
-
-    heads may be a multiple of groups (grouped-query attention).
-    """
+    """Attend causally: query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d]."""
     gqa = query.size(1) != key.size(1)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
 

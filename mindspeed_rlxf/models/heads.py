@@ -142,10 +142,7 @@ class _WeightGradient:
             self._sum.add_(gradient)
 
     def result(self) -> Tensor | None:
-        """Return the sum for autograd, in the weight's dtype.
-
-        None if `main_grad` has it, or nothing was added.
-        """
+        """Return the sum for autograd, in the weight's dtype."""
         return None if self._sum is None else self._sum.to(self._dtype)
 
 

@@ -55,10 +55,7 @@ class StageParameter:
         return self.name.endswith(OUTPUT_LAYER.name) and self.sources == EMBEDDING.sources
 
     def is_first_copy(self, tp_rank: int, ep_rank: int = 0) -> bool:
-        """Whether a rank has the first copy of the parameter's elements, which export writes.
-
-        False if a lower tensor- or expert-parallel rank or an earlier stage has the same elements.
-        """
+        """Whether a rank has the first copy of the parameter's elements, which export writes."""
         replicated = self.split is Split.REPLICATED and tp_rank > 0
         shared = self.expert is None and ep_rank > 0
         return not (replicated or shared or self.is_tied_output_layer)
@@ -162,10 +159,7 @@ def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
 
 
 def equal_share(count: int, rank: int, ranks: int) -> range:
-    """Return the indices that `rank` gets of `count` items, split evenly in order over `ranks`.
-
-    A remainder of the division belongs to no rank.
-    """
+    """Return the indices that `rank` gets of `count` items, split evenly in order over `ranks`."""
     size = count // ranks
     return range(rank * size, (rank + 1) * size)
 

@@ -153,10 +153,7 @@ class TransformerModel(LanguageModule):
                 )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Set the previous stage's hidden states for `forward`; Megatron's schedule calls it.
-
-        Of a list only the first tensor is used.
-        """
+        """Set the previous stage's hidden states for `forward`; Megatron's schedule calls it."""
         tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         self.decoder.set_input_tensor(tensors[0])
 

@@ -97,10 +97,7 @@ class KvCache:
         self.values[layer - 1][index] = value
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `source` to slots `target`, in all layers.
-
-        source, target: [rows] int64
-        """
+        """Copy the first `length` positions of slots `source` to slots `target`, in all layers."""
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :length] = tensor[source, :, :length]
 

@@ -88,10 +88,7 @@ class NativeRollout:
         self._awake = True
 
     def sleep(self) -> None:
-        """Let the source free its weights; until the engine wakes it cannot compute.
-
-        Nothing else is freed: the KV cache exists only during `generate`.
-        """
+        """Let the source free its weights; until the engine wakes it cannot compute."""
         self._awake = False
         self.source.sleep()
 

@@ -25,10 +25,7 @@ class FinishReason(str, Enum):
 
     @classmethod
     def of(cls, tokens: Sequence[int], settings: SamplingSettings) -> FinishReason:
-        """Return STOP where an EOS or a stop string ends the tokens, else LENGTH.
-
-        tokens: of the whole response, at least one
-        """
+        """Return STOP where an EOS or a stop string ends the tokens, else LENGTH."""
         return cls.STOP if settings.ends_with(tokens) else cls.LENGTH
 
 

@@ -36,10 +36,7 @@ class GrowingSample:
 
     @classmethod
     def from_request(cls, request: GenerationRequest) -> GrowingSample:
-        """Make the sample of a request, without a response yet.
-
-        Its `sampling` is the request's settings with `max_new_tokens` 0 and `stop` None.
-        """
+        """Make the sample of a request, without a response yet."""
         sampling = replace(request.settings, max_new_tokens=0, stop=None)
         return cls(request, sampling, request.prompt.tobytes())
 
@@ -58,11 +55,7 @@ class GrowingSample:
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))
 
     def append_until_end(self, tokens: Sequence[int]) -> bool:
-        """Append tokens to the response up to the first that ends it; return whether one does.
-
-        An EOS or a completed stop string ends it, and the tokens after it are dropped;
-        `max_new_tokens` is not looked at.
-        """
+        """Append tokens to the response up to the first that ends it; return whether one does."""
         for token in tokens:
             self.tokens.append(token)
             if self.settings.ends_with(self.tokens):
@@ -216,10 +209,7 @@ class RowStates:
         return self.tokens[at, :most].cpu(), self.log_probs[at, :most].cpu()
 
     def copy_rows(self, source: Tensor, target: Tensor) -> None:
-        """Copy the states of slots `source` to slots `target`, which are overwritten.
-
-        source, target: [count] int64
-        """
+        """Copy the states of slots `source` to slots `target`, which are overwritten."""
         for state in (self.tokens, self.log_probs, self.uniforms, self.last, self.position,
                       self.count, self.limit, self.going):  # fmt: skip
             state[target] = state[source]

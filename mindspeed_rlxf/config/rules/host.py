@@ -25,12 +25,7 @@ PROCESS_BYTES = GIB // 2
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """Return problems of this host: an old megatron-core, and missing devices or memory.
-
-    With runtime `local` also pools of another size than torchrun's world, and devices are needed
-    for the largest pool. With Ray also a wrong Ray resource, and devices are needed for all pools
-    together, but not checked if a cluster is joined.
-    """
+    """Return problems of this host: an old megatron-core, and missing devices or memory."""
     sizes = _pool_sizes(config).values()
     problems = [*_check_shared_groups(config)]
     if config.runtime.kind is RuntimeKind.LOCAL:

@@ -25,10 +25,7 @@ from mindspeed_rlxf.config.suggest import closest, multiples_around, use
 
 
 def check_sections(config: RunConfig) -> list[Problem]:
-    """Return a problem for each broken rule between sections. Does not look at the host.
-
-    Batch sizes are checked only if every role has a pool and whole replicas, and every pool a role.
-    """
+    """Return a problem for each broken rule between sections. Does not look at the host."""
     problems = [*_check_pools(config), *_check_lengths(config), *_check_validation(config)]
     problems += [*check_stage(config), *check_split(config)]
     for role in config.roles:

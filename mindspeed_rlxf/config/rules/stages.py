@@ -21,10 +21,7 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 
 
 def check_stage(config: RunConfig) -> Iterator[Problem]:
-    """Yield broken rules between the stage, the estimator, the rewards and the samples.
-
-    `_check_pairs` is for online DPO; the rules of estimator and full KL are for other stages.
-    """
+    """Yield broken rules between the stage, the estimator, the rewards and the samples."""
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield from _check_pairs(config)
     else:

@@ -28,10 +28,7 @@ def qkv_rows(a: ArchitectureConfig) -> int:
 
 
 def whole_groups(a: ArchitectureConfig, tp: int) -> bool:
-    """Return whether `tp` ranks can divide the key-value groups equally.
-
-    Each rank has the same number of whole groups, or each group the same number of ranks.
-    """
+    """Return whether `tp` ranks can divide the key-value groups equally."""
     return a.kv_heads % tp == 0 or tp % a.kv_heads == 0
 
 

@@ -42,10 +42,7 @@ def _ask(question: Hashable, find: Callable[[], T]) -> T:
 
 
 def is_joined(config: RunConfig) -> bool:
-    """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here.
-
-    May open a connection, to find a cluster of this user (`choose_cluster`); see `asked_once`.
-    """
+    """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here."""
     if config.runtime.kind is not RuntimeKind.RAY:
         return False
     return _ask(("cluster", config.runtime.address), lambda: joined_address(config)) is not None

@@ -177,11 +177,7 @@ def _export_on_one_host(config: RunConfig, role: Role) -> int:
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
-    """Return the bytes of one weight in a Hugging Face folder, read from the final norm.
-
-    otherwise: returned if there is no folder, it cannot be read or lacks the norm; other checks
-               report that
-    """
+    """Return the bytes of one weight in a Hugging Face folder, read from the final norm."""
     try:
         return HfFolder(str(folder)).dtype("model.norm.weight").itemsize
     except (KeyError, ValueError):

@@ -19,10 +19,7 @@ PEAK_TFLOPS = {
 
 
 def find_peak(name: str) -> float | None:
-    """Return the peak bf16 FLOP/s of a device; None if no pattern matches its name.
-
-    name: as the library's `get_device_name` returns it; upper and lower case are the same
-    """
+    """Return the peak bf16 FLOP/s of a device; None if no pattern matches its name."""
     found = (peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name.lower()))
     peak = next(found, None)
     return None if peak is None else peak * 1e12

@@ -150,12 +150,7 @@ def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
-    """Return the number of micro-batches into which a rank divides `samples`, rounded up.
-
-    With `max_tokens_per_micro_batch` it is an upper bound: every micro-batch takes at least
-    limit // length samples (at least 1). Then rounded up to a multiple of the stages of a virtual
-    pipeline.
-    """
+    """Return the number of micro-batches into which a rank divides `samples`, rounded up."""
     limit = role.max_tokens_per_micro_batch
     size = role.micro_batch_size if limit is None else max(limit // length, 1)
     return _round_up(-(-samples // size), role.micro_batch_multiple)
