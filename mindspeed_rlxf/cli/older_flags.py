@@ -151,7 +151,6 @@ def refused_flags(
 def _given_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[tuple[str, OlderFlag, Any]]:
-    """Yield (name, entry, value) of each of `flags` whose value in `arguments` is not None."""
     for name, flag in flags.items():
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is not None:

@@ -34,11 +34,12 @@ from mindspeed_rlxf.cli.older_flags import (
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.data.files import fault
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
 from mindspeed_rlxf.data.preprocessing.map_keys import default_keys, parse_map_keys
 from mindspeed_rlxf.data.preprocessing.merge import merge
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.data.preprocessing.row_source import Counts, readable
+from mindspeed_rlxf.data.preprocessing.row_source import Counts
 from mindspeed_rlxf.data.templates import TEMPLATES
 
 TOKENIZER_TYPE = "PretrainedFromHF"
@@ -103,7 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         if arguments.merge_group_keys is not None:
-            _merge_data_sets(arguments)
+            if len(arguments.input) != 1 or not arguments.merge_group_keys:
+                rule = "needs one --input folder and at least one key"
+                raise UserError(Problem("--merge-group-keys", rule, remedy="give both"))
+            folder, keys = arguments.input[0], arguments.merge_group_keys
+            merged = merge(folder, keys, arguments.output_prefix, arguments.overwrite)
+            for output, size in merged.items():
+                print(f"written: {output}.bin and .idx, {size} sequences")
             return 0
         options = _check_options(arguments)
         with _progress(arguments.log_interval) as progress:
@@ -111,21 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return fail(error.problems)
     except KeyboardInterrupt:
-        return fail(
-            [Problem("", "interrupted, nothing is written", remedy="run the same command again")],
-            75,
-        )
+        return fail([fault("interrupted, nothing is written", "run the same command again")], 75)
     except BrokenProcessPool:
-        return fail(
-            [
-                Problem(
-                    "",
-                    "a worker process was killed, perhaps for memory",
-                    remedy="use fewer --workers",
-                )
-            ],
-            1,
-        )
+        rule = "a worker process was killed, perhaps for memory"
+        return fail([fault(rule, "use fewer --workers")], 1)
     _print_counts(counts, arguments.output_prefix)
     return 0
 
@@ -166,15 +162,9 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     except UserError as error:
         problems += error.problems
     if handler.has_responses and arguments.overlong in CUTS:
-        problems.append(
-            Problem(
-                "--overlong",
-                f"is for prompts, {handler.name} writes responses too, which lose their end or "
-                "their prompt when they are cut",
-                arguments.overlong,
-                "use drop or error",
-            )
-        )
+        rule = f"is for prompts, {handler.name} writes responses too, which lose their end or their"
+        rule = f"{rule} prompt when they are cut"
+        problems.append(Problem("--overlong", rule, arguments.overlong, "use drop or error"))
     if problems:
         raise UserError(problems)
     if arguments.append_eod and not handler.is_conversation:
@@ -209,11 +199,16 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
     """
     problems = [
         *refused_flags(arguments, PREPROCESS_FLAGS),
-        *_handler_problems(arguments.handler_name),
         *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
         *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
         *_one_of("--overlong", arguments.overlong or "drop", OVERLONG),
     ]
+    name = arguments.handler_name
+    if name in REFUSED_HANDLERS:
+        rule = f"is not supported: {REFUSED_HANDLERS[name]}"
+        problems.append(Problem("--handler-name", rule, name))
+    else:
+        problems += _one_of("--handler-name", name, HANDLERS)
     for flag in ("workers", "log_interval", "seq_length", "max_samples"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
@@ -225,27 +220,6 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def _handler_problems(name: str) -> list[Problem]:
-    if name in REFUSED_HANDLERS:
-        return [Problem("--handler-name", f"is not supported: {REFUSED_HANDLERS[name]}", name)]
-    return _one_of("--handler-name", name, HANDLERS)
-
-
-def _merge_data_sets(arguments: argparse.Namespace) -> None:
-    if len(arguments.input) != 1 or not arguments.merge_group_keys:
-        raise UserError(
-            Problem(
-                "--merge-group-keys",
-                "needs one --input folder and at least one key",
-                remedy="give both",
-            )
-        )
-    folder, keys = arguments.input[0], arguments.merge_group_keys
-    merged = merge(folder, keys, arguments.output_prefix, arguments.overwrite)
-    for output, size in merged.items():
-        print(f"written: {readable(output)}.bin and .idx, {size} sequences")
-
-
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
     if value in known:
         return []
@@ -254,11 +228,6 @@ def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
 
 
 def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
-    """Return a context whose value is a function that shows its argument, the rows read, on stderr.
-
-    It moves a bar on a terminal; elsewhere it prints lines, at least `log_interval` rows and LINE_S
-    seconds apart.
-    """
     started = last_s = time.monotonic()
     last_rows = 0
 
@@ -296,9 +265,9 @@ def _print_counts(counts: Counts, prefix: str) -> None:
     lines |= {name: number for name, number in notes.items() if number}
     for name, number in lines.items():
         print(f"{name:<24} {number:>10}")
-    print(f"written: {readable(prefix)}_packed_*")
+    print(f"written: {prefix}_packed_*")
     if counts.dropped:
-        print(f"dropped rows: {readable(prefix)}_rejected.jsonl")
+        print(f"dropped rows: {prefix}_rejected.jsonl")
 
 
 def _note(text: str) -> None:

@@ -10,16 +10,6 @@ import numpy as np
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 
-def layer_matrices(a: ArchitectureConfig) -> tuple[int, int]:
-    """Return the numbers of (attention, MLP) weights of one layer that multiply each token.
-
-    In a layer with experts the MLP counts `moe_router_topk` experts; the router is left out.
-    """
-    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
-    experts = a.moe_router_topk if a.num_experts else 1
-    return 2 * a.hidden_size * (queries + keys), 3 * a.hidden_size * a.mlp_hidden_size * experts
-
-
 def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
     """Return the floating-point operations of one forward pass over a sample: A n + B n^2 + C m.
 
@@ -31,7 +21,11 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
     n / 2 tokens (B).
     Source: appendix of arXiv:2104.04473, which attends to all n tokens and has an MLP without gate.
     """
-    layer = 2 * tokens * sum(layer_matrices(a)) + 2 * a.num_attention_heads * a.head_dim * tokens**2
+    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    experts = a.moe_router_topk if a.num_experts else 1  # the router is left out
+    mlp = 3 * a.mlp_hidden_size * experts
+    weights = a.hidden_size * (2 * (queries + keys) + mlp)
+    layer = 2 * tokens * weights + 2 * a.num_attention_heads * a.head_dim * tokens**2
     return a.num_layers * layer + 2 * outputs * a.hidden_size * a.vocab_size
 
 

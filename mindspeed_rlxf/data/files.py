@@ -45,21 +45,18 @@ class FileProblems:
     def list_problems(self) -> list[Problem]:
         """Return the collected problems, each keyed by `file:row` of its first row, in row order.
 
-        Equal ones of several rows are one, with a count. Those of further kinds than
-        MAX_PROBLEMS_PER_FILE become one problem with the number of their rows. Empty where there
-        are none.
+        After MAX_PROBLEMS_PER_FILE different ones, only the number of rows is given.
         """
         items = sorted(self._rows.items(), key=lambda item: item[1][0])
-        found = [self._locate(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
+        found = []
+        for problem, rows in items[:MAX_PROBLEMS_PER_FILE]:
+            where = f"{self.file}:{rows[0]}" if rows[0] else self.file
+            more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
+            found.append(replace(problem, key=where, colon=True, remedy=problem.remedy + more))
         if num_rest := sum(len(rows) for _, rows in items[MAX_PROBLEMS_PER_FILE:]):
             rule = f"{num_rest} more rows with problems like these"
             found.append(Problem(self.file, rule, colon=True))
         return found
-
-    def _locate(self, problem: Problem, rows: list[int]) -> Problem:
-        where = f"{self.file}:{rows[0]}" if rows[0] else self.file
-        more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
-        return replace(problem, key=where, colon=True, remedy=problem.remedy + more)
 
 
 @dataclass(frozen=True)
@@ -83,23 +80,13 @@ class BrokenFile(ValueError):
         self.row, self.problem = row, problem
 
 
-def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """Yield (row number from 1, row) of a file whose ending is one of READERS.
-
-    Rows that are not a valid JSON object are yielded as BadRow. Blank lines are skipped, but count
-    in the row numbers. Raises BrokenFile, or OSError when the file cannot be opened or read.
-    """
-    yield from READERS[Path(file).suffix.lower()](file)
-
-
 def read_rows(
     file: str, problems: FileProblems, keys: str = "data.train_files or data.val_files"
 ) -> Iterator[tuple[int, Row]]:
     """Yield (row number from 1, row) of a data file; nothing is raised for the file's content.
 
-    Adds to `problems`: each unreadable row, and a file that is absent, unreadable, broken, without
-    rows or of an unknown ending. Of a broken file, the rows before the fault are yielded.
-    keys: config keys that name the file, for the error's remedy
+    Unreadable rows and files are added to `problems`. Of a broken file, the rows before the fault
+    are yielded. keys: config keys that name the file, for the error's remedy
     """
     suffix = Path(file).suffix.lower()
     if suffix not in READERS:
@@ -108,7 +95,7 @@ def read_rows(
         return
     count = 0
     try:
-        for number, row in scan_rows(file):
+        for number, row in READERS[suffix](file):
             if isinstance(row, BadRow):
                 problems.add(number, row.problem)
             else:
@@ -235,4 +222,8 @@ READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | BadRow]]]] = {
     ".json": _json_rows,
     ".parquet": _parquet_rows,
 }
-"""File name ending -> function that reads such a file."""
+"""File name ending -> function that yields (row number from 1, row) of such a file.
+
+Rows that are not a valid JSON object are yielded as BadRow. Blank lines are skipped, but count in
+the row numbers. Raises BrokenFile, or OSError when the file cannot be opened or read.
+"""

@@ -18,7 +18,6 @@ import numpy as np
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import shorten_value
 from mindspeed_rlxf.data.files import FileProblems, fault, read_rows
-from mindspeed_rlxf.data.lengths import most_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,23 +88,24 @@ def load_fixed_responses(
     for another ending, else with every problem: invalid responses, sample_ids that are no integers
     or are repeated, only some rows with one; if nothing else is wrong, samples without a response.
     """
+    if Path(file).suffix.lower() != ".jsonl":
+        raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
     problems = FileProblems(f"{KEY}: {file}")
-    reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
     found: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
     texts: dict[int, str] = {}
     has_ids: set[bool] = set()
-    if Path(file).suffix.lower() != ".jsonl":
-        raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
     for number, row in read_rows(file, problems, KEY):
         sample_id = row.get("sample_id", len(found))
         has_ids.add("sample_id" in row)
-        ids, problem = reader.read_response(row)
-        if type(sample_id) is not int or sample_id in found:
-            problem = f"a sample_id must be a number that no earlier row has, not {sample_id!r:.40}"
-        if problem:
-            problems.add(number, fault(problem, "repair or remove the row"))
-        key = sample_id if type(sample_id) is int else -number
+        key, ids = sample_id if type(sample_id) is int else -number, list[int]()
+        try:
+            if key != sample_id or key in found:
+                rule = "a sample_id must be a number that no earlier row has"
+                raise ValueError(f"{rule}, not {sample_id!r:.40}")
+            ids = _read_response(row, tokenizer, eos_token_ids, vocab_size, max_new_tokens)
+        except ValueError as error:
+            problems.add(number, fault(str(error), "repair or remove the row"))
         found[key] = ids
         if "prompt_ids" in row:
             prompts[key] = row["prompt_ids"]
@@ -125,54 +125,33 @@ def load_fixed_responses(
     return FixedResponses(found, prompts, texts)
 
 
-class _Reader:
-    """Reads and checks the token ids of a row."""
+def _read_response(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    eos: Sequence[int],
+    vocab_size: int,
+    longest: int,
+) -> list[int]:
+    """Return `response_ids`, or the ids of the text `response`, with an EOS if there is room.
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        max_new_tokens: int,
-    ) -> None:
-        self._tokenizer, self._eos = tokenizer, eos_token_ids
-        self._vocab_size, self._longest = vocab_size, max_new_tokens
-
-    def read_response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
-        """Return (token ids of the row's response, ""), or ([], problem).
-
-        `response_ids` are taken if the row has them, else the text `response` is tokenized. If the
-        text has fewer than max_new_tokens tokens and no EOS at its end, the first EOS id is
-        appended.
-        """
-        if "response_ids" in row:
-            ids = row["response_ids"]
-        elif isinstance(row.get("response"), str):
-            if len(row["response"]) > most_characters(self._longest):
-                return [], f"a response must fit max_new_tokens={self._longest}, it cannot"
-            ids = self._tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-            if len(ids) < self._longest and not (ids and ids[-1] in self._eos):
-                ids = ids + list(self._eos[:1])
-        else:
-            return [], "a row must have response_ids or a text `response`"
-        problem = self._find_problem(ids)
-        return ([], problem) if problem else (ids, "")
-
-    def _find_problem(self, ids: Any) -> str:
-        """Return the first problem of a response's token ids, "" where there is none.
-
-        Problems: no list of integers, no id at all, more than max_new_tokens, an id outside the
-        vocabulary, and EOS before the last token.
-        """
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            return f"response_ids must be a list of token ids, not {ids!r:.40}"
-        if not 1 <= len(ids) <= self._longest:
-            return (
-                f"a response must have 1 to {self._longest} tokens (max_new_tokens), not {len(ids)}"
-            )
-        outside = [i for i in ids if not 0 <= i < self._vocab_size]
-        if outside:
-            wrong = shorten_value(outside[0])
-            return f"token ids must be from 0 to {self._vocab_size - 1}, not {wrong}"
-        early = [i for i in ids[:-1] if i in self._eos]
-        return f"EOS must be the last token, {early[0]} is in the middle" if early else ""
+    Raises ValueError: neither is there, no list of integers, a length outside 1 to `longest`, an id
+    outside the vocabulary, and EOS before the last token.
+    """
+    ids = row.get("response_ids")
+    if "response_ids" not in row:
+        if not isinstance(row.get("response"), str):
+            raise ValueError("a row must have response_ids or a text `response`")
+        ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+        if len(ids) < longest and not (ids and ids[-1] in eos):
+            ids = ids + list(eos[:1])
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(f"response_ids must be a list of token ids, not {ids!r:.40}")
+    if not 1 <= len(ids) <= longest:
+        rule = f"a response must have 1 to {longest} tokens (max_new_tokens)"
+        raise ValueError(f"{rule}, not {len(ids)}")
+    if outside := [i for i in ids if not 0 <= i < vocab_size]:
+        wrong = shorten_value(outside[0])
+        raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, not {wrong}")
+    if early := [i for i in ids[:-1] if i in eos]:
+        raise ValueError(f"EOS must be the last token, {early[0]} is in the middle")
+    return ids

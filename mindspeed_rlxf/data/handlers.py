@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from mindspeed_rlxf.data.sidecar import MASK, TOKEN_IDS
+from mindspeed_rlxf.data.sidecar import TOKEN_IDS
 
 LABELS = "labels"
 
@@ -66,12 +66,6 @@ class Handler:
     @property
     def has_responses(self) -> bool:
         return self.output in (Output.INSTRUCTION, Output.PAIR)
-
-    def columns(self) -> str:
-        """Return the names of the columns that are written, joined by commas, for help texts."""
-        mask = (MASK,) if self.has_mask else ()
-        answer = (LABELS,) if self.output is Output.ANSWERED else ()
-        return ", ".join((*self.sequences, *mask, *answer))
 
 
 _ALPACA, _SHAREGPT = RowStyle.ALPACA, RowStyle.SHAREGPT

@@ -101,16 +101,19 @@ class _DataSet:
         self._token_ids = self._open(self._ids_column)
         self.sidecar = read_sidecar(Path(prefix))
         if self.sidecar is None:
-            names = self._list_old_columns()
+            own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
+            names = {name: name for name in column_files(Path(prefix)) if name not in own}
+            file = sidecar_path(Path(prefix)).name
+            if any(self._open(name).dtype == np.uint8 for name in names):
+                raise self._error(f"must be whole, there is no {file}")
             logger.warning(
                 "%s: no %s beside it, so nothing says which tokenizer and template made it; the "
                 "columns are read as token ids",
                 prefix,
-                sidecar_path(Path(prefix)).name,
+                file,
             )
         else:
-            self._check_tokenizer(self.sidecar)
-            self._check_special_tokens(self.sidecar)
+            self._check(self.sidecar)
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
         keys = (data.ground_truth_key, data.data_source_key, *(data.extra_columns or ()))
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
@@ -142,15 +145,6 @@ class _DataSet:
             return labels
         return None
 
-    def _list_old_columns(self) -> dict[str, str]:
-        own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
-        names = [n for n in column_files(Path(self._prefix)) if n not in own]
-        for name in names:
-            if self._open(name).dtype == np.uint8:
-                file = sidecar_path(Path(self._prefix)).name
-                raise self._error(f"must be whole, there is no {file}")
-        return dict(zip(names, names, strict=True))
-
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
         """Add the data set's prompts to `prompts`, and log how many were over the limit.
 
@@ -174,12 +168,13 @@ class _DataSet:
     ) -> Iterator[tuple[Int64Array, Labels]]:
         """Yield (prompt ids, labels) of each usable row.
 
-        Prompts over the limit are cut, skipped or added to `problems`, by the policy of `limit`.
-        Rows with no prompt ids, invalid ids or invalid labels are skipped and added to `problems`.
-        Raises UserError for a column that is not JSON.
+        Invalid rows are added to `problems`. Raises UserError for a column that is not JSON.
         """
         for row_index in range(len(self._token_ids)):
-            ids, number = self._read_prompt_ids(row_index), row_index + 1
+            ids, number = self._token_ids[row_index].astype(np.int64), row_index + 1
+            if self._labels is not None:
+                ignored = np.flatnonzero(self._labels[row_index] == IGNORED)
+                ids = ids[: ignored.max(initial=-1) + 1]
             if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
                 rule = f"a token id must be from 0 to {self._largest_id}"
                 rule = f"{rule}, there are {ids.min()} to {ids.max()}"
@@ -192,19 +187,10 @@ class _DataSet:
             if fitting is not None and labels:
                 yield fitting, labels
 
-    def _read_prompt_ids(self, row_index: int) -> Int64Array:
-        ids = self._token_ids[row_index].astype(np.int64)
-        if self._labels is None:
-            return ids
-        ignored = np.flatnonzero(self._labels[row_index] == IGNORED)
-        end = int(ignored[-1]) + 1 if len(ignored) else 0
-        return ids[: min(end, len(ids))]
-
     def _read_value(self, name: str, row_index: int) -> Any:
         """Return a row's value in a column: parsed JSON, or, without a sidecar, decoded token ids.
 
         Decoding leaves out ids that the tokenizer lacks, such as -100, and special tokens.
-        Raises UserError for invalid JSON.
         """
         stored = self._columns[name][row_index]
         if self.sidecar is not None:
@@ -218,11 +204,7 @@ class _DataSet:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _open(self, column: str) -> IndexedReader:
-        """Open the indexed file of a column.
-
-        Raises UserError where it is absent or broken, or has another number of rows than the token
-        ids, or none.
-        """
+        """Open the indexed file of a column, which must have as many rows as the token ids."""
         path = data_path(Path(self._prefix), column)
         try:
             reader = IndexedReader(path)
@@ -240,7 +222,7 @@ class _DataSet:
     def _error(self, rule: str, remedy: str = REMEDY, row: str = "") -> UserError:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
-    def _check_tokenizer(self, sidecar: Sidecar) -> None:
+    def _check(self, sidecar: Sidecar) -> None:
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer
@@ -249,8 +231,6 @@ class _DataSet:
                 f"{theirs.sha256[:12]}), not {self._tokenizer.name_or_path!r} (sha256 {own[:12]})",
                 f"correct {KEY} or run preprocess_data.py with that tokenizer",
             )
-
-    def _check_special_tokens(self, sidecar: Sidecar) -> None:
         key, flag = "data.allow_special_tokens", "--allow-special-tokens"
         made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
         if made != wanted:

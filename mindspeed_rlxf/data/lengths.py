@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.data.files import FileProblems, fault
 
 logger = logging.getLogger(__name__)
@@ -20,18 +19,11 @@ KEPT = {
 }
 """Policy that cuts prompts -> which tokens it keeps."""
 CUTTING = tuple(KEPT)
-MOST_CHARACTERS = 2**20  # of a text that is tokenized to learn its length
-CHARACTERS_PER_TOKEN = 256  # no vocabulary has longer tokens
 NO_TOKEN = fault(
     "a prompt must have a token, the tokenizer makes none of this one", "remove the row"
 )
 
 Ids = TypeVar("Ids", list[int], np.ndarray[tuple[int, ...], np.dtype[np.int64]])
-
-
-def most_characters(max_length: int) -> int:
-    """Return the number of characters above which a text counts as over `max_length` tokens."""
-    return max(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
@@ -47,14 +39,9 @@ def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
     if policy is OverlongPrompts.KEEP_TAIL:
         return token_ids[-max_length:]
     if policy is OverlongPrompts.KEEP_ENDS:
-        return _join(token_ids[: max_length // 2], token_ids[-(max_length - max_length // 2) :])
+        head, tail = token_ids[: max_length // 2], token_ids[-(max_length - max_length // 2) :]
+        return np.concatenate([head, tail]) if isinstance(head, np.ndarray) else head + tail
     return None
-
-
-def _join(head: Ids, tail: Ids) -> Ids:
-    if isinstance(head, np.ndarray):
-        return np.concatenate([head, tail])
-    return head + tail
 
 
 class LengthLimit:
@@ -62,42 +49,7 @@ class LengthLimit:
 
     def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
         self._name, self._max_length, self._policy = name, max_length, policy
-        self._most_characters = most_characters(max_length)
         self._num_over = 0
-
-    def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:
-        """Whether to tokenize a prompt: True if it may be within the limit, or the policy cuts.
-
-        One that is surely too long by its number of characters is counted as dropped, or added to
-        `problems` with the policy ERROR.
-        """
-        if num_characters <= self._most_characters or self._policy in CUTTING:
-            return True
-        if self._policy is OverlongPrompts.ERROR:
-            problems.add(row, self._too_long(f"{num_characters} characters"))
-        else:
-            self._num_over += 1
-        return False
-
-    def cut_text(self, text: str) -> str:
-        """Shorten a text that is cut anyway, without a change of the tokens that are kept.
-
-        Keeps the first `_most_characters` characters for KEEP_HEAD, the last for other policies,
-        and both for KEEP_ENDS. A shorter text is returned as it is.
-        """
-        most = self._most_characters
-        if self._policy is OverlongPrompts.KEEP_HEAD:
-            return text[:most]
-        if self._policy is OverlongPrompts.KEEP_ENDS and len(text) > 2 * most:
-            return text[:most] + text[-most:]
-        return text if self._policy is OverlongPrompts.KEEP_ENDS else text[-most:]
-
-    def _too_long(self, length: str) -> Problem:
-        limit = f"actor_rollout.max_prompt_length={self._max_length}"
-        return fault(
-            f"a prompt must fit {limit}, this one has {length}",
-            "raise it or set data.overlong_prompts=drop",
-        )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
         """Return a prompt's ids: unchanged up to the limit, cut over it; None if not kept.
@@ -113,7 +65,9 @@ class LengthLimit:
         if length <= self._max_length:
             return token_ids
         if self._policy is OverlongPrompts.ERROR:
-            problems.add(row, self._too_long(f"{length} tokens"))
+            limit = f"actor_rollout.max_prompt_length={self._max_length}"
+            rule = f"a prompt must fit {limit}, this one has {length} tokens"
+            problems.add(row, fault(rule, "raise it or set data.overlong_prompts=drop"))
             return None
         self._num_over += 1
         return cut(token_ids, self._max_length, self._policy)

@@ -96,7 +96,12 @@ class PromptEncoder:
         rest = [p for segments in rendered for s in segments if not s.is_response for p in s.pieces]
         prompt_ids = self._tokenize_pieces(rest, opens_prompt=False)
         response_ids = self._tokenize_responses(
-            {pair for segments in rendered for pair in _list_responses(segments)}
+            {
+                (before, segment.pieces)
+                for segments in rendered
+                for segment, before in _with_borders(segments)
+                if segment.is_response
+            }
         )
         labelled = []
         for segments in rendered:
@@ -175,12 +180,6 @@ def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
     for segment in segments:
         yield segment, "" if last.is_token else last.text[-1]
         last = segment.pieces[-1] if segment.pieces else last
-
-
-def _list_responses(segments: Sequence[Segment]) -> Iterator[Response]:
-    for segment, before in _with_borders(segments):
-        if segment.is_response:
-            yield before, segment.pieces
 
 
 def _token_ids(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,6 @@ class TextRow:
     def is_chat(self) -> bool:
         return not isinstance(self.prompt, str)
 
-    @property
-    def num_characters(self) -> int:
-        if isinstance(self.prompt, str):
-            return len(self.prompt)
-        return sum(len(message["content"]) for message in self.prompt)
-
 
 def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
     """Yield the rows of a file whose fields are all valid; other rows are added to `problems`.
@@ -74,15 +68,11 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
             problems.add(number, problem)
         labels = read_labels(number, row, data, problems)
         if labels and not problem:
-            yield TextRow(number, _with_system(prompt, data.system_prompt), labels)
+            if data.system_prompt is not None and prompt[0]["role"] != SYSTEM:
+                prompt = [{"role": SYSTEM, "content": data.system_prompt}, *prompt]
+            yield TextRow(number, prompt, labels)
     if absent:
         logger.warning("%s: no row has data.extra_columns=%s", file, sorted(absent))
-
-
-def _with_system(prompt: Any, system: str | None) -> Any:
-    if system is None or prompt[0]["role"] == SYSTEM:
-        return prompt
-    return [{"role": SYSTEM, "content": system}, *prompt]
 
 
 def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
@@ -123,28 +113,19 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     truth = "" if truth is None else truth
     source = look_up(row, data.data_source_key)
     source = data.default_data_source if source is None else source
-    found = [_truth_problem(truth), _source_problem(source, data)]
     extra, extra_problem = read_extra(row, data)
-    broken = [problem for problem in (*found, extra_problem) if problem]
+    broken = [extra_problem] if extra_problem else []
+    if not isinstance(source, str) or not source:
+        rule = f"a row must name its data source in {data.data_source_key!r}"
+        found = "it has none" if source is None else f"this one is {source!r:.60}"
+        remedy = "add it to the rows or set data.default_data_source"
+        broken.insert(0, fault(f"{rule}, {found}", remedy))
+    if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
+        rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
+        broken.insert(0, fault(rule, "write it as text"))
     for problem in broken:
         problems.add(number, problem)
     return None if broken else Labels(str(truth), str(source), extra)
-
-
-def _truth_problem(truth: Any) -> Problem | None:
-    if isinstance(truth, (str, int, float)) and not isinstance(truth, bool):
-        return None
-    rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
-    return fault(rule, "write it as text")
-
-
-def _source_problem(source: Any, data: DataConfig) -> Problem | None:
-    if isinstance(source, str) and source:
-        return None
-    rule = f"a row must name its data source in {data.data_source_key!r}"
-    found = "it has none" if source is None else f"this one is {source!r:.60}"
-    remedy = "add it to the rows or set data.default_data_source"
-    return fault(f"{rule}, {found}", remedy)
 
 
 def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
@@ -156,7 +137,9 @@ def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | No
     that JSON lacks is left out; if extra_columns is set, it is the problem.
     """
     extra: dict[str, Any] = {}
-    for key in _extra_names(row, data):
+    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
+    others = [name for name in row if name not in named]
+    for key in others if data.extra_columns is None else data.extra_columns:
         value = look_up(row, key)
         if (kind := _foreign_type(value)) is not None and data.extra_columns is not None:
             rule = f"column {key!r} must hold text, numbers, lists and objects, not {kind}"
@@ -174,13 +157,6 @@ def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | No
     if style is not None:
         extra[STYLE] = {**dict(extra.get(STYLE) or {}), "style": style}
     return extra, None
-
-
-def _extra_names(row: Row, data: DataConfig) -> Iterable[str]:
-    if data.extra_columns is not None:
-        return data.extra_columns
-    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
-    return (name for name in row if name not in named)
 
 
 def _foreign_type(value: Any) -> str | None:

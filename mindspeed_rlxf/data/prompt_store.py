@@ -7,9 +7,11 @@ import os
 import struct
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any, overload
+from itertools import pairwise
+from typing import Any, overload
 
 import numpy as np
 
@@ -18,9 +20,6 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 HEAD = struct.Struct("<I")  # number of token ids; they follow, then JSON
-ENDS_AT_ONCE = 4096  # ends of prompts that are written together
-
-
 STYLE = "reward_model"
 STYLES = ("rule", "model")
 
@@ -64,106 +63,63 @@ class Prompt:
 class PromptStore(Sequence[Prompt]):
     """Prompts in the order in which they were added.
 
-    They are in two unnamed files in the folder for temporary files (`TMPDIR`), about as large as
-    the data set, which vanish with the process.
+    They are in an unnamed file in the folder for temporary files (`TMPDIR`), about as large as the
+    data set, which vanishes with the process.
     """
 
     def __init__(self) -> None:
-        self._size = self._end = 0
-        self._ends = array("q")  # ends of the records that are not written to self._index yet
-        self._part_ends: list[int] = []
-        self._content, self._index = _open_file(), _open_file()
+        self._ends = array("q", [0])  # positions in the file
+        self._parts = [0]
+        with _report_full_disk():
+            self._file = tempfile.TemporaryFile(prefix="rlxf-prompts-")  # noqa: SIM115
 
-    def add(
-        self,
-        text: str,
-        token_ids: Sequence[int] | Int64Array,
-        labels: Labels,
-    ) -> None:
-        """Append a prompt, readable after the next `end_part`.
-
-        Raises UserError when it cannot be written, such as on a full disk.
-        """
+    def add(self, text: str, token_ids: Sequence[int] | Int64Array, labels: Labels) -> None:
+        """Append a prompt, readable after the next `end_part`. Raises UserError on a full disk."""
         ids = np.asarray(token_ids, dtype="<i4").tobytes()
-        rest = json.dumps(
-            [text, labels.ground_truth, labels.data_source, labels.extra_info]
-        ).encode("ascii")
-        record = HEAD.pack(len(token_ids)) + ids + rest
-        self._write(self._content, record)
-        self._end += len(record)
-        self._size += 1
-        self._ends.append(self._end)
-        if len(self._ends) == ENDS_AT_ONCE:
-            self._write_ends()
+        rest = [text, labels.ground_truth, labels.data_source, labels.extra_info]
+        record = HEAD.pack(len(token_ids)) + ids + json.dumps(rest).encode("ascii")
+        with _report_full_disk():
+            self._file.write(record)
+        self._ends.append(self._ends[-1] + len(record))
 
     def end_part(self) -> None:
-        """Flush the prompts and mark the end of a file or data set, which `sizes` counts.
-
-        Raises UserError when they cannot be written, such as on a full disk.
-        """
-        self._write_ends()
-        try:
-            self._content.flush()
-        except OSError as error:
-            raise _no_room(error) from error
-        self._part_ends.append(self._size)
+        """Flush the prompts and mark the end of a file or data set, which `sizes` counts."""
+        with _report_full_disk():
+            self._file.flush()
+        self._parts.append(len(self))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of prompts of each file or data set that `end_part` has ended, in order."""
-        starts = [0, *self._part_ends]
-        return tuple(end - start for start, end in zip(starts, self._part_ends, strict=False))
+        return tuple(end - start for start, end in pairwise(self._parts))
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._ends) - 1
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
     @overload
     def __getitem__(self, index: slice) -> list[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self._read(each) for each in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(index)
-        return self._read(index % self._size)
+        chosen = range(len(self))[index]
+        return self._read(chosen) if isinstance(chosen, int) else list(map(self._read, chosen))
 
     def _read(self, index: int) -> Prompt:
-        """Read prompt `index` >= 0 from the files; `end_part` must have flushed it."""
-        start, count = (8 * (index - 1), 2) if index else (0, 1)
-        ends = np.frombuffer(os.pread(self._index.fileno(), 8 * count, start), "<i8")
-        begin, end = (int(ends[0]), int(ends[1])) if index else (0, int(ends[0]))
-        record = os.pread(self._content.fileno(), end - begin, begin)
+        begin, end = self._ends[index : index + 2]
+        record = os.pread(self._file.fileno(), end - begin, begin)
         split = HEAD.size + 4 * HEAD.unpack_from(record)[0]
         ids = np.frombuffer(record[HEAD.size : split], "<i4").astype(np.int64)
         text, truth, source, extra_info = json.loads(record[split:])
         return Prompt(index, text, ids, truth, source, extra_info)
 
-    def _write_ends(self) -> None:
-        self._write(self._index, np.asarray(self._ends, dtype="<i8").tobytes())
-        self._ends = array("q")
-        try:
-            self._index.flush()
-        except OSError as error:
-            raise _no_room(error) from error
 
-    def _write(self, file: IO[bytes], data: bytes) -> None:
-        try:
-            file.write(data)
-        except OSError as error:
-            raise _no_room(error) from error
-
-
-def _open_file() -> IO[bytes]:
+@contextmanager
+def _report_full_disk() -> Iterator[None]:
     try:
-        return tempfile.TemporaryFile(prefix="rlxf-prompts-")  # closed with its owner
+        yield
     except OSError as error:
-        raise _no_room(error) from error
-
-
-def _no_room(error: OSError) -> UserError:
-    rule = "must take the tokenized prompts, it cannot be written"
-    reason = error.strerror or type(error).__name__
-    remedy = "free space there, or set TMPDIR to another folder"
-    folder = tempfile.gettempdir() if tempfile.tempdir else "the folder for temporary files"
-    return UserError(Problem(folder, f"{rule}: {reason}", remedy=remedy))
+        reason = error.strerror or type(error).__name__
+        rule = f"must take the tokenized prompts, it cannot be written: {reason}"
+        remedy = "free space there, or set TMPDIR to another folder"
+        folder = tempfile.tempdir or "the folder for temporary files"
+        raise UserError(Problem(folder, rule, remedy=remedy)) from error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.config.enums import InvalidRows
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.chats import fill_in
 from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.lengths import LengthLimit
 from mindspeed_rlxf.data.prompt_rows import TextRow, read_text_rows, text_problem
@@ -82,21 +81,16 @@ class _Reader:
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
         """Yield (labels, text, token ids) of each prompt that is kept.
 
-        A prompt over the limit is cut, dropped or a problem, by `data.overlong_prompts`; the text
-        of a cut prompt is decoded from the ids that remain. Invalid rows are added to `problems`.
-        Logs at the end how many prompts were over the limit, and how many spell special tokens that
-        are read as text.
+        The text of a cut prompt is decoded from the ids that remain. Invalid rows are added to
+        `problems`.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
         rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
         while chunk := list(islice(rows, ENCODE_CHUNK)):
             num_rows += len(chunk)
-            short = [row for row in chunk if limit.may_fit(row.row, row.num_characters, problems)]
             if not self._data.allow_special_tokens:
-                num_spelled += sum(self._special.are_in(row.prompt) for row in short)
-            texts = self._fill_templates(short, problems)
-            for row in texts:
-                row.text = limit.cut_text(row.text)
+                num_spelled += sum(self._special.are_in(row.prompt) for row in chunk)
+            texts = self._fill_templates(chunk, problems)
             for row, token_ids in self._tokenize(texts):
                 kept = limit.fit(row.row, token_ids, problems)
                 if kept is token_ids:
@@ -114,34 +108,40 @@ class _Reader:
             )
 
     def _fill_templates(self, rows: list[TextRow], problems: FileProblems) -> list[TextRow]:
-        """Set `text` of each row: the prompt, or the chat template filled in with its messages.
-
-        Returns the rows that can be tokenized; the others are added to `problems`.
-        """
+        """Set `text` of each row; return those that can be tokenized."""
         good = []
         for row in rows:
-            row.text, reason = str(row.prompt), ""
-            if row.is_chat:
-                variables = self._data.chat_template_kwargs
-                row.text, reason = fill_in(self._tokenizer, self._messages(row), variables)
-            problem = _template_problem(reason) if reason else text_problem(row.text)
+            row.text, problem = str(row.prompt), None
+            try:
+                if row.is_chat:
+                    row.text = self._fill_template(row.prompt)
+                problem = text_problem(row.text)
+            except Exception as error:  # of any type, because a template is a program
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                problem = fault(
+                    f"the tokenizer's chat template must accept the messages: {reason}",
+                    "give the tokenizer's folder a fitting chat template, or write the prompt as "
+                    "text",
+                )
             if problem:
                 problems.add(row.row, problem)
             else:
                 good.append(row)
         return good
 
-    def _messages(self, row: TextRow) -> Any:
-        if self._data.allow_special_tokens or not self._special.are_in(row.prompt):
-            return row.prompt
-        return self._special.hide(row.prompt)
+    def _fill_template(self, messages: Any) -> str:
+        if not self._data.allow_special_tokens and self._special.are_in(messages):
+            messages = self._special.hide(messages)
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        variables = self._data.chat_template_kwargs
+        return str(
+            self._tokenizer.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=True, **variables
+            )
+        )
 
     def _tokenize(self, rows: list[TextRow]) -> Iterator[tuple[TextRow, list[int]]]:
-        """Yield each row and its token ids, in order.
-
-        The EOS that some tokenizers append is removed from plain texts. Special tokens that a row
-        spells are text unless `data.allow_special_tokens`; those of a chat template are tokens.
-        """
+        """Yield each row and its token ids, in order, without an EOS that the tokenizer appends."""
         encoded: dict[int, list[int]] = {}
         split = not self._data.allow_special_tokens
         for row in rows:
@@ -156,13 +156,6 @@ class _Reader:
         yield from ((row, encoded[row.row]) for row in rows)
 
 
-def _template_problem(reason: str) -> Problem:
-    return fault(
-        f"the tokenizer's chat template must accept the messages: {reason}",
-        "give the tokenizer's folder a fitting chat template, or write the prompt as text",
-    )
-
-
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
@@ -175,13 +168,6 @@ def _token_ids(
 
 
 def num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the EOS tokens that the tokenizer appends to a text: 0, or 1 for some tokenizers.
-
-    Tokenizes "a" with and without added special tokens to find out.
-    """
-
-    def trailing_eos(add_special_tokens: bool) -> int:
-        (ids,) = _token_ids(tokenizer, ["a"], add_special_tokens, split=False)
-        return len(list(takewhile(lambda i: i == tokenizer.eos_token_id, reversed(ids))))
-
-    return max(trailing_eos(True) - trailing_eos(False), 0)
+    """Count the EOS tokens that the tokenizer appends to a text: 0, or 1 for some tokenizers."""
+    (plain,), (framed,) = (_token_ids(tokenizer, ["a"], add, split=False) for add in (False, True))
+    return int(framed[-1:] == [tokenizer.eos_token_id] != plain[-1:])

@@ -123,14 +123,15 @@ class MixtureSampler:
 
     def next_batch(self) -> list[int]:
         """Return the next `batch_size` indices in the whole data set."""
-        return [self._take_next() for _ in range(self._batch_size)]
-
-    def _take_next(self) -> int:
-        taken = [source.num_taken for source in self._sources]
-        wanted = sum(taken) + 1
-        lags = [share * wanted - count for share, count in zip(self._shares, taken, strict=True)]
-        chosen = lags.index(max(lags))
-        return self._starts[chosen] + self._sources[chosen].take(1)[0]
+        batch: list[int] = []
+        while len(batch) < self._batch_size:
+            taken = [source.num_taken for source in self._sources]
+            wanted = sum(taken) + 1
+            pairs = zip(self._shares, taken, strict=True)
+            lags = [share * wanted - count for share, count in pairs]
+            chosen = lags.index(max(lags))
+            batch.append(self._starts[chosen] + self._sources[chosen].take(1)[0])
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return {"weights": weights, "sources": the state of each source's sampler, in order}."""

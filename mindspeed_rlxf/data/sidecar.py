@@ -55,8 +55,9 @@ class Sidecar(Section):
     columns: list[Column]
     counts: dict[str, int | dict[str, int]]
 
-    def json_text(self) -> str:
-        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False, indent=1) + "\n"
+    def as_bytes(self) -> bytes:
+        text = json.dumps(self.model_dump(mode="json"), ensure_ascii=False, indent=1) + "\n"
+        return text.encode("utf-8", "backslashreplace")  # a column's name may have half a character
 
 
 def data_path(prefix: Path, column_file: str) -> Path:

@@ -43,13 +43,11 @@ class SpecialTokens:
                unchanged
         """
         if isinstance(value, str):
-            return self._pattern.sub(self._random_word, value)
+            number = self._names.index
+            return self._pattern.sub(lambda found: f"zq{self._nonce}n{number(found[0])}z", value)
         if isinstance(value, dict):
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list) else value
-
-    def _random_word(self, found: re.Match[str]) -> str:
-        return f"zq{self._nonce}n{self._names.index(found[0])}z"
 
     def has_words(self, text: str) -> bool:
         return self._nonce in text

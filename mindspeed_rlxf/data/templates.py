@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -146,20 +146,13 @@ TEMPLATES: Mapping[str, Template] = {
 """Name (`--prompt-type`) -> template. Texts of turns are not trimmed."""
 
 
-Part = Piece | str | int
-"""A special token, text of the template, or the index of a turn whose text is inserted."""
-
-
-Run = tuple[str | int, ...]
-"""Consecutive parts that are text or indices of turns, without special tokens."""
-
-
 def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
     """Render a conversation as a prompt, which ends with the header of the next response.
 
     The text between two special tokens is one piece, so that it is tokenized as a whole.
     """
-    return _insert_texts(_prompt_layout(template, tuple(turn.role for turn in turns)), turns)
+    pieces = [piece for _, segment in _split(template, turns) for piece in segment]
+    return _join_text([*pieces, *_fill(template, template.header)])
 
 
 def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
@@ -168,83 +161,55 @@ def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
     Each response is a segment, and so is what stands before it. A segment whose texts are all empty
     has no pieces.
     """
-    layout = _segment_layout(template, tuple(turn.role for turn in turns))
-    return [Segment(tuple(_insert_texts(parts, turns)), response) for response, parts in layout]
+    segments = _split(template, turns)
+    return [Segment(tuple(_join_text(pieces)), is_r) for is_r, pieces in segments if pieces]
 
 
-def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
-    pieces = []
-    for part in layout:
-        if isinstance(part, Piece):
-            pieces.append(part)
-        elif text := "".join([turns[i].text if isinstance(i, int) else i for i in part]):
-            pieces.append(Piece(text, False))
+def _split(template: Template, turns: Sequence[Turn]) -> list[tuple[bool, list[Piece]]]:
+    """Return (whether it is a response, its pieces) for each segment; the last is no response.
+
+    A missing system turn is replaced by the template's default.
+    """
+    system = turns[0].text if turns[0].role == "system" else template.default_system
+    has_system = system or turns[0].role == "system"
+    pending = _fill(template, template.system, text=[Piece(system, False)]) if has_system else []
+    pieces = _fill(template, template.start)
+    if "{system}" not in template.user:
+        pieces, pending = [*pieces, *pending], []
+    segments = []
+    for i, (role, text) in enumerate(turns):
+        if role == "user":
+            pieces += _fill(template, template.user, text=[Piece(text, False)], system=pending)
+            pending = []
+        elif role == "assistant":
+            pieces += _fill(template, template.header)
+            response = _fill(template, template.response, text=[Piece(text, False)])
+            segments += [(False, pieces), (True, response)]
+            pieces = _fill(template, template.separator) if i + 1 < len(turns) else []
+    return [*segments, (False, pieces)]
+
+
+def _join_text(pieces: Sequence[Piece]) -> list[Piece]:
+    joined: list[Piece] = []
+    for is_token, group in groupby(pieces, key=lambda piece: piece.is_token):
+        if is_token:
+            joined += group
+        elif text := "".join(piece.text for piece in group):
+            joined.append(Piece(text, False))
+    return joined
+
+
+def _fill(template: Template, pattern: str, **values: Sequence[Piece]) -> list[Piece]:
+    pieces: list[Piece] = []
+    for part in _split_pattern(template.special_tokens, pattern):
+        if part in ("{text}", "{system}"):
+            pieces += values[part[1:-1]]
+        elif part:
+            pieces.append(Piece(part, part == EOS or part in template.special_tokens))
     return pieces
 
 
-@lru_cache(maxsize=1024)
-def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
-    parts = [part for _, parts in _split_parts(template, roles) for part in parts]
-    return _join_text([*parts, *_fill(template, template.header)])
-
-
-@lru_cache(maxsize=1024)
-def _segment_layout(
-    template: Template, roles: tuple[str, ...]
-) -> tuple[tuple[bool, tuple[Piece | Run, ...]], ...]:
-    return tuple(
-        (is_r, _join_text(parts)) for is_r, parts in _split_parts(template, roles) if parts
-    )
-
-
-def _split_parts(template: Template, roles: tuple[str, ...]) -> list[tuple[bool, list[Part]]]:
-    """Return (whether it is a response, its parts) for each segment of turns with these roles.
-
-    The last segment is no response; segments may be empty. A missing system turn is replaced by the
-    template's default.
-    """
-    system: str | int = 0 if roles[0] == "system" else template.default_system
-    pending = [] if system == "" else _fill(template, template.system, text=[system])
-    parts = _fill(template, template.start)
-    if "{system}" not in template.user:
-        parts, pending = [*parts, *pending], []
-    segments = []
-    for i, role in enumerate(roles):
-        if role == "user":
-            parts += _fill(template, template.user, text=[i], system=pending)
-            pending = []
-        elif role == "assistant":
-            parts += _fill(template, template.header)
-            response = _fill(template, template.response, text=[i])
-            segments += [(False, parts), (True, response)]
-            parts = _fill(template, template.separator) if i + 1 < len(roles) else []
-    return [*segments, (False, parts)]
-
-
-def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
-    layout: list[Piece | Run] = []
-    for is_token, group in groupby(parts, key=lambda part: isinstance(part, Piece)):
-        if is_token:
-            layout += [part for part in group if isinstance(part, Piece)]
-        else:
-            layout.append(tuple(part for part in group if not isinstance(part, Piece)))
-    return tuple(layout)
-
-
-def _fill(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
-    """Split a pattern at its fields and special tokens; return the parts in order, no empty text.
-
-    `{text}` and `{system}` are replaced by `values["text"]` and `values["system"]`; `{eos}` and the
-    template's special tokens become special pieces.
-    """
-    fields = [re.escape(field) for field in ("{text}", "{system}", EOS)]
-    splitter = "|".join([*fields, *map(re.escape, template.special_tokens)])
-    parts: list[Part] = []
-    for part in re.split(f"({splitter})", pattern):
-        if part in ("{text}", "{system}"):
-            parts += values[part[1:-1]]
-        elif part == EOS or part in template.special_tokens:
-            parts.append(Piece(part, True))
-        elif part:
-            parts.append(part)
-    return parts
+@cache
+def _split_pattern(special_tokens: tuple[str, ...], pattern: str) -> list[str]:
+    splitter = "|".join(map(re.escape, ("{text}", "{system}", EOS, *special_tokens)))
+    return re.split(f"({splitter})", pattern)

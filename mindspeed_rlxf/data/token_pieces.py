@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class TokenPieces:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._known = tokenizer, dict[int, bytes]()
+        self._tokenizer, self._bytes_of = tokenizer, cache(self._find_bytes)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._bytes = (
             _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", "")) else {}
@@ -48,17 +49,7 @@ class TokenPieces:
             left, waiting = b"", 0
         return pieces
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        if token_id not in self._known:
-            self._known[token_id] = self._find_bytes(token_id)
-        return self._known[token_id]
-
     def _find_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token's text; "<id>" for an id outside the vocabulary.
-
-        A byte token such as <0x0A> is that byte, letters of a byte-level vocabulary are the bytes
-        they stand for, and U+2581 is a space; other tokens are decoded by the tokenizer.
-        """
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):  # not in the vocabulary
             return f"<{token_id}>".encode()

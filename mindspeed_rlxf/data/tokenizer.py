@@ -32,13 +32,15 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = _load(path)
+        if _is_empty(tokenizer):
+            raise ValueError("its tokenizer files are missing")
     except BaseException as error:  # transformers raises many types, tokenizers bare ones
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         reason = _first_line(error) if Path(path).is_dir() else "there is no such folder"
-        raise UserError(_tokenizer_problem(key, path, reason)) from error
-    if _is_empty(tokenizer):
-        raise UserError(_tokenizer_problem(key, path, "its tokenizer files are missing"))
+        rule = "must be a folder with a Hugging Face tokenizer (tokenizer.json or tokenizer.model)"
+        remedy = "give the folder of the model's tokenizer"
+        raise UserError(Problem(key, f"{rule}: {reason}", repr(path), remedy)) from error
     return tokenizer
 
 
@@ -60,10 +62,6 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
 
 
 def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from local files; try it on one text.
-
-    Raises ValueError, OSError and whatever transformers raises.
-    """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -135,7 +133,16 @@ def _own_stop_ids(
     ids = {"tokenizer": [] if eos is None else [int(eos)]}
     if model_folder is not None:
         file = Path(model_folder) / "generation_config.json"
-        ids[file.name] = _generation_config_eos(file)
+        ids[file.name] = []
+        if file.exists():
+            try:
+                found = json.loads(file.read_bytes()).get("eos_token_id")
+                found = found if isinstance(found, list) else [found]
+                ids[file.name] = [int(i) for i in found if i is not None]
+            except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:
+                rule = "must be a JSON object whose eos_token_id is an id or a list of ids"
+                rule, remedy = f"{rule}; {_first_line(error)}", "repair the file or remove it"
+                raise UserError(Problem(f"{file}", rule, remedy=remedy, colon=True)) from error
     return ids
 
 
@@ -160,33 +167,6 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     pairs = sorted((i, token) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
-
-
-def _generation_config_eos(file: Path) -> list[int]:
-    """Return the ids in `eos_token_id` of a generation_config.json; [] without file or field.
-
-    Raises UserError for a file that is not valid.
-    """
-    if not file.exists():
-        return []
-    try:
-        eos = json.loads(file.read_bytes()).get("eos_token_id")
-        return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
-    except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:
-        rule = "must be a JSON object whose eos_token_id is an id or a list of ids"
-        rule = f"{rule}; {_first_line(error)}"
-        remedy = "repair the file or remove it"
-        raise UserError(Problem(f"{file}", rule, remedy=remedy, colon=True)) from error
-
-
-def _tokenizer_problem(key: str, path: str, reason: str) -> Problem:
-    files = "(tokenizer.json or tokenizer.model)"
-    return Problem(
-        key,
-        f"must be a folder with a Hugging Face tokenizer {files}: {reason}",
-        repr(path),
-        "give the folder of the model's tokenizer",
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -137,7 +137,6 @@ def test_preprocessing_reads_the_same(allowed: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        (chat(content="x" * 50_000_000), "100, this one has 50000000 characters"),
         ({"prompt": 10**400}, "must be text"),
         ({"prompt": "a", "ground_truth": ["x" * 10**6]}, "must be text or a number"),
         ({"prompt": "a", "data_source": {"x": "y" * 10**6}}, "must name its data source"),
@@ -151,19 +150,6 @@ def test_a_hostile_row_is_one_short_line(row: dict[str, Any], found: str, tmp_pa
         read(write(tmp_path, {"data_source": "x", **row}))
     (line,) = map(str, error.value.problems)
     assert found in line and len(line) <= 8000 and line.isprintable()
-
-
-def test_a_long_prompt_is_cut_before_it_is_tokenized(tmp_path: Path) -> None:
-    texts = ("a" * 1000 + "x" * 10_000_000 + "b" * 1000, "c")
-    file = write(tmp_path, *({"prompt": text, "data_source": "x"} for text in texts))
-    found = [prompt.text for prompt in read(file, overlong_prompts="keep_tail")]
-    assert found == ["b" * 100, "c"]
-
-
-def test_a_long_row_is_dropped_before_it_is_tokenized(tmp_path: Path) -> None:
-    rows = ({"instruction": "x" * 10_000_000}, {"instruction": "c"})
-    counts = preprocessed(tmp_path, *rows, max_prompt_length=9)
-    assert counts.rows_written == 1 and counts.dropped == {"too long": 1}
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,8 @@ def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
     """Make the example of a row with a list of messages.
 
-    For PAIR, all messages are the prompt and the responses are those in columns of their own; a
-    column that is None is left out. For every other output, PROMPT included, the last message is
-    the response. Raises UnusableRow for another role of the last turn, a wrong order and an empty
-    turn of the user; an empty response is kept.
+    For PAIR, all messages are the prompt and the responses have columns of their own. For every
+    other output, PROMPT included, the last message is the response.
     """
     messages = _require(row, keys.messages, "messages")
     turns = _read_messages(messages, keys.tags, "messages must be")
@@ -84,35 +82,32 @@ def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Exam
         _check_last(turns, "assistant", "complete or remove the row")
         return Example(turns[:-1], (turns[-1].text,))
     _check_last(turns, "user", "complete or remove the row")
-    used = (keys.chosen, keys.rejected)
-    return Example(turns, tuple(_read_judged(row, c, keys.tags) for c in used if c is not None))
+    responses = []
+    for column in filter(None, (keys.chosen, keys.rejected)):
+        value = _require(row, column, "response")
+        if not isinstance(value, str):
+            turn = _read_message(value, keys.tags, repr(column))
+            _check_last([turn], "assistant", "repair the row")
+            value = turn.text
+        responses.append(value)
+    return Example(turns, tuple(responses))
 
 
 def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
-    """Yield the turns of the history column, user and assistant of each pair.
-
-    Nothing where the column is null or unused. Raises UnusableRow unless it is a list of pairs of
-    text.
-    """
     pairs = look_up(row, keys.history) if keys.history else None
     rule = "a history must be a list of [user, assistant] pairs of text"
     if pairs is not None and not isinstance(pairs, list):
         rule = f"{rule}, this one is {shorten_value(pairs)}"
         raise UnusableRow("wrong type", rule, "write [[..., ...]]")
     for pair in pairs or ():
-        is_pair = isinstance(pair, list) and len(pair) == 2
-        if not is_pair or not all(isinstance(text, str) for text in pair):
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             rule = f"{rule}, it has {shorten_value(pair)}"
             raise UnusableRow("wrong type", rule, "repair the row")
         yield from (Turn("user", pair[0]), Turn("assistant", pair[1]))
 
 
 def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
-    """Return the turns of the prompt's column, with the query on a new line of the last turn.
-
-    Text is one turn of the user, else it must be a list of messages. An empty query adds nothing.
-    Raises UnusableRow for other values and a last turn that is empty or not the user's.
-    """
+    """Return the turns of the prompt's column, with the query on a new line of the last turn."""
     prompt, query = _require(row, keys.prompt, "prompt"), _read_text(row, keys.query, "query")
     turns = [Turn("user", prompt)]
     if not isinstance(prompt, str):
@@ -129,7 +124,6 @@ def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
 
     The column has text, a number (not a bool), a list of one text, or chat messages, of which the
     last must be the assistant's and those before it, if any, the prompt's `turns`.
-    Raises UnusableRow for anything else.
     """
     value = _require(row, column, "response")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
@@ -146,15 +140,6 @@ def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
             'name the column of the prompt, and its system and history, or "" for none',
         )
     return messages[-1].text
-
-
-def _read_judged(row: Row, column: str, tags: Tags) -> str:
-    value = _require(row, column, "response")
-    if isinstance(value, str):
-        return value
-    turn = _read_message(value, tags, repr(column))
-    _check_last([turn], "assistant", "repair the row")
-    return turn.text
 
 
 def _require(row: Row, column: str, part: str) -> Any:
@@ -178,11 +163,6 @@ def _read_text(row: Row, column: str | None, part: str) -> str:
 
 
 def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
-    """Convert a list of messages to turns; only the first one may be the system's.
-
-    rule: first words of the error for a value that is no list or empty
-    Raises UnusableRow for that, a later system turn, and messages as `_read_message` does.
-    """
     if not isinstance(value, list) or not value:
         rule = f"{rule} a list of messages that is not empty, here it is {shorten_value(value)}"
         raise UnusableRow("wrong type", rule, "write it as such a list")
@@ -196,11 +176,6 @@ def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
 
 
 def _read_message(message: Any, tags: Tags, name: str) -> Turn:
-    """Convert a message, whose keys and roles `tags` names, to a turn.
-
-    Raises UnusableRow for a role or content that is no text, turns of tools and other roles.
-    name: name of the message in the error
-    """
     found = message if isinstance(message, dict) else {}
     role, text = found.get(tags.role_tag), found.get(tags.content_tag)
     if not isinstance(role, str) or not isinstance(text, str):

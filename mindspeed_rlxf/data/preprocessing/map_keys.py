@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -86,7 +86,7 @@ def default_keys(handler: Handler) -> Keys:
 
 
 def known_keys(handler: Handler) -> list[str]:
-    """List the keys of --map-keys that a handler accepts, in the order of the keys' class.
+    """List the keys of --map-keys that a handler accepts.
 
     Handlers of pairs accept chosen and rejected but no response, others the reverse.
     """
@@ -101,18 +101,28 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
     default column. Raises UserError for invalid JSON, invalid keys, conflicting columns, and a
     prompt or response without a column that the handler needs.
     """
-    defaults, example = default_keys(handler), '{"prompt": "question", "query": ""}'
+    defaults, first, example = (
+        default_keys(handler),
+        "prompt",
+        '{"prompt": "question", "query": ""}',
+    )
     if isinstance(defaults, ShareGptKeys):
-        example = '{"messages": "conversations", "tags": {"user_tag": "user"}}'
-    given = _json_object(text, f"must be a JSON object such as {example}")
-    first = "prompt" if isinstance(defaults, MapKeys) else "messages"
+        first, example = "messages", '{"messages": "conversations", "tags": {"user_tag": "user"}}'
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        rule = f"must be a JSON object such as {example}, {text!r} is not ({error})"
+        raise UserError(Problem(FLAG, rule, remedy="put it in single quotes")) from error
+    if not isinstance(given, dict):
+        rule = f"must be a JSON object such as {example}, {text!r} is not"
+        raise UserError(Problem(FLAG, rule, remedy="write {...}"))
     problems = [p for key, value in given.items() for p in _key_problems(key, value, handler)]
     if not given.get(first, True):
         problems.append(_flag_problem(f"{first} must name a column, it is empty", "name it"))
     if problems:
         raise UserError(problems)
     columns: dict[str, Any] = {
-        key: column or None for key, column in given.items() if hasattr(defaults, key)
+        k: column or None for k, column in given.items() if hasattr(defaults, k)
     }
     if "tags" in columns:
         columns["tags"] = Tags(**(columns["tags"] or {}))
@@ -121,7 +131,7 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
         if key not in columns and default in columns.values():
             columns[key] = None
     keys = type(defaults)(**columns)
-    problems = [*_same_columns(keys), *_unnamed_responses(keys, handler)]
+    problems = list(_column_problems(keys, handler))
     if getattr(keys, first) is None:
         rule = f"{first} must have a column, another key names its default"
         problems.append(_flag_problem(rule, f"name the column of {first} too"))
@@ -143,49 +153,36 @@ def missing_columns(
     asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
     if handler.output is Output.PROMPT:
         asked.pop("response", None)
-    remedy = 'name one, or "" for none'
-    named = [_flag_problem(f"{key} must name a column", remedy) for key in asked]
-    other = Problem("--dataset-additional-keys", "must name columns", remedy="name one")
-    pairs = [*zip(named, asked.values(), strict=True), *((other, column) for column in extra)]
-    for problem, column in pairs:
-        if column in columns or column.split(".")[0] in columns:
-            continue
-        guess = closest(column, columns)
-        found = f"no row has {column!r} (there are {describe_keys(columns)})"
-        remedy = f"did you mean {guess}?" if guess else problem.remedy
-        yield replace(problem, rule=f"{problem.rule}, {found}", remedy=remedy)
+    named = [(f"{FLAG}: {key} must name a column", column) for key, column in asked.items()]
+    named += [("--dataset-additional-keys must name columns", column) for column in extra]
+    for rule, column in named:
+        if column not in columns and column.split(".")[0] not in columns:
+            guess = closest(column, columns)
+            found = f"no row has {column!r} (there are {describe_keys(columns)})"
+            remedy = f"did you mean {guess}?" if guess else 'name one, or "" for none'
+            yield Problem("", f"{rule}, {found}", remedy=remedy)
 
 
 def _flag_problem(rule: str, remedy: str) -> Problem:
     return Problem(FLAG, rule, remedy=remedy, colon=True)
 
 
-def _unknown_key_problem(name: str, key: str, known: Iterable[str]) -> Problem:
-    guess = closest(key, known)
-    remedy = f"did you mean {guess}?" if guess else "remove it"
-    return _flag_problem(f"{name} must be one of {', '.join(known)}", remedy)
-
-
-def _json_object(text: str, rule: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        rule = f"{rule}, {text!r} is not ({error})"
-        raise UserError(Problem(FLAG, rule, remedy="put it in single quotes")) from error
-    if not isinstance(given, dict):
-        raise UserError(Problem(FLAG, f"{rule}, {text!r} is not", remedy="write {...}"))
-    return given
-
-
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
-    """Yield the problems of one key of --map-keys and its value; none if they are valid.
+    """Yield the problems of one key of --map-keys and its value.
 
-    A key that `handler` accepts needs text or null, "tags" valid tags. Other keys of MapKeys and
-    those of NOT_RENDERED are valid with an empty value only, and unknown keys never.
+    Keys that only other handlers use, and those of NOT_RENDERED, are valid if they are empty.
     """
     known = known_keys(handler)
     if key == "tags" and key in known:
-        yield from _tag_problems(value)
+        tags = value or {}
+        if not isinstance(tags, dict):
+            yield _flag_problem(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')
+            return
+        for tag, word in tags.items():
+            if tag not in Tags.__dataclass_fields__:
+                yield _unknown_key_problem(f"tag {tag!r}", tag, Tags.__dataclass_fields__)
+            elif not isinstance(word, str) or not word:
+                yield _flag_problem(f"tag {tag}={word!r} must be a word", "write it as text")
     elif key in known:
         if value is not None and not isinstance(value, str):
             yield _flag_problem(f"{key}={value!r} must name a column", "write it as text")
@@ -196,36 +193,14 @@ def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
         yield _unknown_key_problem(repr(key), key, known)
 
 
-def _tag_problems(tags: Any) -> Iterator[Problem]:
-    """Yield a problem for each tag that is unknown, or whose value is empty or not text.
-
-    Only one if `tags` is no object; none for None.
-    """
-    known = Tags.__dataclass_fields__
-    if tags is not None and not isinstance(tags, dict):
-        yield _flag_problem(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')
-        return
-    for tag, value in (tags or {}).items():
-        if tag not in known:
-            yield _unknown_key_problem(f"tag {tag!r}", tag, known)
-        elif not isinstance(value, str) or not value:
-            yield _flag_problem(f"tag {tag}={value!r} must be a word", "write it as text")
+def _unknown_key_problem(name: str, key: str, known: Iterable[str]) -> Problem:
+    guess = closest(key, known)
+    remedy = f"did you mean {guess}?" if guess else "remove it"
+    return _flag_problem(f"{name} must be one of {', '.join(known)}", remedy)
 
 
-def _same_columns(keys: Keys) -> Iterator[Problem]:
-    if isinstance(keys, MapKeys):
-        used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
-        if twice := [column for column in used if used.count(column) > 1]:
-            rule = "prompt, query, history and system must be different columns"
-            yield _flag_problem(f"{rule}, {twice[0]!r} is named twice", "keep one")
-
-
-def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
-    """Yield a problem for each response column that the handler needs and that is None.
-
-    These are chosen and rejected for PAIR, response for INSTRUCTION. Also one for ANSWERED and
-    INSTRUCTION where response and prompt are the same column.
-    """
+def _column_problems(keys: Keys, handler: Handler) -> Iterator[Problem]:
+    """Yield a problem for a column that is named twice, and for each response that has none."""
     needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
     for key in needed.get(handler.output, ()):
         if getattr(keys, key, "messages") is None:
@@ -233,7 +208,13 @@ def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
                 f"{key} must name a column for {handler.name}, it is empty",
                 f"name it, or make prompts alone with {DEFAULT_HANDLER}",
             )
-    answered = handler.output in (Output.ANSWERED, Output.INSTRUCTION)
-    if answered and isinstance(keys, MapKeys) and keys.response == keys.prompt:
-        rule = f"response and prompt must be different columns for {handler.name}"
-        yield _flag_problem(f"{rule}, both are {keys.prompt!r}", "name the column of the answers")
+    if isinstance(keys, MapKeys):
+        used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
+        if twice := [column for column in used if used.count(column) > 1]:
+            rule = "prompt, query, history and system must be different columns"
+            yield _flag_problem(f"{rule}, {twice[0]!r} is named twice", "keep one")
+        answered = handler.output in (Output.ANSWERED, Output.INSTRUCTION)
+        if answered and keys.response == keys.prompt:
+            rule = f"response and prompt must be different columns for {handler.name}"
+            remedy = "name the column of the answers"
+            yield _flag_problem(f"{rule}, both are {keys.prompt!r}", remedy)

@@ -14,12 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.files import fault
-from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, LABELS, Handler, Output
+from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, LABELS, Output
 from mindspeed_rlxf.data.preprocessing.map_keys import Keys, MapKeys, missing_columns
 from mindspeed_rlxf.data.preprocessing.row_encoder import (
     TOO_LONG,
@@ -34,7 +33,6 @@ from mindspeed_rlxf.data.preprocessing.row_source import (
     RowSource,
     find_files,
     make_chunks,
-    readable,
 )
 from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
@@ -45,9 +43,6 @@ from mindspeed_rlxf.data.preprocessing.writer import (
 from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
 from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
 from mindspeed_rlxf.data.tokenizer import load_slow_tokenizer, load_tokenizer, vocabulary_hash
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER = "--tokenizer-name-or-path"
 CHUNKS_AHEAD = 2  # per process, so that memory stays bounded
@@ -98,7 +93,14 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     are absent, when no row is left, and when a row is dropped with `strict` (or is too long with
     `overlong` ERROR); BrokenProcessPool when a worker process is killed.
     """
-    prefix = _check_prefix(options)
+    shown = options.output_prefix
+    if not os.path.basename(shown):
+        rule = "must end in a name, not in a folder"
+        raise UserError(Problem("--output-prefix", rule, shown, "add a name"))
+    prefix = Path(os.path.abspath(os.path.expanduser(shown)))
+    existing = existing_files(prefix)
+    if existing and not options.overwrite:
+        raise UserError(exists_problem(shown, existing[0].name))
     counts, refusals = Counts(), Refusals()
     files = find_files(options.inputs, counts.skipped)
     if options.slow_tokenizer:
@@ -106,9 +108,25 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     else:
         tokenizer = load_tokenizer(options.tokenizer_path, TOKENIZER)
     handler = HANDLERS[options.handler]
-    encoder = _make_encoder(options, handler, tokenizer)
+    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
+    if options.append_eod and eos is None:
+        rule = "needs the tokenizer's EOS token, it has none"
+        remedy = "set eos_token in its tokenizer_config.json or leave --append-eod out"
+        raise UserError(Problem("--append-eod", rule, remedy=remedy))
+    encoder = RowEncoder(
+        PromptEncoder(
+            tokenizer, options.template, handler.has_responses, options.allow_special_tokens
+        ),
+        options.map_keys,
+        handler,
+        options.max_prompt_length,
+        options.overlong,
+        None if options.additional_columns is None else {*options.additional_columns, LABELS},
+        end_id=eos if options.append_eod else None,
+        unknown_id=None if unknown == eos else unknown,  # some tokenizers have one for both
+    )
     rows = RowSource(files, options.max_samples, counts, progress)
-    with report_write_errors(readable(str(prefix))), PromptSetWriter(prefix, handler) as writer:
+    with report_write_errors(str(prefix)), PromptSetWriter(prefix, handler) as writer:
         with closing(_encode_chunks(make_chunks(iter(rows)), encoder, options.workers)) as chunks:
             for chunk in chunks:
                 writer.add(chunk)
@@ -120,9 +138,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
             template=options.template,
             allow_special_tokens=options.allow_special_tokens,
             stop_token_ids=tuple(encoder.prompts.stop_token_ids),
-            tokenizer=TokenizerId(
-                path=readable(options.tokenizer_path), sha256=vocabulary_hash(tokenizer)
-            ),
+            tokenizer=TokenizerId(path=options.tokenizer_path, sha256=vocabulary_hash(tokenizer)),
             columns=writer.columns(),
             counts=counts.as_dict(),
         )
@@ -130,68 +146,18 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     return counts
 
 
-def _make_encoder(
-    options: PreprocessOptions, handler: Handler, tokenizer: PreTrainedTokenizerBase
-) -> RowEncoder:
-    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
-    if options.append_eod and eos is None:
-        raise UserError(
-            Problem(
-                "--append-eod",
-                "needs the tokenizer's EOS token, it has none",
-                remedy="set eos_token in its tokenizer_config.json or leave --append-eod out",
-            )
-        )
-    kept = options.additional_columns
-    return RowEncoder(
-        PromptEncoder(
-            tokenizer, options.template, handler.has_responses, options.allow_special_tokens
-        ),
-        options.map_keys,
-        handler,
-        options.max_prompt_length,
-        options.overlong,
-        kept_columns=None if kept is None else frozenset((*kept, LABELS)),
-        end_id=eos if options.append_eod else None,
-        unknown_id=None if unknown == eos else unknown,  # some tokenizers have one for both
-    )
-
-
-def _check_prefix(options: PreprocessOptions) -> Path:
-    """Return the absolute output prefix, "~" expanded.
-
-    Raises UserError for a prefix
-    that ends with "/" or is empty, and when a data set exists and `overwrite` is not set.
-    """
-    shown = readable(options.output_prefix)
-    if not os.path.basename(options.output_prefix):
-        raise UserError(
-            Problem("--output-prefix", "must end in a name, not in a folder", shown, "add a name")
-        )
-    prefix = Path(os.path.abspath(os.path.expanduser(options.output_prefix)))
-    existing = existing_files(prefix)
-    if existing and not options.overwrite:
-        raise UserError(exists_problem(shown, readable(existing[0].name)))
-    return prefix
-
-
 def _encode_chunks(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
     """Yield the encoded chunks in order. With `workers` 1, this process encodes.
 
-    More workers are forked, so that they share the loaded tokenizer; they end with the generator.
-    Up to workers * CHUNKS_AHEAD chunks are read ahead.
+    More workers are forked, so that they share the loaded tokenizer.
     """
     if workers == 1:
         yield from map(encoder.encode, chunks)
         return
-    first = next(chunks, None)
-    if first is None:
-        return
-    fork = get_context("fork")
+    fork, pending = get_context("fork"), deque[Future[EncodedChunk]]()
     with ProcessPoolExecutor(workers, fork, _start_worker, (encoder, os.getpid())) as pool:
-        pending: deque[Future[EncodedChunk]] = deque([pool.submit(_encode_in_worker, first)])
         try:
             for chunk in chunks:
                 pending.append(pool.submit(_encode_in_worker, chunk))
@@ -225,12 +191,9 @@ def _encode_in_worker(rows: Sequence[NumberedRow]) -> EncodedChunk:
 def _check_result(
     options: PreprocessOptions, counts: Counts, refusals: Refusals, columns: dict[str, None]
 ) -> None:
-    """Raise UserError if the rows read so far do not make the data set that the options ask for.
+    """Raise UserError if the rows do not make the data set that the options ask for.
 
-    That is, with only the first one raised: a row too long with `overlong` ERROR, no row left, a
-    dropped row with `strict`; then together: named columns that no row has, and answers to write
-    where the rows have another column `labels`.
-    columns: the names of all columns that the rows have
+    columns: names of all columns of the rows
     """
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(refusals.list_problems(TOO_LONG))

@@ -7,7 +7,7 @@ import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.data.files import BadRow, Row
 from mindspeed_rlxf.data.handlers import LABELS, Handler, Output
-from mindspeed_rlxf.data.lengths import CUTTING, NO_TOKEN, cut, most_characters
+from mindspeed_rlxf.data.lengths import NO_TOKEN, cut
 from mindspeed_rlxf.data.preprocessing.examples import Example, UnusableRow, make_example
 from mindspeed_rlxf.data.preprocessing.map_keys import Keys
 from mindspeed_rlxf.data.prompt_encoder import IGNORED, PromptEncoder
@@ -51,39 +51,23 @@ class Rejected:
 
 
 @dataclass
-class Sequences:
-    """One column of a chunk.
-
-    items:   the int32 numbers of all rows, concatenated, as bytes
-    lengths: [rows], in tokens
-    """
-
-    items: bytes
-    lengths: list[int]
-
-
-@dataclass
 class EncodedChunk:
     """The rows of a chunk, encoded, and those that were rejected.
 
     num_rows:    rows that were encoded
-    sequences:   column -> token ids or labels of these rows
+    sequences:   column -> (int32 token ids or labels of these rows as bytes, lengths [rows])
     columns:     other column -> JSON bytes [rows]; None where the row lacks the column
     num_cut:     rows whose prompt was cut
     num_unknown: tokens, out of `num_tokens`, that are the tokenizer's unknown token
     """
 
     num_rows: int = 0
-    sequences: dict[str, Sequences] = field(default_factory=dict)
+    sequences: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict)
     columns: dict[str, list[bytes | None]] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
     num_cut: int = 0
     num_unknown: int = 0
     num_tokens: int = 0
-
-    def reject(self, row: NumberedRow, reason: str, problem: Problem) -> None:
-        raw = row.row.raw if isinstance(row.row, BadRow) else to_json(row.row).decode("utf-8")
-        self.rejected.append(Rejected(row.file, row.number, reason, problem, raw[:MAX_RAW]))
 
 
 IdRows = tuple[list[int], ...]
@@ -106,7 +90,7 @@ class RowEncoder:
     handler: Handler
     max_length: int | None
     overlong: OverlongPrompts
-    kept_columns: frozenset[str] | None = None
+    kept_columns: set[str] | None = None
     end_id: int | None = None
     unknown_id: int | None = None
 
@@ -115,47 +99,32 @@ class RowEncoder:
 
         Counts rows whose first sequence was shortened in `num_cut`.
         """
-        chunk = EncodedChunk()
-        usable: list[tuple[NumberedRow, Example]] = []
-        for row in rows:
-            if isinstance(row.row, BadRow):
-                chunk.reject(row, row.row.reason, row.row.problem)
-                continue
+        chunk, rejected = EncodedChunk(), dict[int, Rejected]()
+        usable: list[tuple[int, Example]] = []
+        for i, row in enumerate(rows):
             try:
-                usable.append((row, self._read(row.row)))
+                if isinstance(row.row, BadRow):
+                    raise UnusableRow(row.row.reason, row.row.problem.rule, row.row.problem.remedy)
+                usable.append((i, make_example(row.row, self.keys, self.handler)))
             except UnusableRow as error:
-                chunk.reject(row, error.reason, error.problem)
-        written: list[tuple[NumberedRow, Example]] = []
+                rejected[i] = _reject(row, error)
+        written: list[tuple[Row, Example]] = []
         kept: list[IdRows] = []
-        id_rows = self._id_rows([example for _, example in usable])
-        for (row, example), ids in zip(usable, id_rows, strict=True):
+        for (i, example), ids in zip(usable, self._id_rows([e for _, e in usable]), strict=True):
             try:
                 kept.append(self._fit(ids))
             except UnusableRow as error:
-                chunk.reject(row, error.reason, error.problem)
+                rejected[i] = _reject(rows[i], error)
             else:
                 chunk.num_cut += len(kept[-1][0]) < len(ids[0])
-                written.append((row, example))
+                written.append((cast("Row", rows[i].row), example))
+        chunk.rejected = [rejected[i] for i in sorted(rejected)]
         self._fill(chunk, kept)
         chunk.columns = self._columns(written)
-        order = {(row.file, row.number): i for i, row in enumerate(rows)}
-        chunk.rejected.sort(key=lambda reject: order[reject.file, reject.row])
         return chunk
 
-    def _read(self, row: Row) -> Example:
-        example = make_example(row, self.keys, self.handler)
-        if self.max_length is not None and self.overlong not in CUTTING:
-            length = sum(len(turn.text) for turn in example.turns)
-            if length > most_characters(self.max_length):
-                raise self._too_long(f"{length} characters", bool(example.responses))
-        return example
-
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
-        """Tokenize examples; return the sequences of each, in the order of `Handler.sequences`.
-
-        Prompts alone have token ids only. With `end_id`, a conversation that does not end with it
-        gets it, as a label too. Pairs get no `end_id`, and labels in the last response only.
-        """
+        """Return the sequences of each example. Pairs have labels in the last response only."""
         if not self.handler.has_responses:
             return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]
         conversations = [
@@ -174,11 +143,7 @@ class RowEncoder:
         return [(each.token_ids, each.labels) for each in labelled]
 
     def _fit(self, ids: IdRows) -> IdRows:
-        """Return a row's sequences; a prompt that is too long is cut if the policy cuts prompts.
-
-        Raises UnusableRow for an empty sequence, and for one that is too long and is not cut. Of a
-        row with several sequences (labels or pairs) none is cut.
-        """
+        """Return a row's sequences; a prompt that is too long is cut if the policy cuts prompts."""
         if not all(ids):
             raise UnusableRow("no token", NO_TOKEN.rule, NO_TOKEN.remedy)
         longest = max(map(len, ids))
@@ -186,34 +151,24 @@ class RowEncoder:
             return ids
         kept = None if len(ids) > 1 else cut(ids[0], self.max_length, self.overlong)
         if kept is None:
-            raise self._too_long(f"{longest} tokens", len(ids) > 1)
+            name = "conversation" if len(ids) > 1 else "prompt"
+            remedy = "raise it" if len(ids) > 1 else "raise it or use --overlong keep-tail"
+            limit = f"--seq-length={self.max_length}"
+            rule = f"a {name} must fit {limit}, this one has {longest} tokens"
+            raise UnusableRow(TOO_LONG, rule, remedy)
         return (kept,)
 
-    def _too_long(self, length: str, is_conversation: bool) -> UnusableRow:
-        name = "conversation" if is_conversation else "prompt"
-        remedy = "raise it" if is_conversation else "raise it or use --overlong keep-tail"
-        rule = f"a {name} must fit --seq-length={self.max_length}, this one has {length}"
-        return UnusableRow(TOO_LONG, rule, remedy)
-
     def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
-        """Set the chunk's `num_rows` and `sequences` from the rows `kept`; add to its token counts.
-
-        `num_tokens` and `num_unknown` (ids equal to `unknown_id`) count only sequences whose name
-        ends with TOKEN_IDS, not masks or labels.
-        """
         chunk.num_rows = len(kept)
         for i, name in enumerate(self.handler.sequences):
-            parts = [np.asarray(ids[i], dtype=np.int32) for ids in kept]
-            items = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-            chunk.sequences[name] = Sequences(items.tobytes(), [len(part) for part in parts])
+            items = np.asarray([item for ids in kept for item in ids[i]], dtype=np.int32)
+            chunk.sequences[name] = items.tobytes(), [len(ids[i]) for ids in kept]
             if name.endswith(TOKEN_IDS):
                 chunk.num_tokens += len(items)
                 if self.unknown_id is not None:
                     chunk.num_unknown += int(np.count_nonzero(items == self.unknown_id))
 
-    def _columns(
-        self, rows: Sequence[tuple[NumberedRow, Example]]
-    ) -> dict[str, list[bytes | None]]:
+    def _columns(self, rows: Sequence[tuple[Row, Example]]) -> dict[str, list[bytes | None]]:
         """Return name -> JSON bytes of each row for the columns to write beside the tokens.
 
         None where a row lacks the column. Columns that became the prompt are left out. Where the
@@ -222,9 +177,7 @@ class RowEncoder:
         """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns
-        for i, (row, example) in enumerate(rows):
-            assert isinstance(row.row, dict), "bad rows are rejected before"
-            values = row.row
+        for i, (values, example) in enumerate(rows):
             if self.handler.output is Output.ANSWERED and example.responses:
                 values = {**values, LABELS: example.responses[0]}
             for name, value in values.items():
@@ -233,12 +186,13 @@ class RowEncoder:
         return columns
 
 
-def label_last_response(labels: list[int]) -> list[int]:
-    """Return a copy of the labels in which only those after the last IGNORED are kept.
+def _reject(row: NumberedRow, error: UnusableRow) -> Rejected:
+    raw = row.row.raw if isinstance(row.row, BadRow) else to_json(row.row).decode("utf-8")
+    return Rejected(row.file, row.number, error.reason, error.problem, raw[:MAX_RAW])
 
-    They are the labels of the last response, with which the conversation must end. The others
-    become IGNORED.
-    """
+
+def label_last_response(labels: list[int]) -> list[int]:
+    """Return a copy of the labels in which all but those of the last response are IGNORED."""
     start = len(labels)
     while start and labels[start - 1] != IGNORED:
         start -= 1
@@ -258,9 +212,9 @@ def to_json(value: Any) -> bytes:
 
 
 def _to_text(value: Any) -> str:
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
 _UTF8_JSON = json.JSONEncoder(ensure_ascii=False, default=_to_text)

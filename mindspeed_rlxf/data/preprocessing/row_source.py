@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems, scan_rows
+from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems
 from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk, NumberedRow, Rejected
 
 CHUNK_ROWS = 512
@@ -77,7 +77,7 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
         if path.is_dir():
             inside = sorted(str(entry) for entry in path.iterdir())
             good = [e for e in inside if Path(e).suffix.lower() in READERS and Path(e).is_file()]
-            skipped += [readable(entry) for entry in inside if entry not in good]
+            skipped += [entry for entry in inside if entry not in good]
             files += good
             if not good:
                 rule = f"the folder must hold {endings} files, it has none"
@@ -85,7 +85,7 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
         elif not path.exists():
             problems.append(_input_problem(name, "no such file or folder", "correct the path"))
         elif path.suffix.lower() not in READERS:
-            rule = f"a data file must end in {endings}, not in {readable(path.suffix)!r}"
+            rule = f"a data file must end in {endings}, not in {path.suffix!r}"
             problems.append(_input_problem(name, rule, "convert or rename it"))
         else:
             files.append(name)
@@ -95,12 +95,7 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
 
 
 def _input_problem(name: str, rule: str, remedy: str) -> Problem:
-    return Problem(f"--input {readable(name)}", rule, remedy=remedy, colon=True)
-
-
-def readable(path: str) -> str:
-    """Return a path as text; bytes that are not UTF-8 become escapes such as `\\xff`."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return Problem(f"--input {name}", rule, remedy=remedy, colon=True)
 
 
 class RowSource:
@@ -121,48 +116,36 @@ class RowSource:
         return islice(self._read_all(), self._max_rows)
 
     def _read_all(self) -> Iterator[NumberedRow]:
-        """Yield the rows of all files, BadRows too; count rows, repeated `id`s and empty files.
-
-        Also collects the column names in `columns`, and calls `progress` after each row, when the
-        next is asked for. Raises UserError as `_read` does.
-        """
+        """Yield the rows of all files, BadRows too. Raises UserError for a file that is broken."""
+        counts = self._counts
         for file in self._files:
-            name, before = readable(file), self._counts.rows_read
-            for number, row in self._read(file):
-                self._counts.rows_read += 1
-                if not isinstance(row, BadRow):
-                    if not row.keys() <= self.columns.keys():
-                        self.columns |= dict.fromkeys(row)
-                    if isinstance(row.get("id"), (str, int)):
-                        self._counts.repeated_ids += repr(row["id"]) in self._ids
-                        self._ids.add(repr(row["id"]))
-                yield NumberedRow(name, number, row)
-                self._progress(self._counts.rows_read)
-            if self._counts.rows_read == before:
-                self._counts.empty_files.append(name)
-
-    def _read(self, file: str) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row) of a file, BadRows too; nothing for an empty one.
-
-        Raises UserError where it cannot be read, is absent or broken.
-        """
-        try:
-            if not os.path.isfile(file) or os.path.getsize(file):  # an empty file fits every type
-                yield from scan_rows(file)
-        except BrokenFile as error:
-            name = f"{file}:{error.row}" if error.row else file
-            found = _input_problem(name, error.problem.rule, error.problem.remedy)
-            raise UserError(found) from error
-        except OSError as error:
-            rule = f"cannot be read ({error.strerror or error})"
-            raise UserError(_input_problem(file, rule, "check the path and its rights")) from error
+            before = counts.rows_read
+            try:
+                read = READERS[Path(file).suffix.lower()]
+                for number, row in read(file) if os.path.getsize(file) else ():
+                    counts.rows_read += 1
+                    if not isinstance(row, BadRow):
+                        if not row.keys() <= self.columns.keys():
+                            self.columns |= dict.fromkeys(row)
+                        if isinstance(row.get("id"), (str, int)):
+                            counts.repeated_ids += repr(row["id"]) in self._ids
+                            self._ids.add(repr(row["id"]))
+                    yield NumberedRow(file, number, row)
+                    self._progress(counts.rows_read)
+            except BrokenFile as error:
+                name = f"{file}:{error.row}" if error.row else file
+                found = _input_problem(name, error.problem.rule, error.problem.remedy)
+                raise UserError(found) from error
+            except OSError as error:
+                rule = f"cannot be read ({error.strerror or error})"
+                remedy = "check the path and its rights"
+                raise UserError(_input_problem(file, rule, remedy)) from error
+            if counts.rows_read == before:
+                counts.empty_files.append(file)
 
 
 def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
-    """Yield the rows in lists; a list ends at CHUNK_ROWS rows or once it has CHUNK_CHARACTERS.
-
-    The row that reaches the limit of characters is still in the list.
-    """
+    """Yield the rows in lists, which end at CHUNK_ROWS rows or once they have CHUNK_CHARACTERS."""
     chunk: list[NumberedRow] = []
     size = 0
     for row in rows:

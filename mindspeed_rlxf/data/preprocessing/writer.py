@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,6 @@ from mindspeed_rlxf.data.sidecar import (
 )
 
 PREFIX = "--output-prefix"
-MAX_COLUMNS = 256  # each keeps a file open
 
 
 def existing_files(prefix: Path) -> list[Path]:
@@ -41,9 +40,21 @@ def existing_files(prefix: Path) -> list[Path]:
     of token ids before others. Without the .idx of the token ids the other files are no data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
-    paths = [data_path(prefix, name) for name in columns]
-    parts = [Path(f"{path}{ending}") for path in paths for ending in (".idx", ".bin")]
+    parts = [
+        Path(f"{data_path(prefix, c)}{ending}") for c in columns for ending in (".idx", ".bin")
+    ]
     return [f for f in (sidecar_path(prefix), *parts, rejected_path(prefix)) if f.exists()]
+
+
+def publish(moves: Mapping[Path, Path], older: Iterable[Path]) -> None:
+    """Flush complete files, remove those of an older data set, and move the new ones in order."""
+    for source in moves:
+        with source.open("rb") as stream:
+            os.fsync(stream.fileno())
+    for file in older:
+        file.unlink()
+    for source, target in moves.items():
+        source.rename(target)
 
 
 class PromptSetWriter:
@@ -60,7 +71,7 @@ class PromptSetWriter:
         self._rejected = open(  # noqa: SIM115 - closed by commit and __exit__
             self._folder / "rejected", "w", encoding="utf-8", errors="backslashreplace"
         )
-        self.num_rows = 0
+        self._num_rows = 0
 
     def __enter__(self) -> PromptSetWriter:
         return self
@@ -73,87 +84,46 @@ class PromptSetWriter:
         """Write a chunk: token sequences, mask (all 1, if the handler has one), columns, rejects.
 
         A column that earlier chunks lack gets null for their rows, and so does one that this chunk
-        lacks. Rejected rows are lines of JSON. Raises UserError for more than MAX_COLUMNS columns.
+        lacks. Rejected rows are lines of JSON.
         """
         for name in self._handler.sequences:
-            self._writers[name].add(chunk.sequences[name].items, chunk.sequences[name].lengths)
+            self._writers[name].add(*chunk.sequences[name])
         if self._handler.has_mask:
-            lengths = chunk.sequences[TOKEN_IDS].lengths
+            lengths = chunk.sequences[TOKEN_IDS][1]
             self._writers[MASK].add(np.ones(sum(lengths), dtype=np.int32).tobytes(), lengths)
-        for name in chunk.columns:
-            if name not in self._files:
-                self._start_column(name)
+        for name in [name for name in chunk.columns if name not in self._files]:
+            file = self._files[name] = file_name(name, set(self._writers))
+            self._writers[file] = IndexedWriter(self._folder / file, np.uint8)
+            _add_values(self._writers[file], [None] * self._num_rows)
         for name, file in self._files.items():
             values = chunk.columns.get(name) or [None] * chunk.num_rows
             _add_values(self._writers[file], values)
         for reject in chunk.rejected:
             line = {**asdict(reject), "problem": str(reject.problem)}
             self._rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.num_rows += chunk.num_rows
-
-    def append(self, columns: Mapping[str, Path], dtypes: Mapping[str, type[np.generic]]) -> None:
-        """Append the sequences of another data set's columns, and start the columns that are new.
-
-        columns, dtypes: of all columns, by the names in their file names
-        """
-        for file, path in columns.items():
-            if file not in self._writers:
-                self._writers[file] = IndexedWriter(self._folder / file, dtypes[file])
-            self._writers[file].add_set(path)
-
-    def append_rejected(self, file: Path) -> None:
-        r"""Append the file of rejected rows of another data set; invalid UTF-8 becomes \xNN."""
-        self._rejected.write(file.read_text(encoding="utf-8", errors="backslashreplace"))
+        self._num_rows += chunk.num_rows
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
         """Publish the data set: close and flush its files, and move them over an older one's.
 
         The sidecar is moved last. has_rejected: publish the file of rejected rows too
         """
-        for writer in self._writers.values():
-            writer.close()
         self._rejected.close()
-        # Names of columns may have half a surrogate pair, which UTF-8 cannot encode.
-        meta = self._folder / "meta"
-        meta.write_bytes(sidecar.json_text().encode("utf-8", "backslashreplace"))
         moves = {self._folder / "rejected": rejected_path(self._prefix)} if has_rejected else {}
         for name in reversed(self._writers):  # the prompts' index last
+            self._writers[name].close()
             for ending in (".bin", ".idx"):
                 final = Path(f"{data_path(self._prefix, name)}{ending}")
                 moves[self._folder / f"{name}{ending}"] = final
-        moves[meta] = sidecar_path(self._prefix)
-        for source in moves:
-            with source.open("rb") as stream:
-                os.fsync(stream.fileno())
-        for file in existing_files(self._prefix):
-            file.unlink()
-        for source, target in moves.items():
-            source.rename(target)
+        moves[self._folder / "meta"] = sidecar_path(self._prefix)
+        (self._folder / "meta").write_bytes(sidecar.as_bytes())
+        publish(moves, existing_files(self._prefix))
 
     def columns(self) -> list[Column]:
         """Describe every column that was written, for the sidecar."""
-        return [
-            Column(name=name, file=name, dtype="int32", encoding=_encoding(name))
-            for name in self._own
-        ] + [
-            Column(name=name, file=file, dtype="uint8", encoding="json")
-            for name, file in self._files.items()
-        ]
-
-    def _start_column(self, name: str) -> None:
-        """Open the file of a new column and write null for each row so far.
-
-        name: of the column in the rows; the file gets a name made from it
-        Raises UserError if there are MAX_COLUMNS columns already.
-        """
-        if len(self._files) == MAX_COLUMNS:
-            rule = f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more"
-            remedy = "put columns that differ from row to row into one nested column"
-            raise UserError(Problem("rows", rule, remedy=remedy))
-        self._files[name] = file_name(name, set(self._writers))
-        writer = IndexedWriter(self._folder / self._files[name], np.uint8)
-        _add_values(writer, [None] * self.num_rows)
-        self._writers[self._files[name]] = writer
+        own = [Column(name=n, file=n, dtype="int32", encoding=_encoding(n)) for n in self._own]
+        others = self._files.items()
+        return own + [Column(name=n, file=f, dtype="uint8", encoding="json") for n, f in others]
 
 
 def _add_values(writer: IndexedWriter, values: Sequence[bytes | None]) -> None:

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data import lengths
 from mindspeed_rlxf.data.prompts import load_prompts
 from tests.unit.data.conftest import MakeTokenizer, WriteJsonl
 
@@ -144,10 +143,7 @@ def test_long_prompts_are_cut_on_the_named_side(
     make_tokenizer: MakeTokenizer,
     write_jsonl: WriteJsonl,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also a text so long that it is cut before it is tokenized."""
-    monkeypatch.setattr(lengths, "MOST_CHARACTERS", 100)
     text = "abcdefghijklmnopqrstuvwxyz"
     file = write_jsonl({"prompt": text}, {"prompt": "1" * 9999}, {"prompt": "1"})
     with caplog.at_level(logging.WARNING):

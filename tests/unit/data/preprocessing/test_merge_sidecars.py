@@ -11,10 +11,10 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.merge import merge
-from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
 from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from tests.unit.data.bench import Bench
@@ -89,9 +89,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "handler of a is PPOAlpacaStyleInstructionHandler, of b R1": lambda t: t.update(
         handler="R1AlpacaStyleInstructionHandler"
     ),
-    "columns of a is with 'answer' (answer, uint8, json), of b without more": lambda t: t[
-        "columns"
-    ].pop(),
+    "columns of a is ['answer (answer, uint8, json)', ": lambda t: t["columns"].pop(),
 }
 
 
@@ -126,7 +124,7 @@ def test_sets_of_both_kinds_are_not_mixed(sets: Path) -> None:
         (
             "b_packed_answer_document.idx",
             lambda index: [index.unlink(), index.with_suffix(".bin").unlink()],
-            "b: must be whole, there is no b_packed_answer_document.idx; write it again",
+            "b_packed_answer_document: must be whole, there is no b_packed_answer_document.idx; ",
         ),
         (
             "a_packed_meta.json",
@@ -147,9 +145,8 @@ def test_rows_of_a_set_that_do_not_stand_side_by_side_are_not_merged(sets: Path)
     """a has 2 rows and 1 answer, b 1 row and 2 answers: the sums agree."""
     for name, rows in (("a", 1), ("b", 2)):
         write_pair(sets / f"{name}_packed_answer_document", [[48]] * rows, code=1)
-    problems = problems_of(sets)
-    assert "a: columns must have equally many rows (input_ids 2, " in problems[0]
-    assert "b: columns must have equally many rows (input_ids 1, " in problems[1]
+    (problem,) = problems_of(sets)
+    assert "must have equally many sequences (packed_input_ids_document 2+1, " in problem
 
 
 def test_an_existing_merged_set_stays_until_overwrite_has_written_a_whole_one(
@@ -169,7 +166,7 @@ def test_an_existing_merged_set_stays_until_overwrite_has_written_a_whole_one(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PromptSetWriter, "append_rejected", full)
+        patch.setattr(IndexedWriter, "close", full)
         with pytest.raises(UserError, match="cannot be written: No space left on device"):
             merge(str(sets), KEYS, str(output), overwrite=True)
     assert {file.name: file.read_bytes() for file in sets.glob("all_*")} == before

@@ -131,12 +131,6 @@ def test_long_prompts_follow_the_policy(
             [1],
         ),
         ([], {}, "a row must be left, of 0 rows none is (the files hold none); ", []),
-        (
-            [{"prompt": "a", **{f"c{i}": i for i in range(257)}}],
-            {},
-            "rows must have at most 256 different columns, 'c256' is one more; ",
-            [],
-        ),
     ],
 )
 def test_rows_that_make_no_data_set_are_named(
