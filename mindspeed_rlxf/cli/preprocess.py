@@ -1,8 +1,7 @@
 """`preprocess`: turn files of rows into an indexed data set.
 
 Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted;
-1 = a worker process was killed. Unless it is 0, no new data set is left; only a merge of sets
-without sidecar may leave some of its columns.
+1 = a worker process was killed. Unless it is 0, no new data set is left.
 """
 
 from __future__ import annotations

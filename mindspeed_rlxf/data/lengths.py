@@ -18,7 +18,6 @@ KEPT = {
     OverlongPrompts.KEEP_ENDS: "first and last",
 }
 """Policy that cuts prompts -> which tokens it keeps."""
-CUTTING = tuple(KEPT)
 NO_TOKEN = fault(
     "a prompt must have a token, the tokenizer makes none of this one", "remove the row"
 )

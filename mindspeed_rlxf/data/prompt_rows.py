@@ -81,8 +81,12 @@ def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
             rule = "a prompt must be chat messages with data.system_prompt, this one is text"
             return fault(rule, "write it as [{role: user, content: ...}], or remove the key")
         return text_problem(prompt)
-    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-        return None
+    if isinstance(prompt, list) and prompt:
+        found = [
+            (m.get("role"), m.get("content")) if isinstance(m, dict) else (0, 0) for m in prompt
+        ]
+        if all(isinstance(r, str) and ROLE.fullmatch(r) and isinstance(c, str) for r, c in found):
+            return None
     return fault(f"{RULE}, this one is {shorten_value(prompt)}", "write it as text")
 
 
@@ -91,15 +95,6 @@ def text_problem(text: str) -> Problem | None:
     if not text.strip():
         return fault(f"{RULE} and not empty", "complete or remove the row")
     return unicode_problem(text)
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and bool(ROLE.fullmatch(message["role"]))
-        and isinstance(message.get("content"), str)
-    )
 
 
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
@@ -131,10 +126,8 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
 def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
     """Return (columns for reward functions, None), or ({}, problem).
 
-    These are `data.extra_columns`, or, if that is None, all but the columns of prompt, ground truth
-    and data source. Columns that the row lacks, or that are null, are left out. An object
-    `extra_info` is replaced by its fields, which take precedence and may be null. A value of a type
-    that JSON lacks is left out; if extra_columns is set, it is the problem.
+    An object `extra_info` is replaced by its fields. A value of a type that JSON lacks is left out;
+    if extra_columns is set, it is the problem.
     """
     extra: dict[str, Any] = {}
     named = {data.prompt_key, data.ground_truth_key, data.data_source_key}

@@ -26,15 +26,8 @@ class SpecialTokens:
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
     def are_in(self, value: Any) -> bool:
-        """Whether a text, or a text inside lists and dicts (keys too), contains a special token.
-
-        False for values of other types.
-        """
-        if isinstance(value, str):
-            return bool(self._pattern.search(value))
-        if isinstance(value, dict):
-            return any(map(self.are_in, (*value.keys(), *value.values())))
-        return isinstance(value, list) and any(map(self.are_in, value))
+        """Whether a text, or a text inside lists and dicts (keys too), contains a special token."""
+        return bool(self.hide(value) != value)
 
     def hide(self, value: Any) -> Any:
         """Return `value` with each special token in its texts replaced by the token's random word.

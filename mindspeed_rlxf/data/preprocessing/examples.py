@@ -46,7 +46,12 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     answer (output ANSWERED), turns in a wrong order and invalid Unicode.
     """
     if isinstance(keys, MapKeys):
-        example = _make_alpaca_example(row, keys, handler.output)
+        turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
+        turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
+        _check_order(turns)
+        columns = {Output.PROMPT: (), Output.PAIR: (keys.chosen, keys.rejected)}
+        used = filter(None, columns.get(handler.output, (keys.response,)))
+        example = Example(turns, tuple(_read_response(row, column, turns) for column in used))
     else:
         example = _make_sharegpt_example(row, keys, handler.output)
     for text in (*(turn.text for turn in example.turns), *example.responses):
@@ -55,15 +60,6 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     if handler.output is Output.ANSWERED and example.responses and not example.responses[0].strip():
         raise _empty_text_error("response", "an answer")
     return example
-
-
-def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
-    turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
-    turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
-    _check_order(turns)
-    columns = {Output.PROMPT: (), Output.PAIR: (keys.chosen, keys.rejected)}
-    used = columns.get(output, (keys.response,))
-    return Example(turns, tuple(_read_response(row, c, turns) for c in used if c is not None))
 
 
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:

@@ -29,10 +29,8 @@ from mindspeed_rlxf.data.preprocessing.row_encoder import (
 from mindspeed_rlxf.data.preprocessing.row_source import (
     Counts,
     Progress,
-    Refusals,
-    RowSource,
     find_files,
-    make_chunks,
+    read_chunks,
 )
 from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
@@ -101,7 +99,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     existing = existing_files(prefix)
     if existing and not options.overwrite:
         raise UserError(exists_problem(shown, existing[0].name))
-    counts, refusals = Counts(), Refusals()
+    counts = Counts()
     files = find_files(options.inputs, counts.skipped)
     if options.slow_tokenizer:
         tokenizer, counts.not_slow = load_slow_tokenizer(options.tokenizer_path, TOKENIZER)
@@ -125,14 +123,13 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
         end_id=eos if options.append_eod else None,
         unknown_id=None if unknown == eos else unknown,  # some tokenizers have one for both
     )
-    rows = RowSource(files, options.max_samples, counts, progress)
+    rows = read_chunks(files, options.max_samples, counts, progress)
     with report_write_errors(str(prefix)), PromptSetWriter(prefix, handler) as writer:
-        with closing(_encode_chunks(make_chunks(iter(rows)), encoder, options.workers)) as chunks:
+        with closing(_encode_chunks(rows, encoder, options.workers)) as chunks:
             for chunk in chunks:
                 writer.add(chunk)
                 counts.add(chunk)
-                refusals.add(chunk.rejected)
-        _check_result(options, counts, refusals, rows.columns)
+        _check_result(options, counts)
         sidecar = Sidecar(
             handler=handler.name,
             template=options.template,
@@ -188,31 +185,26 @@ def _encode_in_worker(rows: Sequence[NumberedRow]) -> EncodedChunk:
     return _encoder.encode(rows)
 
 
-def _check_result(
-    options: PreprocessOptions, counts: Counts, refusals: Refusals, columns: dict[str, None]
-) -> None:
-    """Raise UserError if the rows do not make the data set that the options ask for.
-
-    columns: names of all columns of the rows
-    """
+def _check_result(options: PreprocessOptions, counts: Counts) -> None:
+    """Raise UserError if the rows do not make the data set that the options ask for."""
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
-        raise UserError(refusals.list_problems(TOO_LONG))
+        raise UserError(counts.list_problems(TOO_LONG))
     if not counts.rows_written:
         reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items())
         found = f"dropped: {reasons}" if reasons else "the files hold none"
         remedy = "correct --map-keys or the rows" if reasons else "name files that have rows"
         summary = fault(f"a row must be left, of {counts.rows_read} rows none is ({found})", remedy)
-        raise UserError([summary, *refusals.list_problems()])
+        raise UserError([summary, *counts.list_problems()])
     if options.strict and counts.dropped:
         rule = f"no row may be dropped, {counts.dropped.total()} are"
         summary = Problem("--strict", rule, remedy="mend them", colon=True)
-        raise UserError([summary, *refusals.list_problems()])
+        raise UserError([summary, *counts.list_problems()])
     handler, extra = HANDLERS[options.handler], options.additional_columns or ()
     own = {LABELS} if handler.output is Output.ANSWERED else set()
     others = [column for column in extra if column not in own]
-    problems = list(missing_columns(options.map_keys, handler, columns, others))
+    problems = list(missing_columns(options.map_keys, handler, counts.columns, others))
     response = getattr(options.map_keys, "response", "")
-    if own & columns.keys() and response not in (None, LABELS):
+    if own & counts.columns.keys() and response not in (None, LABELS):
         rule = f"writes the answers as column {LABELS!r}, which the rows have already"
         problems.append(Problem(handler.name, rule, remedy='map "response" to it or rename it'))
     if problems:

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems
-from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk, NumberedRow, Rejected
+from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk, NumberedRow
 
 CHUNK_ROWS = 512
-CHUNK_CHARACTERS = 4_000_000  # about; a chunk ends with the row that passes it
 
 Progress = Callable[[int], None]
 
@@ -27,6 +25,8 @@ class Counts:
     dropped:      reason -> number of rows
     repeated_ids: rows whose `id` an earlier row has
     skipped:      entries of the input folders that are no data files
+    refusals:     (reason, file) -> the problems of these rows
+    columns:      names of the columns of all rows, in the order of their first row
     not_slow:     why the fast tokenizer was used although the slow one was asked for, "" = it was
                   not
     """
@@ -41,14 +41,27 @@ class Counts:
     empty_files: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     not_slow: str = ""
+    refusals: dict[tuple[str, str], FileProblems] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict)
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Add the counts of an encoded chunk; `rows_read` is counted by `RowSource`."""
+        """Add the counts of an encoded chunk; `rows_read` is counted by `read_chunks`."""
         self.rows_written += chunk.num_rows
         self.cut += chunk.num_cut
         self.num_tokens += chunk.num_tokens
         self.unknown_tokens += chunk.num_unknown
-        self.dropped.update(reject.reason for reject in chunk.rejected)
+        for row in chunk.rejected:
+            self.dropped[row.reason] += 1
+            found = self.refusals.setdefault((row.reason, row.file), FileProblems(row.file))
+            found.add(row.row, row.problem)
+
+    def list_problems(self, only: str | None = None) -> list[Problem]:
+        """Return the problems of dropped rows, keyed by `file:row`; equal ones of a file are one.
+
+        only: return those of rows dropped for this reason, None = for all reasons
+        """
+        chosen = [f for (reason, _), f in self.refusals.items() if only in (None, reason)]
+        return [problem for found in chosen for problem in found.list_problems()]
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         """Return the counts for the sidecar."""
@@ -98,92 +111,40 @@ def _input_problem(name: str, rule: str, remedy: str) -> Problem:
     return Problem(f"--input {name}", rule, remedy=remedy, colon=True)
 
 
-class RowSource:
-    """Iterates over at most `max_rows` rows of all files, None = all.
+def read_chunks(
+    files: Sequence[str], max_rows: int | None, counts: Counts, progress: Progress
+) -> Iterator[list[NumberedRow]]:
+    """Yield at most `max_rows` rows of all files, None = all, in lists of CHUNK_ROWS.
 
-    Adds to `counts`, collects the names of all columns, and calls `progress` after each row.
+    Adds to `counts`, and calls `progress` after each row.
     """
-
-    def __init__(
-        self, files: list[str], max_rows: int | None, counts: Counts, progress: Progress
-    ) -> None:
-        self._files, self._max_rows = files, max_rows
-        self._counts, self._progress = counts, progress
-        self._ids: set[str] = set()
-        self.columns: dict[str, None] = {}  # in the order of their first row
-
-    def __iter__(self) -> Iterator[NumberedRow]:
-        return islice(self._read_all(), self._max_rows)
-
-    def _read_all(self) -> Iterator[NumberedRow]:
-        """Yield the rows of all files, BadRows too. Raises UserError for a file that is broken."""
-        counts = self._counts
-        for file in self._files:
-            before = counts.rows_read
-            try:
-                read = READERS[Path(file).suffix.lower()]
-                for number, row in read(file) if os.path.getsize(file) else ():
-                    counts.rows_read += 1
-                    if not isinstance(row, BadRow):
-                        if not row.keys() <= self.columns.keys():
-                            self.columns |= dict.fromkeys(row)
-                        if isinstance(row.get("id"), (str, int)):
-                            counts.repeated_ids += repr(row["id"]) in self._ids
-                            self._ids.add(repr(row["id"]))
-                    yield NumberedRow(file, number, row)
-                    self._progress(counts.rows_read)
-            except BrokenFile as error:
-                name = f"{file}:{error.row}" if error.row else file
-                found = _input_problem(name, error.problem.rule, error.problem.remedy)
-                raise UserError(found) from error
-            except OSError as error:
-                rule = f"cannot be read ({error.strerror or error})"
-                remedy = "check the path and its rights"
-                raise UserError(_input_problem(file, rule, remedy)) from error
-            if counts.rows_read == before:
-                counts.empty_files.append(file)
-
-
-def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
-    """Yield the rows in lists, which end at CHUNK_ROWS rows or once they have CHUNK_CHARACTERS."""
-    chunk: list[NumberedRow] = []
-    size = 0
-    for row in rows:
-        chunk.append(row)
-        size += _num_characters(row.row)
-        if len(chunk) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
+    rows = islice(_read_all(files, counts, progress), max_rows)
+    while chunk := list(islice(rows, CHUNK_ROWS)):
         yield chunk
 
 
-def _num_characters(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, BadRow):
-        return len(value.raw)
-    if isinstance(value, dict):
-        return sum(map(_num_characters, value.values()))
-    return sum(map(_num_characters, value)) if isinstance(value, list) else 0
-
-
-class Refusals:
-    """Collects the problems of dropped rows by reason and file."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str], FileProblems] = {}
-
-    def add(self, rejected: Sequence[Rejected]) -> None:
-        for row in rejected:
-            found = self._found.setdefault((row.reason, row.file), FileProblems(row.file))
-            found.add(row.row, row.problem)
-
-    def list_problems(self, only: str | None = None) -> list[Problem]:
-        """Return the problems, keyed by `file:row`; equal ones of a file are one with a count.
-
-        They are grouped by reason and file, in the order in which these pairs first came.
-        only: return those of rows dropped for this reason, None = for all reasons
-        """
-        chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
-        return [problem for found in chosen for problem in found.list_problems()]
+def _read_all(files: Sequence[str], counts: Counts, progress: Progress) -> Iterator[NumberedRow]:
+    ids: set[str] = set()
+    for file in files:
+        before, read = counts.rows_read, READERS[Path(file).suffix.lower()]
+        try:
+            for number, row in read(file) if os.path.getsize(file) else ():
+                counts.rows_read += 1
+                if not isinstance(row, BadRow):
+                    if not row.keys() <= counts.columns.keys():
+                        counts.columns |= dict.fromkeys(row)
+                    if isinstance(row.get("id"), (str, int)):
+                        counts.repeated_ids += repr(row["id"]) in ids
+                        ids.add(repr(row["id"]))
+                yield NumberedRow(file, number, row)
+                progress(counts.rows_read)
+        except BrokenFile as error:
+            name = f"{file}:{error.row}" if error.row else file
+            found = _input_problem(name, error.problem.rule, error.problem.remedy)
+            raise UserError(found) from error
+        except OSError as error:
+            rule = f"cannot be read ({error.strerror or error})"
+            remedy = "check the path and its rights"
+            raise UserError(_input_problem(file, rule, remedy)) from error
+        if counts.rows_read == before:
+            counts.empty_files.append(file)
