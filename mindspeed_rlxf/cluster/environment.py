@@ -56,20 +56,13 @@ def worker_environment(given: Mapping[str, Secret], inherits: bool) -> dict[str,
 
 
 def find_problems(kind: DeviceKind, given: Mapping[str, Secret]) -> list[Problem]:
-    """Return a Problem for each contradiction between the variables that workers would get.
-
-    given: `resource_pool.env`, which takes precedence over the variables of this process
-    """
+    """Return a Problem for each contradiction between the variables that workers would get."""
     variables = reveal(worker_environment(given, inherits=False))
     return [Problem(*found) for found in device.environment_problems(kind, variables)]
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
-    """Return the allocator's environment variables for a run with offload of weights or optimizer.
-
-    {} for other runs. Variables that the user has set, here or in `resource_pool.env`, are left
-    out.
-    """
+    """Return the allocator's variables for a run with offload, except those the user has set."""
     offloads = [config.role(role).offload for role in config.roles]
     if not any(offload.weights or offload.optimizer for offload in offloads):
         return {}
@@ -81,12 +74,7 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
 def list_variables(
     given: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
 ) -> list[Variable]:
-    """Return the variables that workers get, sorted by name, each with its source.
-
-    The driver's are those that `forwarded_environment` selects from its own.
-    given:      `resource_pool.env`, which replaces the driver's variables of the same names
-    offloading: what `offload_environment` returned
-    """
+    """Return the variables that workers get, sorted by name, each with its source."""
     found = [Variable(n, str(v), DRIVER) for n, v in forwarded_environment(os.environ).items()]
     found = [variable for variable in found if variable.name not in given]
     found += [Variable(name, str(value), POOL) for name, value in given.items()]

@@ -1,4 +1,4 @@
-"""Errors of workers and hosts, which name the role and rank, the host, the phase and the cause."""
+"""Errors of workers, which name the role and rank, the host, the phase and the cause."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class WorkerError(RuntimeError):
 class RuntimeTimeout(RuntimeError):
     """A wait reached its deadline.
 
-    what:    the call that was waited for, as `role.phase`; without Ray also `function on host`
+    what:    the call that was waited for, as `role.phase`
     missing: the ranks that did not arrive
     hint:    what these ranks do, or wait for themselves; empty = unknown
     hosts:   hosts of the missing ranks; empty = unknown
@@ -130,23 +130,3 @@ class TooFewDevices(UserError):
     def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)
         self.free = list(free)
-
-
-class HostError(RuntimeError):
-    """A function that a host's agent ran has raised, was lost with its process, or is late.
-
-    phase:       the name of the function
-    cause:       `OSError: its message`, how its process ended, or what was waited for; one line
-    is_late:     True = it gave no result before its deadline
-    """
-
-    def __init__(
-        self, host: str, phase: str, cause: str, remote_traceback: str = "", is_late: bool = False
-    ) -> None:
-        self.host, self.phase, self.cause = host, phase, " ".join(cause.split())
-        super().__init__(f"{phase} on {host} failed: {self.cause}")
-        self.remote_traceback, self.is_late = remote_traceback, is_late
-
-    def __reduce__(self) -> tuple[type[HostError], tuple[object, ...]]:
-        state = (self.host, self.phase, self.cause)
-        return type(self), (*state, self.remote_traceback, self.is_late)

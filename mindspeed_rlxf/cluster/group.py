@@ -40,13 +40,7 @@ class Pending:
         pool: str = "",
         what: Sequence[str] = (),
     ) -> None:
-        """Describe a call that has been submitted.
-
-        leaders:  ranks whose rows and reports are used
-        num_rows: rows of each leader's output; None = only the worker knows
-        pool:     its name
-        what:     the name of each rank's method, as `critic.update_critic`
-        """
+        """Describe a call that has been submitted."""
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
         self.pool, self.what = pool, what
         self._replies: list[Reply] | None = None
@@ -55,40 +49,30 @@ class Pending:
         self._before: list[Pending] = []
 
     def reorder(self, rows: Sequence[int]) -> Pending:
-        """Make the method `rows` return this selection of the leaders' rows; returns self.
-
-        rows: indices into the leaders' rows, which are joined in data-parallel order
-        """
+        """Make `rows` return this selection of the leaders' joined rows; returns self."""
         self._order = rows
         return self
 
     def after(self, other: Pending) -> Pending:
-        """Make each wait for this call wait for `other` first, whose rows it reads; returns self.
+        """Make waits for this call wait for `other` first, whose rows it reads; returns self.
 
-        So an error of `other` is raised as its own, not as an error of this call. Its check
-        (`require`) is not called.
+        So an error of `other` is raised as its own. Its check (`require`) is not called.
         """
         self._before.append(other)
         return self
 
     def with_earlier(self) -> list[Pending]:
-        """Return the calls of `after`, in the order of their addition, and this call."""
         return [*self._before, self]
 
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
-        """Make `result`, each time, call `check` with the reports before it returns them.
-
-        Returns self.
-        check: raises where the reports are not acceptable; replaces the check of an earlier call
-        """
+        """Make `result` call `check` with the reports before it returns them; returns self."""
         self._check = check
         return self
 
     def rows(self) -> RowsRef:
         """Return a reference to the leaders' rows in data-parallel order, or as set by `reorder`.
 
-        Only if the number of rows is unknown, waits for the call, raises its errors as `result`
-        does, and asserts that every leader returned rows.
+        Waits for the call only if the number of rows is unknown.
         """
         counts = list(self._num_rows)
         if None in counts:
@@ -100,10 +84,7 @@ class Pending:
         return rows if self._order is None else rows.take(self._order)
 
     def result(self) -> list[Any]:
-        """Wait for the call; return the leaders' reports in data-parallel order.
-
-        Raises WorkerError, RuntimeTimeout, and what the check of `require` raises.
-        """
+        """Wait for the call; return the leaders' reports in data-parallel order."""
         reports = [reply.report for reply in self._leader_replies()]
         if self._check is not None:
             self._check(reports)
@@ -119,10 +100,9 @@ class Pending:
         return [replies[rank] for rank in self._leaders]
 
     def replies(self) -> list[Reply]:
-        """Wait for all ranks, then record the call for the timeline; return the replies by rank.
+        """Wait for all ranks, first those of `after`; return their replies by rank.
 
-        Waits for the calls of `after` first. Later calls return the same replies. Raises
-        WorkerError, RuntimeTimeout.
+        The first time, records the call for the timeline. Raises WorkerError, RuntimeTimeout.
         """
         if self._replies is None:
             for other in self._before:
@@ -145,10 +125,7 @@ class RoleGroup:
         self.role, self.layout, self.pool = role, layout, pool
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
-        """Submit the building of the role in every process.
-
-        Each process loads the plugins, calls `factory(*args)` and keeps the returned object.
-        """
+        """Submit the building of the role; each process keeps `factory(*args)`."""
         return self._submit(BUILD, args, factory=with_plugins(factory))
 
     def call(self, method: Callable[..., Any], *args: Any) -> Pending:
@@ -163,17 +140,11 @@ class RoleGroup:
         return self._submit(method.__name__, args)
 
     def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
-        """Submit a method of `TrainEngine` to every rank's engine; its results are the reports.
-
-        args: RowsRefs are split as in `call`; other values are the same for all ranks
-        """
+        """Submit a method of `TrainEngine` to every rank's engine; its results are the reports."""
         return self._submit(method.__name__, args, of_engine=True)
 
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
-        """Return the requests of `call(method, *args)` without submitting them.
-
-        They are for `submit_together`.
-        """
+        """Return the requests of `call(method, *args)`, for `submit_together`."""
         return self._make_requests(method.__name__, args)[0]
 
     def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
@@ -203,11 +174,7 @@ class RoleGroup:
         return requests, num_rows
 
     def _split_argument(self, arg: Any) -> Sequence[Any]:
-        """Return the value of an argument for each data-parallel rank.
-
-        They are the parts of a Sharded, whose number is asserted; equal contiguous parts of a
-        RowsRef (see `split_refs`); any other value for every rank.
-        """
+        """Return the value of an argument for each data-parallel rank."""
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -218,10 +185,7 @@ class RoleGroup:
 
     @staticmethod
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
-        """Return how many rows replica `dp` gets of the first split argument that has rows.
-
-        Split arguments are Sharded or contain a RowsRef. None where none of them has rows.
-        """
+        """Return how many rows replica `dp` gets of the first split argument that has rows."""
         for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, Sharded) or find_refs(arg):
                 num_rows = _find_num_rows(shard[dp])
@@ -231,9 +195,8 @@ class RoleGroup:
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """Submit the requests of all parts of a pool as one call; a pool that is not split is one part.
+    """Submit the requests of all parts of a pool as one call; its ranks may wait for each other.
 
-    Its ranks may wait for each other. `result` waits for all ranks and returns [].
     parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
     """
     requests = [request for part in parts for request in part]
@@ -246,11 +209,8 @@ def _name_calls(requests: Sequence[Request]) -> list[str]:
 
 
 def _find_num_rows(value: Any) -> int | None:
-    """Return the number of rows of the first Rows or RowsRef in `value`, also inside containers.
-
-    None where there is none.
-    """
+    """Return the number of rows of the first Rows or RowsRef in `value`, also inside containers."""
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
-    counts = (_find_num_rows(item) for _, item in list_items(value))
+    counts = (_find_num_rows(item) for item in list_items(value))
     return next((count for count in counts if count is not None), None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,15 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.diagnosis import stacks_when_late
-from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.host_agent import (
-    Function,
-    HostAgent,
-    HostCall,
-    ThreadCall,
-    collect_outcomes,
-)
-from mindspeed_rlxf.cluster.nodes import machine_id
+from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S, Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -41,7 +32,6 @@ from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
 
 Outcome = Any  # the result of one rank, which all ranks get
-Failure = WorkerError | HostError
 T = TypeVar("T")
 
 
@@ -60,10 +50,7 @@ class LocalCall:
     """A call that has ended; implements `Call`."""
 
     def __init__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
-        """Keep the replies, and make a handle of the rows of each rank, also where it has none.
-
-        outcomes: (rows, reply) of each rank
-        """
+        """Keep (rows, reply) of each rank."""
         role, method = requests[0].role.value, requests[0].method
         self.handles = [
             LocalHandle(rows, f"rows of {role}.{method} from rank {rank}")
@@ -91,29 +78,12 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
         raise UserError(Problem("", str(error))) from error
 
 
-def _encode_failure(error: Failure | None) -> str:
-    """Return an error as JSON [class name, arguments] for the other ranks; None as `null`."""
-    return json.dumps([type(error).__name__, error.__reduce__()[1]] if error else None)
-
-
-def _decode_failure(text: str) -> Failure | None:
-    """Return the error that `_encode_failure` wrote, or None."""
-    found = json.loads(text)
-    return (
-        {kind.__name__: kind for kind in (WorkerError, HostError)}[found[0]](*found[1])
-        if found
-        else None
-    )
-
-
 class LocalWorld:
     """The ranks of torchrun, or this process alone, and how they exchange results."""
 
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
-        """Set up the device, join the torch world of all ranks, make `hosts`: each rank's agent.
+        """Set up the device and join the torch world of all ranks; waits for them.
 
-        Waits for the other ranks. RANK and WORLD_SIZE of torchrun are 0 and 1 by default. Raises
-        UserError (see `claim_device`).
         timeout_s: longest wait for the other ranks in an exchange; collectives have a minute more
         """
         self.rank = int(os.environ.get("RANK", "0"))
@@ -127,11 +97,8 @@ class LocalWorld:
         store = PrefixStore("world", self._store)
         worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        found = self.exchange((socket.gethostname(), machine_id()), "the names of hosts")
-        agents = {host: LocalAgent(host[0], found.index(host), self) for host in found}
-        self.hosts: list[HostAgent] = [agents[host] for host in found]  # by rank
 
-    def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
+    def exchange(self, outcome: Outcome | WorkerError, what: str) -> list[Outcome]:
         """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
 
         A rank that passes a failure raises it without waiting; every other rank waits for all ranks
@@ -140,16 +107,20 @@ class LocalWorld:
         what: what is waited for, for that message
         """
         number = next(self._calls)
-        error = outcome if isinstance(outcome, Failure) else None
-        self._store.set(self._key(number, self.rank), _encode_failure(error))
-        if isinstance(outcome, Failure):
-            raise outcome
-        self._await_all(number, what)
-        for rank in range(self.size):
-            flag = self._store.get(self._key(number, rank))
-            failure = _decode_failure(flag.decode())
-            if failure is not None:
-                raise failure
+        error = outcome if isinstance(outcome, WorkerError) else None
+        state = json.dumps(error.__reduce__()[1] if error else None)
+        self._store.set(self._key(number, self.rank), state)
+        if error:
+            raise error
+        keys = [self._key(number, rank) for rank in range(self.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError as late:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RuntimeTimeout(what, self.timeout_s, missing) from late
+        for key in keys:
+            if failure := json.loads(self._store.get(key)):
+                raise WorkerError(*failure)
         if number > 0:  # every rank has read the flags of the call before
             self._store.delete_key(self._key(number - 1, self.rank))
         outcomes: list[Any] = [outcome]
@@ -159,10 +130,7 @@ class LocalWorld:
         return outcomes
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0; return its result, or raise its error, on every rank.
-
-        A collective, with the timeout of collectives. Result and error have to be picklable.
-        """
+        """Call `make` on rank 0; return its result, or raise its error, on every rank."""
         result: list[Any] = [None, None]
         if self.rank == 0:
             try:
@@ -180,65 +148,9 @@ class LocalWorld:
         shared_groups.forget()
         worlds.leave()
 
-    def _await_all(self, number: int, what: str) -> None:
-        """Wait until all ranks have set their key of call `number` in the store.
-
-        Raises RuntimeTimeout with the missing ranks after `timeout_s`. what: what is waited for,
-        for the message
-        """
-        keys = [self._key(number, rank) for rank in range(self.size)]
-        try:
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise RuntimeTimeout(what, self.timeout_s, missing) from error
-
     @staticmethod
     def _key(number: int, rank: int) -> str:
         return f"call/{number}/{rank}"
-
-
-class LocalAgent(HostAgent):
-    """Runs the functions of a host in threads of one of its ranks.
-
-    All ranks must make the same calls in the same order; each of them gets every result.
-    """
-
-    def __init__(self, host: str, rank: int, world: LocalWorld) -> None:
-        super().__init__(host)
-        self._rank, self._world = rank, world
-
-    def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
-        """Wait for all ranks and the calls in `args`; then start a thread on the agent's rank only.
-
-        All ranks must call it, and each gets a LocalHostCall. Raises RuntimeTimeout, and the
-        HostError of a call in `args`.
-        args:      every rank waits for the `LocalHostCall`s among them, which become their results
-        timeout_s: deadline of the result, in seconds from the start of the thread
-        """
-        what = f"{function.__name__} on {self.host}"
-        self._world.exchange(None, what)
-        values = [arg.result() if isinstance(arg, LocalHostCall) else arg for arg in args]
-        call = None
-        if self._world.rank == self._rank:
-            call = ThreadCall(self.host, function, values, timeout_s)
-        return LocalHostCall(call, self._rank, what, self._world)
-
-
-class LocalHostCall:
-    """Implements `HostCall`. call: None on ranks that do not run the function"""
-
-    def __init__(self, call: HostCall | None, rank: int, what: str, world: LocalWorld) -> None:
-        self._call, self._rank, self._what, self._world = call, rank, what, world
-
-    def result(self) -> Any:
-        """Wait for the function and return its result on every rank; a collective.
-
-        If the function failed, raises its HostError on every rank. If it is late, its own rank
-        raises HostError, and each other rank that or RuntimeTimeout, whichever comes first.
-        """
-        (outcome,) = collect_outcomes([self._call]) if self._call else [None]
-        return self._world.exchange(outcome, self._what)[self._rank]
 
 
 class LocalPool:
@@ -246,15 +158,12 @@ class LocalPool:
 
     def __init__(self, name: str, world: LocalWorld) -> None:
         self.name, self.world_size, self._world = name, world.size, world
-        self.hosts = world.hosts
         self._host = RoleHost(world.rank, lambda handles: [handle.rows for handle in handles])
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
         """Run this rank's request, wait for the other ranks, and return the ended call.
 
-        Raises the WorkerError of a rank on every rank, and RuntimeTimeout on a rank that has waited
-        for others for the `timeout_s` of the world. A rank whose own request takes that long writes
-        its stacks to stderr once, and goes on. Asserts that there is a request for every rank.
+        Raises the WorkerError of a rank on every rank, RuntimeTimeout on one that waits too long.
         """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
@@ -292,7 +201,6 @@ class LocalRuntime:
         return self.world.rank == 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0; return its result, or raise its error, on every rank."""
         return self.world.from_first(make)
 
     def create_pools(
@@ -300,11 +208,7 @@ class LocalRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, LocalPool]:
-        """Return one pool for each name, all of the same processes.
-
-        Raises UserError where the counts of a pool do not add up to the world size of torchrun.
-        parts: asserted to be empty, because these pools cannot be split
-        """
+        """Return one pool for each name, all of the same processes."""
         assert not parts, "the rules of the configuration refuse split pools"
         size = self.world.size
         problems = [

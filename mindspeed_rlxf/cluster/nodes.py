@@ -6,27 +6,15 @@ import ipaddress
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import groupby
-from pathlib import Path
 from typing import TypeVar
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHOWN = 16  # nodes in one message
 MODEL_PREFIX = "accelerator_type:"  # Ray's own resource for the model of a node's devices
 
 A = TypeVar("A")
-
-
-@cache
-def machine_id() -> str:
-    """Return the kernel's boot id, to tell hosts of one name apart; empty = there is none."""
-    try:
-        return BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)

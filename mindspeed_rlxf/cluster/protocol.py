@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.refs import Handle
 from mindspeed_rlxf.config.enums import Role
 
@@ -75,15 +74,8 @@ class Call(Protocol):
 
 
 class Pool(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def hosts(self) -> Sequence[HostAgent]:
-        """The agent of each rank's host, in the order of ranks; one object per host."""
+    name: str
+    world_size: int
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
         """Start one request per rank, in the order of ranks, without waiting.
@@ -100,19 +92,14 @@ class PoolPart:
     """A part of a pool as a pool of its own; implements `Pool`."""
 
     def __init__(self, pool: Pool, first_rank: int, world_size: int) -> None:
-        """Take consecutive ranks of `pool`, under its name; asserts that the pool has them.
-
-        first_rank: rank in `pool` that is rank 0 of the part
-        """
+        """Take consecutive ranks of `pool`, under its name; asserts that the pool has them."""
         assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
             f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
         )
         self.name, self.world_size = pool.name, world_size
-        self.hosts = pool.hosts[first_rank : first_rank + world_size]
         self._pool, self._first = pool, first_rank
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
-        """Start one request per rank of the part. first_rank: counted within the part"""
         return self._pool.submit(requests, self._first + first_rank)
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""References to rows, which stay on the workers that made them, and the check of plain reports.
+"""References to rows, which stay on the workers that made them.
 
 The driver holds and rearranges references only. No tensor passes through it, in reports neither.
 """
@@ -59,7 +59,7 @@ class RowsRef:
             rule = f"rows must be in 0..{self.num_rows - 1}"
             raise IndexError(f"{rule}, got {min(rows)}..{max(rows)}")
         wanted = rows if self.selection is None else [self.selection[row] for row in rows]
-        starts = self._all_starts
+        starts = _first_rows(self.pieces)
         owner = [bisect_right(starts, row) - 1 for row in wanted]
         used = sorted(set(owner))
         kept = [self.pieces[i] for i in used]
@@ -67,10 +67,6 @@ class RowsRef:
         moved = [row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True)]
         everything = moved == list(range(sum(piece.num_rows for piece in kept)))
         return RowsRef(tuple(kept), None if everything else tuple(moved))
-
-    @cached_property
-    def _all_starts(self) -> list[int]:
-        return _first_rows(self.pieces)
 
     def __reduce__(self) -> tuple[type[RowsRef], tuple[Any, ...]]:
         return RowsRef, (self.pieces, self.selection)
@@ -149,17 +145,14 @@ def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
     return joined.select(sorted(range(len(positions)), key=positions.__getitem__))
 
 
-def list_items(value: Any) -> list[tuple[str, Any]]:
-    """Return (path, item) for each item of a list, tuple, set or dict, or field of a dataclass.
-
-    The path is `[2]`, `['key']` or `.field`. In their order; empty for other values.
-    """
+def list_items(value: Any) -> list[Any]:
+    """Return the items of a list, tuple, set or dict, or the fields of a dataclass, else []."""
     if isinstance(value, dict):
-        return [(f"[{key!r}]", item) for key, item in value.items()]
+        return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"[{i}]", item) for i, item in enumerate(value)]
+        return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return [getattr(value, f.name) for f in dataclasses.fields(value)]
     return []
 
 
@@ -172,30 +165,23 @@ def find_refs(value: Any) -> list[RowsRef]:
         return [value]
     if isinstance(value, (Rows, *PLAIN)):
         return []
-    return [ref for _, item in list_items(value) for ref in find_refs(item)]
+    return [ref for item in list_items(value) for ref in find_refs(item)]
 
 
-def find_array(value: Any, path: str = "report") -> str | None:
-    """Return where the first tensor or numpy array is, as `report.losses[2] (Tensor)`.
-
-    Looks through containers, keys and dataclasses; None where there is none.
-    path: name of `value` in the result
-    """
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return f"{path} ({type(value).__name__})"
-    keys = [(f" key {key!r}", key) for key in value] if isinstance(value, dict) else []
-    for step, item in keys + list_items(value):
-        if not isinstance(item, PLAIN) and (found := find_array(item, path + step)):
-            return found
-    return None
+def holds_array(value: Any) -> bool:
+    """Return whether a value is a tensor or numpy array, or has one inside."""
+    if isinstance(value, (torch.Tensor, np.ndarray, *PLAIN)):
+        return not isinstance(value, PLAIN)
+    keys = list(value) if isinstance(value, dict) else []
+    return any(map(holds_array, keys + list_items(value)))
 
 
 def check_report(report: Any, role: str, method: str) -> None:
-    """Raise TypeError where a report contains a tensor or numpy array, also inside containers."""
-    if found := find_array(report):
+    """Raise TypeError if a report contains a tensor or numpy array, also inside containers."""
+    if holds_array(report):
         raise TypeError(
-            f"{role}.{method} must report plain Python values, got {found}; "
-            "return it in RoleOutput.rows, or as .item() or .tolist()"
+            f"{role}.{method} must report plain Python values, not tensors or arrays; return them "
+            "in RoleOutput.rows, or as .item() or .tolist()"
         )
 
 

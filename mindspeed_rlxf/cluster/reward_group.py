@@ -28,34 +28,21 @@ class RewardGroup:
     """
 
     def __init__(self, config: RunConfig, pool: Pool, beside: RoleGroup | None = None) -> None:
-        """Choose the ranks: `group` for the reward, `scorers` for functions in processes, or None.
-
-        Without a reward model `group` is `scorers`, if there are any, and `pool` is not used.
-        beside: the ranks that generate, which get the scorers; None = no scorers
-        """
+        """Choose the ranks. beside: the ranks that generate, which get the scorers, if any"""
         self.run, self.scorers = config, None
         by_model = config.reward.kind is not RewardKind.RULE
         if beside is not None:
             self.scorers = RoleGroup(Role.SCORER, beside.layout, beside.pool)
         by_rules = not by_model or bool(config.reward.parts) or config.reward.chooses_by_label
         self.streams = beside is not None and by_rules
-        self.group = self.scorers if self.scorers and not by_model else self._own_group(pool)
-
-    def _own_group(self, pool: Pool) -> RoleGroup:
-        return RoleGroup(Role.REWARD, self.run.layout(Role.REWARD), pool)
-
-    def build_scorers(self) -> list[Pending]:
-        """Submit the building of the scorers, which the rollout needs.
-
-        A list of one Pending; [] where there are none.
-        """
-        return [self.scorers.build(ScorerRole, self.run)] if self.scorers else []
+        self.group = (
+            self.scorers
+            if self.scorers and not by_model
+            else RoleGroup(Role.REWARD, config.layout(Role.REWARD), pool)
+        )
 
     def build(self) -> list[Pending]:
-        """Submit the building of the reward model, or of the rules on the reward's own ranks.
-
-        A list of one Pending; [] where the scorers do all the work.
-        """
+        """Submit the building of the reward's own ranks, if there are any."""
         if self.group is self.scorers:
             return []
         return [self.group.build(RewardRole, self.run)]
@@ -64,7 +51,6 @@ class RewardGroup:
         """Submit the scoring of the responses. Rows: Scores. Reports: ScoreReport per replica.
 
         With functions beside a model, the scorers score first and the model adds its scores.
-        Where functions score, `Pending.result` raises RewardsFailed if too many samples failed.
         """
         if not self.streams:
             return self.group.call(RewardRole.score, rollouts)
@@ -75,23 +61,16 @@ class RewardGroup:
         return both.after(scored).require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """Submit scoring by the rules or functions alone, even when the reward is a model.
+        """Submit scoring by the rules or functions alone, even if the reward is a model.
 
-        Rows: Scores. Reports: ScoreReport, with the answers found in the responses.
-        With scorers, `Pending.result` raises RewardsFailed if too many samples failed.
+        Reports have the answers found in the responses.
         """
         if self.scorers is not None:
             return self._score_by_functions(rollouts, True)
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
     def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
-        """Submit scoring by the scorers.
-
-        Whole rollouts with one piece per data-parallel rank stay on the ranks that generated them;
-        others are split equally.
-        find_answers: also report the answer extracted from each response
-        `Pending.result` raises RewardsFailed if too many samples failed.
-        """
+        """Submit scoring by the scorers."""
         assert self.scorers is not None
         is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
         pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts

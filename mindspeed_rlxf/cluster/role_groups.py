@@ -26,6 +26,7 @@ from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
 from mindspeed_rlxf.roles.reports import SampleText
 from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.roles.scorer import ScorerRole
 
 
 class TrainedGroup:
@@ -34,31 +35,19 @@ class TrainedGroup:
     learners: RoleGroup  # the ranks that hold the state
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
-        """Submit writing the weights as a Hugging Face folder and as a Megatron checkpoint.
-
-        hf_folder, megatron_folder: None = not in that format
-        """
+        """Submit writing the weights in each format that has a folder."""
         return self.learners.call_engine(TrainEngine.export, hf_folder, megatron_folder)
 
     def begin_save(self, folder: Path) -> Pending:
-        """Submit a copy of the training state to host memory, which is then written into `folder`.
-
-        Files are written in the background, until `end_save`.
-        """
+        """Submit a copy of the training state; files are written until `end_save`."""
         return self.learners.call_engine(TrainEngine.begin_save, folder)
 
     def end_save(self) -> Pending:
-        """Submit the wait for the files of `begin_save`.
-
-        Reports: seconds that the slowest rank needed, the same from each replica.
-        """
+        """Submit the wait for the files of `begin_save`. Reports: Written, of all ranks."""
         return self.learners.call_engine(TrainEngine.end_save)
 
     def load_state(self, folder: Path) -> Pending:
-        """Submit loading the role's state from a checkpoint.
-
-        Reports: Loaded, which has the problem, or whether the same layout wrote the state.
-        """
+        """Submit loading the role's state from a checkpoint. Reports: Loaded."""
         return self.learners.call_engine(TrainEngine.load_state, folder)
 
 
@@ -75,35 +64,25 @@ class ActorGroup(TrainedGroup):
         return self.train.build(ActorRole, self.run)
 
     def prepare_send_weights(self) -> list[Request]:
-        """Return requests with which the ranks send their weights to those that generate.
-
-        For a split pool; `submit_together` starts them.
-        """
+        """Return the requests with which a split pool sends weights, for `submit_together`."""
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Submit the computation of the actor's log-probs of the responses.
+        """Submit the actor's log-probs. Rows: LogProbs. Reports: LogProbReport.
 
-        Rows: LogProbs, in the order of `rollouts`. Reports: LogProbReport.
-        lengths: called, which waits for the responses, only where the work is balanced by length
+        lengths: called, which waits for the responses, only if the work is balanced by length
         """
         return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
-        """Wait for the first `count` samples; return their token ids, for the sample log.
-
-        count: at least 1, at most the samples of `rollouts`
-        """
+        """Wait for the first `count` samples, at least 1; return their token ids."""
         rows = list(range(count))
         rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
         pending = self.train.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Submit the computation of rewards and advantages, in a run without a critic.
-
-        Rows: Experience. Reports: ExperienceReport.
-        """
+        """Submit rewards and advantages, without a critic. Rows: Experience."""
         return self.train.call(ActorRole.make_experience, inputs)
 
     def update_policy(
@@ -116,11 +95,8 @@ class ActorGroup(TrainedGroup):
     ) -> Pending:
         """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
 
-        In online DPO the two responses of a pair stay together.
-        lengths:   called, which waits for the responses, only where the work is balanced by length
+        In online DPO the two responses of a pair stay together. Reports: UpdateReport.
         iteration: with the seed it determines the shuffle of the mini-batches
-        kl_coef:   coefficient of a KL term in the loss
-        Reports: UpdateReport, the same from each replica.
         """
         orders = mini_batch_order(
             rollouts.num_rows,
@@ -154,22 +130,17 @@ class RolloutGroup:
         self._version: int | None = None  # of the weights that the ranks have
 
     def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
-        """Submit the building of the rollout on its ranks; call it after that of the actor.
+        """Submit the building of the rollout; call it after that of actor and scorers.
 
         It shares the processes and weights of the actor, unless the pool is split.
-        scored: responses go to the scorers in the same processes; their building has to be
-                submitted before this call
+        scored: responses go to the scorers in the same processes
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
         return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
-        """Give the rollout the weights of the actor after `version` updates, and wait.
-
-        Does nothing when the rollout has that version. All its ranks run `update_weights`; the
-        actor's ranks send weights only in a split pool. Raises WorkerError, RuntimeTimeout.
-        """
+        """Give the rollout the weights of the actor after `version` updates, and wait."""
         if version == self._version:
             return
         parts = [self.group.prepare(RolloutRole.update_weights, version)]
@@ -179,20 +150,15 @@ class RolloutGroup:
         self._version = version
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Submit the generation of a response to each prompt, with the sampling of training.
+        """Submit a response to each prompt. Rows: Rollouts. Reports: GenerateReport.
 
-        The prompts are split among the data-parallel ranks.
         greedy: take the most probable token each time
-        Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
         """
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> Pending:
-        """Submit the generation of a response to each prompt, with the sampling for validation.
-
-        Rows: Rollouts, in the order of the prompts. Reports: GenerateReport.
-        """
+        """Submit a response to each prompt, sampled as for validation."""
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.answer_validation, parts, seed)
 
@@ -208,12 +174,10 @@ class ReferenceGroup:
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Submit the computation of the reference's log-probs of the responses.
+        """Submit the reference's log-probs.
 
-        Rows, in the order of `rollouts`: LogProbs; with `algorithm.kl_penalty: full`
-        LogProbsWithKl, which adds the KL to the actor (of the same processes) over the whole
-        vocabulary.
-        lengths: called, which waits for the responses, only where the work is balanced by length
+        Rows: LogProbs; with `algorithm.kl_penalty: full` LogProbsWithKl, whose KL to the actor
+        (of the same processes) is over the whole vocabulary.
         """
         group = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
@@ -233,27 +197,17 @@ class CriticGroup(TrainedGroup):
         return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Submit the computation of the critic's values. Rows: Values, in the order of `rollouts`.
-
-        lengths: see `ActorGroup.log_probs`
-        """
+        """Submit the critic's values. Rows: Values."""
         return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Submit the computation of rewards and advantages.
-
-        Rows: Experience. Reports: ExperienceReport.
-        """
+        """Submit rewards and advantages. Rows: Experience. Reports: ExperienceReport."""
         return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(
         self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
     ) -> Pending:
-        """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
-
-        lengths, iteration: see `ActorGroup.update_policy`
-        Reports: UpdateReport, the same from each replica.
-        """
+        """Submit an optimizer step per mini-batch and epoch, as `ActorGroup.update_policy`."""
         orders = mini_batch_order(
             rollouts.num_rows,
             self.config.critic_update_epochs,
@@ -289,9 +243,8 @@ class RoleGroups:
         eos_token_ids: Sequence[int],
         scores_in_processes: bool = False,
     ) -> RoleGroups:
-        """Build every role in its pool's processes, and wait; shows the progress.
+        """Build every role in its pool's processes, all pools at the same time, and wait.
 
-        Pools build at the same time. Raises WorkerError, RuntimeTimeout.
         scores_in_processes: functions or rules score in processes of their own, during generation
         """
         policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
@@ -305,7 +258,8 @@ class RoleGroups:
         reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)], beside)
         count = 3 + bool(ref) + bool(critic)
         with phase("loading the weights of the roles", count) as loaded:
-            builds = [actor.build(), *reward.build_scorers()]
+            builds = [actor.build()]
+            builds += [reward.scorers.build(ScorerRole, config)] if reward.scorers else []
             builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]
             builds += [group.build() for group in (ref, critic) if group]
             loaded.total = len(builds)

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.protocol import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
 from mindspeed_rlxf.config.enums import DeviceKind, Role
-from mindspeed_rlxf.data.batch import RoleOutput, Rows, TokenRows
+from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import residency, shared_groups
 from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
@@ -51,9 +51,8 @@ class RoleHost:
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
         """Fetch the inputs and run the method; return the rows to keep and the reply to the driver.
 
-        Logged samples are appended to this rank's file if the request keeps rows. Any Exception
-        becomes a WorkerError, whose traceback is printed; the WorkerError of a rank whose rows are
-        needed is raised unchanged.
+        Any Exception becomes a WorkerError, whose traceback is printed; that of a rank whose rows
+        are needed is raised unchanged. Only leaders (`keeps_rows`) return rows and a report.
         """
         try:
             asked = time.perf_counter()
@@ -63,11 +62,18 @@ class RoleHost:
             output = self._call_method(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
-            if request.keeps_rows and output.token_rows is not None:
-                write_token_rows(output.token_rows, self._rank)
-            rows, reply = self._make_reply(request, output, seconds)
-            placed = replace(reply, rank=self._rank, started=began, fetch_s=started - asked)
-            return rows, replace(placed, memory=device.peak_memory())
+            check_report(output.report, request.role.value, request.method)
+            rows, report = (output.rows, output.report) if request.keeps_rows else (None, None)
+            if request.keeps_rows and (tokens := output.token_rows) is not None:
+                log = tokens.log
+                write_tokens(Path(log.folder), self._rank, log.iteration, tokens.as_lists())
+            found, wanted = None if rows is None else rows.num_rows, request.num_rows
+            assert wanted is None or found in (None, wanted), (
+                f"returned {found} rows, its inputs say {wanted}"
+            )
+            fetch_s, memory = started - asked, device.peak_memory()
+            reply = Reply(report, found, seconds, self._rank, began, fetch_s, memory)
+            return None if rows is None else to_host(rows), reply
         except WorkerError:
             raise
         except Exception as error:
@@ -98,25 +104,6 @@ class RoleHost:
         assert hosted is not None, f"{role.value} has not been built in this process"
         return hosted
 
-    @staticmethod
-    def _make_reply(
-        request: Request, output: RoleOutput, seconds: float
-    ) -> tuple[Rows | None, Reply]:
-        """Split a method's output into the rows to keep, on the host, and the reply to the driver.
-
-        A request that keeps no rows gets no rows and no report. Raises TypeError where a report has
-        a tensor or array; asserts that the number of rows is `request.num_rows`, unless that is
-        None.
-        """
-        check_report(output.report, request.role.value, request.method)
-        if not request.keeps_rows:
-            return None, Reply(None, None, seconds)
-        if output.rows is None:
-            return None, Reply(output.report, None, seconds)
-        found, wanted = output.rows.num_rows, request.num_rows
-        assert wanted is None or found == wanted, f"returned {found} rows, its inputs say {wanted}"
-        return to_host(output.rows), Reply(output.report, found, seconds)
-
 
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
     """Print the traceback to stderr, and return the WorkerError of this rank.
@@ -140,35 +127,18 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
     )
 
 
-def write_token_rows(rows: TokenRows, rank: int) -> None:
-    """Append the samples that `rows.log` names to this rank's file in the folder `rows.log.folder`.
-
-    Raises OSError.
-    """
-    log = rows.log
-    write_tokens(Path(log.folder), rank, log.iteration, rows.as_lists())
-
-
 def to_host(rows: Rows) -> Rows:
     """Return the rows with each tensor detached and on the host, in a storage of exactly its size.
 
     Pickling a view would send the whole storage. Other values are unchanged.
     """
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
-    return type(rows)(**{name: _with_own_storage(column) for name, column in columns.items()})
-
-
-def _with_own_storage(column: Any) -> Any:
-    """Return a tensor detached and on the host, cloned if its storage is larger than it is.
-
-    Other values are returned unchanged.
-    """
-    if not isinstance(column, torch.Tensor):
-        return column
-    column = column.detach().cpu()
-    if column.untyped_storage().nbytes() == column.numel() * column.element_size():
-        return column
-    return column.clone()
+    for name, column in columns.items():
+        if isinstance(column, torch.Tensor):
+            columns[name] = found = column.detach().cpu()
+            if found.untyped_storage().nbytes() != found.numel() * found.element_size():
+                columns[name] = found.clone()
+    return type(rows)(**columns)
 
 
 @dataclass(frozen=True)
@@ -205,22 +175,15 @@ class WorkerProcess:
         self._timeout_s = 0.0
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
-        """Open and keep the rendezvous store of the pool, which listens on `ip`; return its port.
-
-        Called on rank 0 only.
-        timeout_s: longest wait of this rank for a key of the store
-        """
+        """Open and keep the rendezvous store of the pool on rank 0, at `ip`; return its port."""
         timeout = timedelta(seconds=timeout_s)
         self._store, port = worlds.open_store(ip, world_size, timeout)
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
-        """Redirect output to the log, set up network and device, and join the torch world.
+        """Redirect output, set up network and device, and join the world of the pool or part.
 
-        Variables of the network that are set already stay. A crash in C then writes the stacks. The
-        world is that of the pool or of this rank's part. Waits until all
-        ranks of the pool join. Raises ValueError where the device cannot be set up.
-
+        Waits until all ranks of the pool join. Raises ValueError if the device cannot be set up.
         ip, port: of the rendezvous store, which rank 0 opened
         assigned: number on the host of the device that Ray gave this process; None = none
         """
@@ -238,19 +201,13 @@ class WorkerProcess:
         self._host, self._timeout_s = RoleHost(setup.rank, self._fetch), setup.timeout_s
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """Run a request (see `RoleHost.run`); a late one writes the stacks to the log.
-
-        Asserts that this process belongs to a pool.
-        """
+        """Run a request (see `RoleHost.run`); a late one writes the stacks to the log."""
         assert self._host is not None, "this process belongs to no pool"
         with stacks_when_late(self._timeout_s):
             return self._host.run(request)
 
     def reset(self) -> None:
-        """Leave the pool: drop all roles, the store, groups and the torch world.
-
-        The process can join another pool. Collects garbage and calls `freeze_imports`.
-        """
+        """Leave the pool: drop all roles, the store, groups and the torch world."""
         self._host = self._store = None
         shared_groups.forget()
         residency.forget()
@@ -260,22 +217,14 @@ class WorkerProcess:
 
 
 def freeze_imports() -> None:
-    """Exempt all present objects, chiefly imported modules, from garbage collection: it is slow.
-
-    Collects garbage first. Does nothing after the first call in a process: roles made later must
-    stay collectable.
-    """
+    """Exempt all present objects, chiefly modules, once from garbage collection: it is slow."""
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
 
 
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:
-    """Append all further stdout and stderr of this process, C++ included, to the file `path`.
-
-    Folders are made by `make_private_folder`, which also sets the mode of an existing parent.
-    mode: of the file; the folders' follows from it
-    """
+    """Append all further stdout and stderr of this process, C++ included, to the file `path`."""
     if not path.parent.parent.exists():
         make_private_folder(path.parent.parent, mode)  # on a host with folders of its own
     make_private_folder(path.parent, mode)

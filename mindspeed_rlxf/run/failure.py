@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import StoppedByRule, StopRequest
 from mindspeed_rlxf.weights.atomic import replace_file
@@ -25,7 +25,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     directory: None on the later ranks of torchrun, and before the run has one
     stop:      knows the iterations in progress and saved
     """
-    is_whole = isinstance(error, (WorkerError, RuntimeTimeout, HostError, StoppedByRule))
+    is_whole = isinstance(error, (WorkerError, RuntimeTimeout, StoppedByRule))
     text = str(error) if is_whole else f"driver: {type(error).__name__}: {error}"
     message = " ".join(text.split())
     where = f" (iteration {stop.under_way})" if stop.under_way else ""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.cluster.errors import (
     DevicesMissing,
-    HostError,
     RuntimeTimeout,
     StorageUnreadable,
     TooFewDevices,
@@ -92,7 +91,7 @@ class Run:
 
         None where there is nothing to train: the run is finished (prints so), or validates only,
         which is done here. Creates and locks the run directory, but not of a finished run.
-        Errors: UserError, DevicesMissing, WorkerError, HostError, RuntimeTimeout.
+        Errors: UserError, DevicesMissing, WorkerError, RuntimeTimeout.
         """
         directory = RunDirectory.choose(self.config)
         if is_finished(self.config, directory):
@@ -227,7 +226,7 @@ class Run:
 
         Logs a traceback too, except for errors of workers and hosts and for timeouts.
         """
-        if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
+        if not isinstance(error, (WorkerError, RuntimeTimeout)):
             logger.error("the driver failed", exc_info=error)
         if self._started:  # makes room for the report on a full disk
             with contextlib.suppress(OSError):

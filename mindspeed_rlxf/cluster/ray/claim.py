@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -21,7 +21,7 @@ from mindspeed_rlxf.cluster.nodes import (
     find_unplaced_pools,
     take_devices,
 )
-from mindspeed_rlxf.cluster.ray.agent import live_nodes
+from mindspeed_rlxf.cluster.ray.tasks import live_nodes
 from mindspeed_rlxf.config.errors import Problem
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ class DeviceClaim:
     def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool; wait for all as `_find_late_pools` does.
 
-        Returns (groups, names of pools that were not placed, have devices of several models, or are
-        on a node that was left out meanwhile). If there is such a pool, all groups have been
+        Returns (groups, names of pools that were not placed, or are on a node that was left out
+        meanwhile). If there is such a pool, all groups have been
         removed again and must not be used.
         """
         nodes = self._list_nodes()
@@ -101,8 +101,8 @@ class DeviceClaim:
                 groups[name] = self._request_group(shapes[name], model)
             late = _find_late_pools(groups, wait_s)
             if not late:  # a node may have joined meanwhile
-                late = _find_mixed_pools(groups, self._list_nodes())
-                late += _find_pools_on(groups, self._check.left_out)
+                self._list_nodes()
+                late = _find_pools_on(groups, self._check.left_out)
         except BaseException:
             _remove(groups)
             raise
@@ -187,40 +187,20 @@ def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
     """
     deadline = time.monotonic() + max(wait_s, PLACE_S)
     while True:
-        late = [name for name, group in groups.items() if not _is_placed(group)]
+        table = ray.util.placement_group_table
+        late = [name for name, group in groups.items() if table(group).get("state") != "CREATED"]
         if not late or time.monotonic() >= deadline:
             return late
         time.sleep(LOOK_EVERY_S)
-
-
-def _is_placed(group: Any) -> bool:
-    return bool(ray.util.placement_group_table(group).get("state") == "CREATED")
-
-
-def _find_pools_on(groups: Mapping[str, Any], nodes: Collection[str]) -> list[str]:
-    """Return the names of pools that Ray placed on any of these nodes. nodes: their ids"""
-    return [
-        name
-        for name, group in (groups.items() if nodes else ())
-        if not _nodes_of(group).isdisjoint(nodes)
-    ]
 
 
 def _nodes_of(group: Any) -> set[str]:
     return set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
 
 
-def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
-    """Return the names of pools that Ray placed on nodes of several known device models.
-
-    Nodes of unknown model do not count.
-    """
-    models = {node.id: node.model for node in nodes if node.model}
-    found = []
-    for name, group in groups.items() if len(set(models.values())) > 1 else ():
-        if len({models[node] for node in _nodes_of(group) if node in models}) > 1:
-            found.append(name)
-    return found
+def _find_pools_on(groups: Mapping[str, Any], nodes: set[str]) -> list[str]:
+    """Return the names of pools that Ray placed on any of these nodes. nodes: their ids"""
+    return [name for name, group in groups.items() if nodes and _nodes_of(group) & nodes]
 
 
 def _remove(groups: Mapping[str, Any]) -> None:

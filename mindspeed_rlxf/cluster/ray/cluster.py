@@ -9,19 +9,18 @@ reads its environment on import.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
@@ -42,7 +41,6 @@ LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
 GUARD = Path(__file__).with_name("orphan_guard.py")
 GUARD_END_S, GUARD_PAUSE_S = 30.0, 0.5
-PROBE_S = 60.0
 START_ATTEMPTS = 2  # of our own cluster
 # In what Ray raises when its processes do not answer within 30 s, most of which has no option.
 START_TIMED_OUT = "timed out during startup", "Timed out waiting for file", "Failed to start GCS"
@@ -97,28 +95,12 @@ class RayCluster:
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
-        """Disconnect from Ray. For our own cluster also kill its processes and remove its folder.
-
-        Kills all children of this process and their children, so also processes that are not Ray's.
-        Waits up to 5.5 s for their end, and up to GUARD_END_S for that of the guard.
-        """
+        """Disconnect from Ray; of our own cluster the guard ends all processes and files."""
         import ray
 
-        processes = psutil.Process().children(recursive=True) if self.own else []
-        if self.guard is not None:
-            processes = [p for p in processes if p.pid != self.guard.process.pid]
         ray.shutdown()
-        if not self.own:
-            return
-        _, left = psutil.wait_procs(processes, timeout=0.5)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=5)
         if self.guard is not None:
             self.guard.end()
-        if self.temp_dir is not None:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
 def resource_name(device: DeviceConfig) -> str:
@@ -190,35 +172,28 @@ def _join_cluster(address: str) -> RayCluster:
 def asks_for_token(address: str) -> bool:
     """Ask a cluster for its nodes without a token, in a child process; return whether it refuses.
 
-    Raises ConnectionError if it does not answer as Ray does, or not within PROBE_S.
+    Raises ConnectionError if it does not answer as Ray does.
     """
     private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in private}
-    try:
-        found = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("probe.py")), address],
-            env={**environment, "RAY_AUTH_MODE": "disabled"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
-    if found.returncode == -signal.SIGALRM:
-        raise ConnectionError("it does not answer as Ray does")
+    found = subprocess.run(  # ends itself if the cluster does not answer
+        [sys.executable, str(Path(__file__).with_name("probe.py")), address],
+        env={**environment, "RAY_AUTH_MODE": "disabled"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     answer = found.stdout.strip()
     if answer not in ("open", "tokens"):
-        said = found.stderr.strip().splitlines()[-1:] or ["it gave no message"]
+        alarm = found.returncode == -signal.SIGALRM
+        said = [] if alarm else found.stderr.strip().splitlines()[-1:]
+        said = said or ["it does not answer as Ray does"]
         raise ConnectionError(said[0][:300])
     return answer == "tokens"
 
 
 def _set_token_mode(**token: str) -> None:
-    """Make Ray use tokens in this process, also if it is imported already; sets the environment.
-
-    token: RAY_AUTH_TOKEN=..., where it is not the user's own token
-    """
+    """Make Ray use tokens in this process, also if it is imported already; sets the environment."""
     os.environ.update(RAY_AUTH_MODE="token", **token)
     if "ray" in sys.modules:  # it has read its environment
         from ray._raylet import (  # type: ignore[attr-defined]
@@ -246,17 +221,18 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
         _own_token.append(secrets.token_hex(32))
     _set_token_mode(RAY_AUTH_TOKEN=_own_token[0])
     _keep_quiet()
-    for attempt in range(1, START_ATTEMPTS):
+    for attempt in itertools.count(1):
         try:
             return _try_to_start(resources)
         except Exception as error:  # Ray raises this type itself
-            if not any(text in str(error) for text in START_TIMED_OUT):
+            late = any(text in str(error) for text in START_TIMED_OUT)
+            if not late or attempt == START_ATTEMPTS:
                 raise
             logger.warning(
                 "Ray did not start (attempt %d of %d), as on a busy host: %s",
                 attempt, START_ATTEMPTS, error,
             )  # fmt: skip
-    return _try_to_start(resources)
+    raise AssertionError("unreachable")
 
 
 def _try_to_start(resources: dict[str, float]) -> RayCluster:
@@ -267,7 +243,10 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
     """
     import ray
 
-    temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temp_root()))
+    root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
+    root = root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
+    temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     guard = OrphanGuard(temp_dir)
     try:
         with _own_sigterm():
@@ -286,7 +265,6 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
         ray.shutdown()
         _log_ends(temp_dir)
         guard.end()
-        shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     address = context.address_info["address"]
     return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
@@ -301,11 +279,7 @@ def _log_ends(temp_dir: Path) -> None:
 
 
 def _keep_quiet() -> None:
-    """Patch Ray to print nothing when a worker dies, and to show no arguments of this process.
-
-    Ray has no options for these. As the entry point of the job Ray now shows only the program's
-    file name; arguments may contain secrets.
-    """
+    """Patch Ray to print nothing when a worker dies, and to show no arguments of this process."""
     import ray._private.utils
     import ray._private.worker
 
@@ -313,33 +287,18 @@ def _keep_quiet() -> None:
     ray._private.worker.listen_error_messages = lambda *args, **kwargs: None
 
 
-def _short_temp_root() -> str:
-    """Return RAY_TMPDIR or the system's temporary folder; /tmp if socket paths get too long."""
-    root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
-    return root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
-
-
 def object_store_bytes() -> int:
-    """Return the bytes for the object store of our own cluster.
-
-    They are a tenth of the memory of this host or container, at least 100 MiB, at most
-    OBJECT_STORE_LIMIT.
-    """
+    """Return the bytes for the object store of our own cluster: a tenth of the host's memory."""
     tenth = device_facade.host_memory() // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 
 
-class _own_sigterm:
-    """Restore this process's SIGTERM handler after the block, in which Ray replaces it.
-
-    Does nothing outside the main thread.
-    """
-
-    def __enter__(self) -> None:
-        self._main = threading.current_thread() is threading.main_thread()
-        self._before = signal.getsignal(signal.SIGTERM)
-
-    def __exit__(self, *_error: object) -> None:
-        if self._main:
-            signal.signal(signal.SIGTERM, self._before)
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Restore this process's SIGTERM handler after the block, in which Ray replaces it."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

@@ -25,11 +25,13 @@ def main(temp_dir: str) -> None:
     removes repeatedly, until no process and no folder was there for QUIET_S, at most GRACE_S.
     """
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
+    word = os.fsencode(temp_dir)  # a random name: no other run mentions it
     sys.stdin.buffer.read()
     last = time.monotonic()  # when a process or the folder was last seen
     deadline = last + GRACE_S
     while time.monotonic() < min(deadline, last + QUIET_S):
-        found = processes_of(temp_dir, spared)
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        found = [pid for pid in pids if pid not in spared and mentions(pid, word)]
         for pid in found:
             kill(pid)
         shutil.rmtree(temp_dir, ignore_errors=True)
@@ -42,16 +44,6 @@ def kill(pid: int) -> None:
     """Send SIGKILL; does nothing where the process is gone or another user's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-
-
-def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
-    """Return the pids of processes that mention the folder (see `mentions`), but the spared ones.
-
-    The folder's name is random, so no other run mentions it.
-    """
-    word = os.fsencode(temp_dir)
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if pid not in spared and mentions(pid, word)]
 
 
 def mentions(pid: int, word: bytes) -> bool:
@@ -67,17 +59,13 @@ def mentions(pid: int, word: bytes) -> bool:
                     return True
         except OSError:  # ended meanwhile, or another user's
             continue
-    return any(word in target for target in open_files(pid))
-
-
-def open_files(pid: int) -> list[bytes]:
-    """List the paths of a process's open files; empty where they cannot be read."""
-    folder, found = f"/proc/{pid}/fd", []
+    folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
-                found.append(os.fsencode(os.readlink(f"{folder}/{name}")))
-    return found
+                if word in os.fsencode(os.readlink(f"{folder}/{name}")):
+                    return True
+    return False
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,10 @@ import ray
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.diagnosis import explain_timeout, oom_kills
 from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.ray.message import Message, make_messages, read_request
-from mindspeed_rlxf.cluster.ray.rows import READERS, CallRows, RayHandle, WorkerRows, find_missing
+from mindspeed_rlxf.cluster.ray.rows import CallRows, RayHandle, WorkerRows, find_missing
 from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
@@ -108,15 +106,6 @@ class RayWorker(WorkerProcess):
         super().reset()
 
 
-def start_worker(options: Mapping[str, Any]) -> Any:
-    """Start a worker process under a random name; return its Ray actor, without waiting.
-
-    options: of the Ray actor
-    """
-    factory = ray.remote(concurrency_groups={"rows": READERS})(RayWorker)
-    return factory.options(name=uuid.uuid4().hex, **options).remote()
-
-
 def assigned_device(kind: DeviceKind) -> str | None:
     """Return the id of the first device that Ray gave this process; None if it gave none.
 
@@ -160,12 +149,7 @@ class RayCall:
     """A method submitted to ranks of a pool; implements `Call`."""
 
     def __init__(self, pool: RayPool, origins: Sequence[Origin], refs: list[Any], key: int) -> None:
-        """Describe a call that has been submitted.
-
-        The ranks keep its rows as long as this object or one of its handles exists.
-        origins: of the ranks, in order; refs: Ray's references to their replies
-        key:     under which the ranks keep their rows
-        """
+        """Describe a call that has been submitted."""
         self._pool, self._origins, self._key = pool, origins, key
         self._rows = CallRows(pool, key, origins[0].rank, refs)
 
@@ -183,24 +167,19 @@ class RayCall:
         try:
             replies: list[Reply] = gather(tasks, self._pool.timeout_s)
         except RuntimeTimeout as error:
-            late = [origin for origin in self._origins if origin.rank in error.missing]
-            producers = [handle.origin for handle in self._late_inputs(error.missing)]
-            raise explain_timeout(error, late, producers) from None
+            requests = self._pool.under_way[self._key]
+            both = [
+                each
+                for each in zip(self._origins, requests, strict=True)
+                if each[0].rank in error.missing
+            ]
+            refs = [ref for _, request in both for ref in find_refs(request.args)]
+            inputs = find_missing([piece.handle for ref in refs for piece in ref.pieces])
+            producers = [handle.origin for handle in inputs]
+            raise explain_timeout(error, [origin for origin, _ in both], producers) from None
         self._rows.replies.clear()
         del self._pool.under_way[self._key]
         return replies
-
-    def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
-        """Return the handles of rows that these ranks' calls read and that do not exist yet."""
-        requests = self._pool.under_way[self._key]
-        both = zip(self._origins, requests, strict=True)
-        return find_missing(_list_inputs(request for o, request in both if o.rank in ranks))
-
-
-def _list_inputs(requests: Iterable[Request]) -> list[RayHandle]:
-    """Return the handles of all rows that requests read, in order, with repeats."""
-    refs = [ref for request in requests for ref in find_refs(request.args)]
-    return [piece.handle for ref in refs for piece in ref.pieces]
 
 
 class RayPool:
@@ -211,13 +190,11 @@ class RayPool:
         name: str,
         workers: RayWorkers,
         setups: Sequence[ProcessSetup],
-        hosts: Sequence[HostAgent],
         timeout_s: float,
         owner: RayPools,
     ) -> None:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
-        self.hosts, self.timeout_s = hosts, timeout_s
-        self._setups, self.owner = setups, owner
+        self.timeout_s, self._setups, self.owner = timeout_s, setups, owner
         # Requests by key, until their call has ended without error: they keep the rows they read.
         self.under_way: dict[int, Sequence[Request]] = {}
         self._dropped: list[list[int]] = [[] for _ in workers.actors]  # keys, for the next message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.diagnosis import explain_death, oom_kills
 from mindspeed_rlxf.cluster.environment import worker_environment
-from mindspeed_rlxf.cluster.errors import DIED, HostError, Origin, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError
 from mindspeed_rlxf.cluster.node_check import NodeCheck
 from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S
-from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
-from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorkers, start_worker
+from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorker, RayWorkers
+from mindspeed_rlxf.cluster.ray.rows import READERS
+from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, device_options, run_tasks
 from mindspeed_rlxf.cluster.ray.wait import gather
 from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -30,7 +32,7 @@ from mindspeed_rlxf.files.safe import PRIVATE, mode_within
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # of a host, whose agent may have to start first
+ANSWER_S = 30.0  # of a host, which may have to start a process first
 
 
 class RayPools:
@@ -46,7 +48,6 @@ class RayPools:
         keep_warm: bool,
         pool_settings: PoolSettings,
         node_check: NodeCheck,
-        agents: RayAgents,
     ) -> None:
         """Store the settings; nothing is reserved or started yet.
 
@@ -55,7 +56,6 @@ class RayPools:
         num_devices: devices that all pools together may use, which limits warm processes
         log_dir, keep_warm: see `RayRuntime`
         """
-        self._agents = agents
         self._cluster, self._threads = cluster, device.cpu_threads
         self.timeout_s = settings.timeout_s
         self.start_timeout_s = settings.start_timeout_s
@@ -80,8 +80,8 @@ class RayPools:
     ) -> dict[str, RayPool]:
         """Create all pools at the same time and wait; return them by name.
 
-        Warm processes of an ended pool of the same shape are used again. Agents of nodes without a
-        pool are ended. After an error no process of these pools is left.
+        Warm processes of an ended pool of the same shape are used again. After an error no process
+        of these pools is left.
 
         processes_per_node: pool -> number of processes on each node
         parts:              pool -> sizes of its parts, where it is split
@@ -110,57 +110,34 @@ class RayPools:
                     ray.util.remove_placement_group(group)
             raise
         pools = {
-            name: RayPool(
-                name,
-                claimed[name],
-                setups[name],
-                self._agents_of(claimed[name]),
-                self.timeout_s,
-                self,
-            )
+            name: RayPool(name, claimed[name], setups[name], self.timeout_s, self)
             for name in processes_per_node
         }
         self._pools += pools.values()
-        self._agents.end(but=[agent for pool in self._pools for agent in pool.hosts])
         return pools
 
-    def _agents_of(self, workers: RayWorkers) -> list[RayAgent]:
-        """Return the agent of each rank's host, in the order of ranks."""
-        return [self._agents.on(place.node, place.host) for place in workers.places]
-
     def end(self) -> None:
-        """Kill the processes of all pools, warm processes and agents."""
+        """Kill the processes of all pools, and warm processes."""
         self._keep_warm = False
         for pool in list(self._pools):
             pool.shutdown()
         for workers in self._warm:
             workers.kill()
         self._warm.clear()
-        self._agents.end()
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return `error`, or a new one that says its host ran out of memory.
-
-        It did if the process died and the kernel has killed processes of the host since the workers
-        started.
-        """
+        """Return `error`, or a new one if the process died and its host ran out of memory."""
         places = [place for pool in self._pools for place in pool.workers.places]
         there = [place for place in places if place.host == error.host]
         if not error.cause.startswith(DIED) or not there:
             return error
-        agent = self._agents.on(there[0].node, error.host)
-        try:
-            kills = agent.call(oom_kills, timeout_s=ANSWER_S)
-        except HostError:  # the host went away
+        (kills,) = run_tasks([Task(there[0].node, oom_kills)], {}, ANSWER_S)
+        if isinstance(kills, Failed):  # the host went away
             return error
         return explain_death(error, max(kills - place.oom_kills for place in there))
 
     def release(self, pool: RayPool) -> None:
-        """End a pool: kill its processes, or with `keep_warm` reset them for another pool.
-
-        Waits for the reset; if one process cannot be reset, all are killed. Does nothing for a pool
-        that has ended.
-        """
+        """End a pool: kill its processes, or with `keep_warm` reset them for another pool."""
         if pool not in self._pools:
             return
         self._pools.remove(pool)
@@ -170,12 +147,7 @@ class RayPools:
             pool.workers.kill()
 
     def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
-        """Kill warm processes, oldest pool first, until `needed` more fit into `num_devices`.
-
-        All pools, warm processes and `claimed` count. Stops when no warm processes are left.
-        needed:  number of new processes
-        claimed: workers of the pools that are being created
-        """
+        """Kill warm processes, oldest pool first, until `needed` more fit into `num_devices`."""
         in_use = [pool.workers for pool in self._pools] + list(claimed.values())
         while self._warm:
             taken = sum(len(workers.actors) for workers in in_use + self._warm)
@@ -188,11 +160,20 @@ class RayPools:
     ) -> dict[str, RayWorkers]:
         """Start the processes of pools on their reserved devices and wait; return them by pool.
 
-        Each pool's workers are in the order of ranks. Also starts the agents of their hosts. On a
-        joined cluster the placement is logged. Raises UserError if a host does not see the run.
+        Workers are in the order of ranks. On a joined cluster logs the placement, and raises
+        UserError if a host does not see the run.
         groups: placement group of each pool
         """
-        actors = {name: self._start_actors(shape, groups[name]) for name, shape in shapes.items()}
+        wants = device_options(self._resource, self._environment)
+        made = ray.remote(concurrency_groups={"rows": READERS})(RayWorker)
+        actors: dict[str, list[tuple[int, Any]]] = {name: [] for name in shapes}
+        for name, shape in shapes.items():
+            for entry, count in enumerate(shape):
+                where = PlacementGroupSchedulingStrategy(groups[name], entry)
+                options = {"scheduling_strategy": where, "max_restarts": 0, **wants}
+                for _ in range(count):
+                    actor = made.options(name=uuid.uuid4().hex, **options).remote()
+                    actors[name].append((entry, actor))
         tasks = [
             (actor.report_place.remote(entry), Origin(name, index, "a host not known yet", "start"))
             for name, found in actors.items()
@@ -202,28 +183,12 @@ class RayPools:
         for name, found in actors.items():
             ordered = order_ranks([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
-            for agent in self._agents_of(workers[name]):
-                agent.open()  # starts while the ranks import what they need
             if not self._cluster.own:
                 logger.info("pool %s: %s", name, describe_places(workers[name].places))
         if not self._cluster.own:
             hosts = {place.host for w in workers.values() for place in w.places}
             self._node_check.require_shared_folder(hosts)
         return workers
-
-    def _start_actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
-        """Start an actor for each process of a shape, without waiting.
-
-        Returns (index of its entry in `shape`, actor) for each, in the order of entries.
-        group: placement group, with a bundle for each entry
-        """
-        wants = device_options(self._resource, self._environment)
-        found = []
-        for bundle, count in enumerate(shape):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            options = {"scheduling_strategy": strategy, **wants}
-            found += [(bundle, start_worker(options)) for _ in range(count)]
-        return found
 
     def _join_worlds(
         self, workers: Mapping[str, RayWorkers], parts: Mapping[str, Sequence[int]]
@@ -243,7 +208,22 @@ class RayPools:
         ]
         ports = dict(zip(workers, gather(opening, limit), strict=True))
         setups = {
-            name: self._make_setups(name, w, tuple(parts.get(name, ())))
+            name: [
+                ProcessSetup(
+                    pool=name,
+                    rank=rank,
+                    world_size=len(w.places),
+                    device_kind=self._kind,
+                    threads=self._threads,
+                    timeout_s=self.timeout_s,
+                    collective_timeout_s=max(self.timeout_s, limit) + COLLECTIVE_MARGIN_S,
+                    log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
+                    ip=LOOPBACK if self._cluster.own else place.ip,
+                    log_mode=mode_within(self.log_dir) if self.log_dir is not None else PRIVATE,
+                    parts=tuple(parts.get(name, ())),
+                )
+                for rank, place in enumerate(w.places)
+            ]
             for name, w in workers.items()
         }
         starting = [
@@ -256,28 +236,3 @@ class RayPools:
         ]
         gather(starting, limit)
         return setups
-
-    def _make_setups(
-        self, name: str, workers: RayWorkers, parts: tuple[int, ...]
-    ) -> list[ProcessSetup]:
-        """Return the settings with which each rank joins its pool's world, in the order of ranks.
-
-        parts: number of ranks of each part; () = the pool is not split
-        """
-        return [
-            ProcessSetup(
-                pool=name,
-                rank=rank,
-                world_size=len(workers.places),
-                device_kind=self._kind,
-                threads=self._threads,
-                timeout_s=self.timeout_s,
-                collective_timeout_s=max(self.timeout_s, self.start_timeout_s)
-                + COLLECTIVE_MARGIN_S,
-                log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
-                ip=LOOPBACK if self._cluster.own else place.ip,
-                log_mode=mode_within(self.log_dir) if self.log_dir is not None else PRIVATE,
-                parts=parts,
-            )
-            for rank, place in enumerate(workers.places)
-        ]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.environment import offload_environment
-from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.protocol import Pool
 from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster, resource_name
 from mindspeed_rlxf.config.enums import RewardKind, Role
@@ -46,23 +45,20 @@ class RayRuntime:
         self.cluster: RayCluster = open_cluster(settings.address, declared)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
         from mindspeed_rlxf.cluster.node_check import NodeCheck
-        from mindspeed_rlxf.cluster.ray.agent import RayAgents
         from mindspeed_rlxf.cluster.ray.pools import RayPools
+        from mindspeed_rlxf.cluster.ray.tasks import ask_nodes
 
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
         probe = resolve_kind(device.kind) if pool_settings.bad_nodes == "leave_out" else None
-        agents, wait_s = RayAgents(), settings.start_timeout_s
-        check = NodeCheck(agents.on, read_by_workers or {}, run_file, wait_s, probe)
+        wait_s = settings.start_timeout_s
+        check = NodeCheck(ask_nodes, read_by_workers or {}, run_file, wait_s, probe)
         arguments = (self.cluster, device, settings, num_devices, log_dir, keep_warm)
-        self.pools = RayPools(*arguments, pool_settings, check, agents)
+        self.pools = RayPools(*arguments, pool_settings, check)
+        self.explain_death = self.pools.explain_death
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path | None) -> RayRuntime:
-        """Join or start the cluster that the configuration names; `create_pools` checks its nodes.
-
-        Workers get `resource_pool.env`, and the variables of `offload_environment`.
-        log_dir, run_file: see the constructor
-        """
+        """Join or start the cluster of the configuration; `create_pools` checks its nodes."""
         pool = config.pool_settings
         offloading = {n: Secret(v, v) for n, v in offload_environment(config).items()}
         env = {**offloading, **pool.env}
@@ -81,26 +77,12 @@ class RayRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Pool]:
-        """Create all pools at the same time and wait; return them by name.
-
-        Exempts the driver's present objects from garbage collection (`freeze_imports`).
-        parts: pool -> sizes of its parts, where it is split
-        Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
-        UserError where nodes differ (see `DeviceClaim.reserve`), WorkerError where a process cannot
-        start, RuntimeTimeout where it does not answer.
-        """
+        """Create all pools at the same time and wait; see `RayPools.create`."""
         from mindspeed_rlxf.cluster.worker import freeze_imports
 
         pools: dict[str, Pool] = dict(self.pools.create(processes_per_node, parts or {}))
         freeze_imports()
         return pools
-
-    def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return `error`, or a new one that says its host ran out of memory.
-
-        See `RayPools.explain_death`.
-        """
-        return self.pools.explain_death(error)
 
     def shutdown(self) -> None:
         """Kill all processes of the pools, then leave the cluster, even if killing fails.
@@ -114,11 +96,7 @@ class RayRuntime:
 
 
 def folders_of_workers(config: RunConfig) -> dict[str, str]:
-    """Return {folder that workers read: the configuration keys that name it, joined by ", "}.
-
-    They are each role's `load`, except of a reward by rules, and the tokenizer's, which may be a
-    name of the hub.
-    """
+    """Return {folder that workers read: the configuration keys that name it, joined by ", "}."""
     keys: dict[str, list[str]] = {}
     for role in config.roles:
         if role is Role.REWARD and config.reward.kind is RewardKind.RULE:

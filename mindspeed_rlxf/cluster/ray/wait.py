@@ -38,7 +38,8 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
     patience_s = FIRST_LOOK_S
     while waiting:
         # Ranks mostly end together. Waiting in slices finds an early failure.
-        ready, waiting = _wait_for_all(waiting, min(patience_s, deadline - time.monotonic()))
+        left_s = max(min(patience_s, deadline - time.monotonic()), 0)
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=left_s)
         patience_s = min(2 * patience_s, LONGEST_LOOK_S)
         if not ready and time.monotonic() < deadline:
             continue
@@ -54,35 +55,18 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
     return [values[ref] for ref, _ in tasks]
 
 
-def _wait_for_all(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """Wait until all tasks have ended, or the timeout; return (ended tasks, others)."""
-    ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=max(timeout_s, 0))
-    return ready, waiting
-
-
-def _wait_for_any(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """Wait until one task has ended, or the timeout; return (all ended tasks, others)."""
-    ready, waiting = ray.wait(refs, num_returns=1, timeout=max(timeout_s, 0))
-    if ready and waiting:
-        more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
-        ready = ready + more
-    return ready, waiting
-
-
 def _read_values(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
     """Return the value of each ended task by its ObjectRef; of a failed one its WorkerError."""
     try:
         return dict(zip(refs, ray.get(list(refs)), strict=True))
     except RayError:
-        return {ref: _read_value(ref, origins[ref]) for ref in refs}
-
-
-def _read_value(ref: Any, origin: Origin) -> Any:
-    """Return the value of an ended task; if Ray raises, return its WorkerError instead."""
-    try:
-        return ray.get(ref)
-    except RayError as error:
-        return as_worker_error(error, origin)
+        values: dict[Any, Any] = {}
+    for ref in refs:
+        try:
+            values[ref] = ray.get(ref)
+        except RayError as error:
+            values[ref] = as_worker_error(error, origins[ref])
+    return values
 
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
@@ -139,9 +123,9 @@ def _find_first_cause(
     """
     deadline = time.monotonic() + FIRST_CAUSE_S
     while waiting and all(error.is_aftermath for error in failed):
-        ready, waiting = _wait_for_any(waiting, deadline - time.monotonic())
-        if not ready:
+        if not ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0))[0]:
             break
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         values = _read_values(ready, origins).values()
         failed = failed + [value for value in values if isinstance(value, WorkerError)]
     return min(failed, key=lambda error: (error.is_aftermath, error.rank))

@@ -83,8 +83,8 @@ def _check_joined(subject: Subject, end: float, found: list[Finding]) -> None:
 
     end: deadline, of `time.monotonic`
     """
-    from mindspeed_rlxf.cluster.ray.agent import live_nodes  # after Ray's environment
-    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, run_tasks
+    # Imported after Ray's environment is set.
+    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, live_nodes, run_tasks
 
     kind = device.resolve_kind(subject.kind)
     resource = subject.resource or device.ray_resource(kind)

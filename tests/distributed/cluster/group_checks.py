@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.errors import HostError, WorkerError
+from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.cluster.host_agent import call_each
 from mindspeed_rlxf.cluster.protocol import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
@@ -83,29 +80,3 @@ def check_failures(pool: Pool) -> None:
     assert unbuilt.value.cause == "ValueError: no such model"
     assert (unbuilt.value.role, unbuilt.value.phase) == ("ref", "build")
     assert len(group.call(StandIn.rank).result()) == pool.world_size
-
-
-BIG = 50_000_000  # bytes
-
-
-def check_host_agents(pool: Pool) -> None:
-    """A host agent returns results, reports failures, keeps deadlines, and passes the result of
-    one call on as an argument of another."""
-    assert len(pool.hosts) == pool.world_size
-    (agent,) = set(pool.hosts)
-    assert call_each([agent, agent], sorted, [2, 1], timeout_s=60.0) == [[1, 2]] * 2
-    data = agent.start(bytes, BIG, timeout_s=60.0)
-    assert agent.call(len, data, timeout_s=60.0) == BIG == len(data.result())
-    with pytest.raises(HostError, match=rf"^int on {agent.host} failed: ValueError: ") as raised:
-        agent.call(int, "seven", timeout_s=60.0)
-    assert raised.value.phase == "int" and not raised.value.is_late
-    assert "ValueError: invalid literal" in raised.value.remote_traceback
-    lost = agent.start(int, "seven", timeout_s=60.0)
-    with pytest.raises(HostError, match=r"^int on .* failed: ValueError: "):
-        agent.call(abs, lost, timeout_s=60.0)
-    started = time.monotonic()
-    message = rf"^sleep on {agent.host} failed: no reply within 0\.5 s, waiting for the function to"
-    with pytest.raises(HostError, match=message) as late:
-        agent.call(time.sleep, 30.0, timeout_s=0.5)
-    assert late.value.is_late and 0.4 < time.monotonic() - started < 25
-    assert agent.call(abs, -1, timeout_s=10.0) == 1, "a hanging function must not block the next"

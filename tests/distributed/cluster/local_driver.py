@@ -18,7 +18,6 @@ from mindspeed_rlxf.config.errors import UserError
 from tests.distributed.cluster.group_checks import (
     build,
     check_failures,
-    check_host_agents,
     check_ranks_and_leaders,
     check_rows_between_layouts,
     check_two_roles_in_one_process,
@@ -34,7 +33,6 @@ def main() -> None:
     check_rows_between_layouts(one, two)
     check_two_roles_in_one_process(one)
     check_failures(one)
-    check_host_agents(one)
     with pytest.raises(UserError, match=f"must add up to the {size} processes of runtime=local"):
         runtime.create_pools({"three": [size + 1]})
     if size > 1:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 from typing import Any
 
@@ -29,7 +28,6 @@ def serve() -> None:
         facts["worker"] = group.call(StandIn.process).result()[0]
         facts["forwarded"] = group.call(StandIn.environment, "NCCL_RLXF_TEST").result()[0]
         facts["secret"] = group.call(StandIn.environment, "NCCL_RLXF_TOKEN").result()[0]
-        facts["agent"] = pool.hosts[0].call(os.getpid, timeout_s=60.0)
         facts["address"] = runtime.cluster.address
         facts["temp_dir"] = str(runtime.cluster.temp_dir)
         busy = group.call(StandIn.nap, 600.0)

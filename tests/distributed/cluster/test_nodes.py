@@ -102,22 +102,12 @@ def nodes(ray_runtime: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         found.end()
 
 
-@pytest.fixture(scope="module")
-def agents(ray_runtime: Any) -> Iterator[Any]:
-    """Agents that look at the nodes for all runs of this module."""
-    from mindspeed_rlxf.cluster.ray.agent import RayAgents
-
-    found = RayAgents()
-    yield found
-    found.end()
-
-
 @pytest.fixture
-def make_pools(ray_runtime: Any, nodes: Nodes, agents: Any) -> Iterator[Callable[..., Any]]:
+def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
     """Pools of one more run on the cluster, as if it had joined."""
     from mindspeed_rlxf.cluster.node_check import NodeCheck
-    from mindspeed_rlxf.cluster.ray.agent import RayAgents
     from mindspeed_rlxf.cluster.ray.pools import RayPools
+    from mindspeed_rlxf.cluster.ray.tasks import ask_nodes
 
     runs: list[Any] = []
 
@@ -127,7 +117,7 @@ def make_pools(ray_runtime: Any, nodes: Nodes, agents: Any) -> Iterator[Callable
         leave_out: Set[str] = frozenset(),
         **environment: str,
     ) -> Any:
-        check = NodeCheck(agents.on, {}, None, 60.0)
+        check = NodeCheck(ask_nodes, {}, None, 60.0)
         check.left_out |= leave_out
         run = RayPools(
             dataclasses.replace(ray_runtime.cluster, own=False),
@@ -138,7 +128,6 @@ def make_pools(ray_runtime: Any, nodes: Nodes, agents: Any) -> Iterator[Callable
             keep_warm=False,
             pool_settings=PoolSettings(wait_s=wait_s, env=environment),
             node_check=check,
-            agents=RayAgents(),
         )
         runs.append(run)
         return run.create(shapes, {})

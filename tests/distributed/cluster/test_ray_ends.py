@@ -57,7 +57,7 @@ def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill()
             assert asks_for_token(facts["address"])  # the mode is for clusters to join
             children = psutil.Process(process.pid).children(recursive=True)
             assert facts["own"]
-            assert {facts["worker"], facts["agent"]} <= {child.pid for child in children}
+            assert facts["worker"] in {child.pid for child in children}
             # Ctrl-C reaches the whole group, a kill the driver alone.
             os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
             _, alive = psutil.wait_procs(children, timeout=20)
@@ -104,12 +104,11 @@ def test_a_joined_cluster_is_left_as_it_was(ray_runtime: Any) -> None:
         texts = {path: path.read_bytes() for path in files}
         assert any(b"NCCL_RLXF_TEST" in text for text in texts.values())  # Ray logs what it sets
         assert [path for path, text in texts.items() if secret.encode() in text] == []
-        there = [psutil.Process(facts[name]) for name in ("worker", "agent")]
-        assert not set(there) & set(psutil.Process(process.pid).children(recursive=True))
+        worker = psutil.Process(facts["worker"])
+        assert worker not in psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
-        for each in there:
-            each.wait(timeout=20)
+        worker.wait(timeout=20)
     pool = ray_runtime.create_pools({"after": [1]})["after"]
     assert build(pool).call(StandIn.rank).result() == [(0, 1)]
     pool.shutdown()

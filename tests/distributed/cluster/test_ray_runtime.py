@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.errors import DevicesMissing, HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import DevicesMissing, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.enums import Role
 from tests.distributed.cluster.group_checks import (
     build,
     check_failures,
-    check_host_agents,
     check_ranks_and_leaders,
     check_rows_between_layouts,
     check_two_roles_in_one_process,
@@ -59,33 +57,6 @@ def test_rows_reach_consumers_of_another_layout(make_pools: MakePools) -> None:
     one, two = make_pools(1, 2)
     check_rows_between_layouts(two, one)
     check_rows_between_layouts(one, two)
-
-
-def test_functions_run_on_hosts_beside_their_workers(make_pools: MakePools) -> None:
-    (pool,) = make_pools(2)
-    check_host_agents(pool)
-    pids = build(pool).call(StandIn.process).result()
-    assert pool.hosts[0].call(os.getpid, timeout_s=60.0) not in pids
-
-
-def test_an_agent_that_is_killed_is_replaced_and_one_that_keeps_dying_is_reported(
-    make_pools: MakePools,
-) -> None:
-    (pool,) = make_pools(1)
-    agent = pool.hosts[0]
-    first = agent.call(os.getpid, timeout_s=60.0)
-    nap = agent.start(time.sleep, 2.0, timeout_s=60.0)
-    time.sleep(0.5)
-    psutil.Process(first).kill()
-    assert nap.result() is None, "it is run again"
-    second = agent.call(os.getpid, timeout_s=60.0)
-    assert second != first
-    with pytest.raises(
-        HostError, match=rf"^_exit on {agent.host} failed: the process died"
-    ) as dead:
-        agent.call(os._exit, 1, timeout_s=60.0)
-    assert not dead.value.is_late
-    assert agent.call(os.getpid, timeout_s=60.0) not in (first, second)
 
 
 def test_roles_on_different_pools_run_at_the_same_time(make_pools: MakePools) -> None:

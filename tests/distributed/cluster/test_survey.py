@@ -37,8 +37,7 @@ def fail() -> None:
 
 
 def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any) -> None:
-    from mindspeed_rlxf.cluster.ray.agent import live_nodes
-    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, run_tasks
+    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, live_nodes, run_tasks
 
     (node,) = live_nodes("rlxf_cpu")
     called = own_pid, die, fail, hang
@@ -52,7 +51,7 @@ def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any)
 
 
 def test_groups_of_real_processes_pass_and_one_that_never_comes_is_named(ray_runtime: Any) -> None:
-    from mindspeed_rlxf.cluster.ray.agent import live_nodes
+    from mindspeed_rlxf.cluster.ray.tasks import live_nodes
 
     (node,) = live_nodes("rlxf_cpu")
     there = Node(node.id, "host-0", node.ip, 0, 0)

@@ -16,7 +16,6 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
 from tests.distributed.cluster.stand_ins import Numbers
-from tests.unit.cluster.agents import InProcess
 
 
 class RecordingCall:
@@ -37,7 +36,7 @@ class RecordingPool:
     name = "recording"
 
     def __init__(self, world_size: int) -> None:
-        self.world_size, self.hosts = world_size, [InProcess("here")] * world_size
+        self.world_size = world_size
         self.requests: list[Request] = []
         self.first_rank = 0
         self.calls: list[RecordingCall] = []

@@ -5,38 +5,35 @@ from __future__ import annotations
 import dataclasses
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.host_agent import Function, HostCall
 from mindspeed_rlxf.cluster.installed import OURS, build_id, find_differences, hash_sources
 from mindspeed_rlxf.cluster.node_check import NodeCheck, NodeReport, find_node_problems, report_node
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.device import driver
-from tests.unit.cluster.agents import InProcess
 
 
-class Reporter(InProcess):
-    """The agent of a host that gives one of these reports."""
+def reporter(reports: Mapping[str, Any]) -> Callable[..., list[Any]]:
+    """Ask nodes that give these reports; others do not answer."""
+    silent = SimpleNamespace(cause="ModuleNotFoundError: no answer")
 
-    def __init__(self, host: str, reports: Mapping[str, NodeReport]) -> None:
-        super().__init__(host)
-        self._reports = reports
-
-    def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
+    def ask(nodes: Sequence[Node], function: Any, args: Any, timeout_s: float) -> list[Any]:
         assert function is report_node
-        return super().start(reported, self._reports, self.host, timeout_s=timeout_s)
+        found = [reports.get(node.host, silent) for node in nodes]
+        if args[-1] is None:  # devices are not asked for
+            for i, report in enumerate(found):
+                if report is not silent:
+                    found[i] = dataclasses.replace(report, devices=None, sick=())
+        return found
 
-
-def reported(reports: Mapping[str, NodeReport], host: str) -> NodeReport:
-    if host not in reports:
-        raise ModuleNotFoundError("no answer")
-    return reports[host]
+    return ask
 
 
 NODES = [Node(name, name, f"10.0.0.{i}", 8, 8) for i, name in enumerate("abcde")]
@@ -51,7 +48,7 @@ def checked(probe: DeviceKind | None) -> tuple[Any, list[str]]:
         "e": {"versions": {**ours.versions, OURS: "0"}},
     }  # fmt: skip
     reports = {name: dataclasses.replace(ours, host=name, **changes[name]) for name in changes}
-    check = NodeCheck(lambda node, host: Reporter(host, reports), {}, None, 1.0, probe)
+    check = NodeCheck(reporter(reports), {}, None, 1.0, probe)
     return check, [node.id for node in check.check(NODES)]
 
 
@@ -269,7 +266,7 @@ def test_packages_for_devices_are_compared_with_those_of_all_nodes(
         name: node(ours, name, versions={**ours.versions, "torch-npu": version})
         for name, version in {"a": "2.7.1", "b": "2.7.1", "c": "2.6.0"}.items()
     }
-    check = NodeCheck(lambda _, host: Reporter(host, reports), {}, None, 1.0, probe)  # type: ignore[arg-type]
+    check = NodeCheck(reporter(reports), {}, None, 1.0, probe)
     assert check.check(NODES[:2]) == NODES[:2]
     said = "torch-npu on c must be that of the other nodes (2.7.1), not 2.6.0"
     if probe is None:
@@ -292,7 +289,7 @@ def test_nodes_that_are_gone_do_not_count_and_those_that_came_first_are_compared
     ours = dataclasses.replace(report_node([], None), devices=8)
     of = {name: node(ours, name, versions={**ours.versions, "torch-npu": v})
           for name, v in {"a": "2.6.0", "b": "2.7.1", "c": "2.7.1"}.items()}  # fmt: skip
-    check = NodeCheck(lambda _, host: Reporter(host, of), {}, None, 1.0, probe)  # type: ignore[arg-type]
+    check = NodeCheck(reporter(of), {}, None, 1.0, probe)
     a, b, c = NODES[:3]
     assert check.check([a]) == [a]
     said = "torch-npu on a must be that of the other nodes (2.7.1), not 2.6.0"
@@ -312,5 +309,5 @@ def test_nodes_with_other_faults_have_no_vote() -> None:
     right = {**ours.versions, "torch-npu": "2.7.1"}
     wrong = {**right, "torch": "2.1", "torch-npu": "2.1"}
     of = {name: node(ours, name, versions=wrong if name in "ab" else right) for name in "abc"}
-    check = NodeCheck(lambda _, host: Reporter(host, of), {}, None, 1.0, DeviceKind.NPU)  # type: ignore[arg-type]
+    check = NodeCheck(reporter(of), {}, None, 1.0, DeviceKind.NPU)
     assert check.check(NODES[:3]) == [NODES[2]]

@@ -15,8 +15,8 @@ from mindspeed_rlxf.cluster.refs import (
     Piece,
     RowsRef,
     check_report,
-    find_array,
     find_refs,
+    holds_array,
     resolve,
     resolve_refs,
     split_refs,
@@ -165,16 +165,16 @@ class Report:
 
 
 @pytest.mark.parametrize(
-    ("report", "place"),
+    "report",
     [
-        (torch.zeros(1), "report (Tensor)"),
-        ({"kl": [1.0, np.zeros(2)]}, "report['kl'][1] (ndarray)"),
-        ((Report({"a": torch.tensor(1.0)}),), "report[0].losses['a'] (Tensor)"),
-        ({"a": Report((1, {2: torch.zeros(1)}))}, "report['a'].losses[1][2] (Tensor)"),
+        torch.zeros(1),
+        {"kl": [1.0, np.zeros(2)]},
+        (Report({"a": torch.tensor(1.0)}),),
+        {"a": Report((1, {2: torch.zeros(1)}))},
     ],
-)  # fmt: skip
-def test_a_tensor_is_found_wherever_it_hides(report: Any, place: str) -> None:
-    assert find_array(report) == place
+)
+def test_a_tensor_is_found_wherever_it_hides(report: Any) -> None:
+    assert holds_array(report)
 
 
 def test_plain_values_pass() -> None:
@@ -186,7 +186,7 @@ class Role:
 
 
 def test_the_refusal_names_role_and_method() -> None:
-    with pytest.raises(TypeError, match=r"critic\.values must report plain .* report\[0\]"):
+    with pytest.raises(TypeError, match=r"critic\.values must report plain "):
         check_report([torch.zeros(1)], "critic", "values")
 
 

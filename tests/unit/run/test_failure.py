@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.run import failure
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.failure import archive_failure, report
@@ -51,17 +51,12 @@ def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(
              "error": "RuntimeTimeout"},
         ),
         (
-            HostError("c", "commit", "OSError: x"),
-            {"role": "driver", "phase": "commit", "host": "c", "cause": "OSError: x",
-             "message": "commit on c failed: OSError: x"},
-        ),
-        (
             OSError(28, "no space left"),
             {"role": "driver", "iteration": 0, "error": "OSError", "errno": 28,
              "message": "driver: OSError: [Errno 28] no space left"},
         ),
     ],
-    ids=["late ranks", "host", "driver"],
+    ids=["late ranks", "driver"],
 )  # fmt: skip
 def test_the_failure_file_names_the_place_and_the_cause(
     tmp_path: Path, error: Exception, details: dict[str, object]

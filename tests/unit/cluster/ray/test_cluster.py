@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from mindspeed_rlxf.cluster.ray import cluster
@@ -46,14 +45,3 @@ def test_a_start_that_ray_gives_up_is_tried_again(monkeypatch: pytest.MonkeyPatc
 def test_ray_still_says_so_when_it_gives_up() -> None:
     (folder,) = find_spec("ray").submodule_search_locations
     assert cluster.START_TIMED_OUT[0] in (Path(folder) / "_private" / "node.py").read_text()
-
-
-def test_a_process_that_ends_just_before_it_is_killed_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("ray.shutdown", Mock())
-    ended = Mock(kill=Mock(side_effect=psutil.NoSuchProcess(1)))
-    monkeypatch.setattr(cluster.psutil, "wait_procs", Mock(return_value=([], [ended])))
-    (tmp_path / "ray").mkdir()
-    RayCluster(own=True, address="127.0.0.1:1", temp_dir=tmp_path / "ray").close()
-    assert ended.kill.called and not (tmp_path / "ray").exists()
