@@ -1,4 +1,5 @@
-"""Twenty updates on fixed responses through `PpoTrainer.fit` equal those that TRL's trainer made.
+"""Twenty updates through `PpoTrainer.fit` equal those that TRL's trainer made, on fixed responses
+and on greedy ones that each side generates.
 
 TRL's numbers are in tests/trl/traces, written by tests/trl/record.py.
 """
@@ -46,12 +47,13 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
 from mindspeed_rlxf.run.directory import RunDirectory
-from tests.processes import read_metrics
+from tests.processes import read_lines, read_metrics
 from tests.rows import length_mask
 from tests.training import train
 from tests.trl.record import (
     BATCH,
     EOS,
+    START,
     TRACES,
     UPDATES,
     make_tokenizer,
@@ -134,6 +136,7 @@ def run_like_trl(
         ("epoch", "one process"),
         pytest.param("epoch", "tp2 pp2", marks=pytest.mark.long),
         ("whiten", "one process"),
+        ("greedy", "one process"),
     ],
 )
 def test_twenty_updates_equal_trl(
@@ -144,6 +147,8 @@ def test_twenty_updates_equal_trl(
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = trl_config(trace, tmp_path, size, keys)
     metrics, first = run_like_trl(trace, config, warm_runtime, monkeypatch)
+    samples = read_lines(Path(config.training.output_dir) / "samples.jsonl")
+    assert [sample["response_ids"] for sample in samples] == trace.responses
     check_first_update(trace, first)
     assert len(metrics) == UPDATES
     assert differences(trace, metrics) == []
@@ -173,7 +178,8 @@ def moved_apart(config: RunConfig, trace: Trace, part: str, role: str) -> float:
     """Distance between our final weights and TRL's, as a share of the distance TRL's moved."""
     folder = Path(config.training.output_dir) / "final" / f"{role}_hf"
     ours = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-    start = load_file(TRACES / "start" / part / "model.safetensors")
+    begin = START[trace.name] if part == "policy" else part
+    start = load_file(TRACES / "start" / begin / "model.safetensors")
     end = load_file(trace.folder / part / "model.safetensors")
     assert ours.keys() == end.keys() == start.keys()
 

@@ -1,10 +1,11 @@
 """Draw our loss curves over those of TRL, and their difference below.
 
-    python tests/trl/draw.py docs/trl_parity.png
+    python tests/trl/draw.py docs/trl_parity.png minibatch epoch
+    python tests/trl/draw.py docs/trl_greedy.png greedy
 
 Our curves come from the twenty updates of each setting, run here in one process; TRL's from the
-recorded run of its trainer. Prints one line of JSON with the relative differences. Needs the extra
-`docs`.
+recorded run of its trainer. `greedy` also has the length of the responses. Prints one line of JSON
+with the relative differences. Needs the extra `docs`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.run.directory import RunDirectory
 from tests.processes import read_metrics
 from tests.training import train
-from tests.trl.record import SETTINGS, UPDATES, make_tokenizer
+from tests.trl.record import BATCH, SETTINGS, UPDATES, make_tokenizer
 from tests.trl.runs import Trace, prepared, recorded_order, trl_config
 
 CURVES = {
@@ -37,9 +38,10 @@ CURVES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path, help="picture to write")
-    output = parser.parse_args().output
-    curves = {name: both_curves(name) for name in SETTINGS}
-    draw(output, curves)
+    parser.add_argument("settings", nargs="+", choices=SETTINGS, help="a column for each")
+    arguments = parser.parse_args()
+    curves = {name: both_curves(name) for name in arguments.settings}
+    draw(arguments.output, curves)
     errors = {
         f"{name} {title}": [float(e) for e in (error.mean(), error.max())]
         for name, titled in curves.items()
@@ -67,10 +69,15 @@ def both_curves(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             runtime.shutdown()
             role_groups.mini_batch_order = original
         metrics = read_metrics(directory.path)
-    return {
+    curves = {
         title: (np.array([line[ours] for line in metrics]), trace.curve(theirs))
         for title, (ours, theirs) in CURVES.items()
     }
+    if name == "greedy":
+        lengths = np.array([line["response_length/mean"] for line in metrics])
+        theirs = np.array([len(ids) for ids in trace.responses]).reshape(UPDATES, BATCH).mean(1)
+        curves["mean response length"] = lengths, theirs
+    return curves
 
 
 def draw(output: Path, curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> None:
@@ -80,14 +87,17 @@ def draw(output: Path, curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(4, len(curves), figsize=(11, 9), sharex=True, squeeze=False)
+    rows = 2 * max(map(len, curves.values()))
+    figure, axes = pyplot.subplots(
+        rows, len(curves), figsize=(11, 2.25 * rows), sharex=True, squeeze=False
+    )
     updates = np.arange(1, UPDATES + 1)
     for column, (name, titled) in enumerate(curves.items()):
         for place, (title, (ours, theirs)) in enumerate(titled.items()):
             above, below = axes[2 * place][column], axes[2 * place + 1][column]
             above.plot(updates, theirs, color="tab:orange", linewidth=4, label="TRL")
             above.plot(updates, ours, color="tab:blue", linewidth=1.2, label="mindspeed_rlxf")
-            above.set_title(f"{title}, a step per {name}")
+            above.set_title(f"{title}, {name}")
             above.legend()
             below.plot(updates, ours - theirs, color="tab:red", linewidth=1)
             below.axhline(0.0, color="grey", linewidth=0.5)

@@ -1,4 +1,4 @@
-"""Record 20 updates of TRL's PPO trainer on fixed responses.
+"""Record 20 updates of TRL's PPO trainer on fixed responses, and on greedy ones of its own.
 
     python tests/trl/record.py [NAME ...]
 
@@ -9,6 +9,8 @@ one forward pass. Writes what TRL computes on the way to `traces/`, which the pa
 Setting `minibatch`: one optimizer step per mini-batch. Setting `epoch`: TRL as it is, whose
 accumulation counter makes one step per epoch of all mini-batches, with whitened token rewards.
 Setting `whiten`: as `minibatch`, but each mini-batch whitens its own advantages, by TRL's function.
+Setting `greedy`: as `minibatch`, but TRL generates, with `do_sample=False` in place of True.
+Its policy starts with an output row of zeros for PAD: TRL takes a generated PAD for the end.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ TRACES = Path(__file__).parent / "traces"
 PAD, EOS, VOCAB = 0, 2, 32
 UPDATES, BATCH, MICRO, EPOCHS = 20, 16, 2, 2
 # To whiten rewards, TRL needs 8 samples in each.
-MINI_BATCHES = {"minibatch": 4, "epoch": 2, "whiten": 4}
+MINI_BATCHES = {"minibatch": 4, "epoch": 2, "whiten": 4, "greedy": 4}
 LONGEST_PROMPT, LONGEST_RESPONSE = 8, 12
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,7 +54,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "whiten_rewards": True,
     },
     "whiten": {"kl_estimator": "k1", "gamma": 0.97, "lam": 0.93, "temperature": 0.8},
+    "greedy": {"kl_estimator": "k1", "gamma": 0.97, "lam": 0.93, "temperature": 1.0},
 }
+START = {name: "greedy" if name == "greedy" else "policy" for name in SETTINGS}  # policy's folder
 SHARED = {
     "kl_coef": 0.05,
     "cliprange": 0.2,
@@ -77,7 +81,7 @@ def main() -> None:
 
 
 def make_models() -> dict[str, Any]:
-    """Return policy, value and reward model: random fp32 Llamas whose every layer has an effect."""
+    """Return policies, value and reward model: random fp32 Llamas, each layer has an effect."""
     config = LlamaConfig(
         num_hidden_layers=2,
         hidden_size=16,
@@ -107,6 +111,8 @@ def make_models() -> dict[str, Any]:
             for key, parameter in models[name].named_parameters():
                 if "norm" in key:
                     parameter.uniform_(0.5, 1.5)
+    models["greedy"] = copy.deepcopy(models["policy"])
+    models["greedy"].lm_head.weight.data[PAD] = 0.0
     return models
 
 
@@ -172,11 +178,16 @@ class Recorder:
             for name, function in self.originals.items():
                 setattr(self.module, name, function)
 
-    def batch_generation(self, policy: Any, queries: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Return queries with fixed responses, and the logits of one forward pass; record both."""
+    def batch_generation(self, policy: Any, queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Return queries with fixed responses, and the logits of one forward pass; record both.
+
+        Setting `greedy`: what TRL's function returns for greedy generation.
+        """
         self._in_update = False
-        rows = [fixed_response(self.rng, kind % 5) for kind in range(len(queries))]
         self.queries += [[int(t) for t in row if t != PAD] for row in queries]
+        if self.name == "greedy":
+            return self._generate(policy, queries, *rest)
+        rows = [fixed_response(self.rng, kind % 5) for kind in range(len(queries))]
         self.responses += rows
         width = max(map(len, rows))
         padded = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
@@ -185,6 +196,15 @@ class Recorder:
         logits = self.module.forward(policy, both, PAD).logits[:, queries.shape[1] - 1 : -1]
         policy.train()
         return both, logits / (self.trainer.args.temperature + 1e-7)
+
+    def _generate(self, policy: Any, queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        rest[-1].do_sample = False  # of the GenerationConfig
+        both, logits = self.originals["batch_generation"](policy, queries, *rest)
+        for row in both[:, queries.shape[1] :].tolist():
+            row = row[: row.index(EOS) + 1] if EOS in row else row
+            assert PAD not in row
+            self.responses.append(row)
+        return both, logits
 
     def selective_log_softmax(self, *arguments: Any) -> Tensor:
         """Record the log-probs of the policy, then those of the reference."""
@@ -282,8 +302,8 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
         trainer = PPOTrainer(
             args=config,
             processing_class=make_tokenizer(),
-            model=models["policy"],
-            ref_model=copy.deepcopy(models["policy"]),
+            model=models[START[name]],
+            ref_model=copy.deepcopy(models[START[name]]),
             reward_model=models["reward"],
             value_model=models["value"],
             train_dataset=Dataset.from_dict({"input_ids": prompts}),
@@ -305,8 +325,8 @@ def gradient_norm(model: torch.nn.Module) -> float:
 def write(name: str, settings: dict[str, Any], recorder: Recorder, models: dict[str, Any]) -> None:
     """Write the trained models, the tensors of the first update, and the trace to `traces/NAME`."""
     folder = TRACES / name
-    for part in ("policy", "value"):
-        models[part].save_pretrained(folder / part)
+    models[START[name]].save_pretrained(folder / "policy")
+    models["value"].save_pretrained(folder / "value")
     save_file(recorder.first, folder / "first_update.safetensors")
     trace = {
         "settings": {**SHARED, **settings},

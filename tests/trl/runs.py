@@ -30,6 +30,7 @@ from tests.trl.record import (
     EPOCHS,
     MICRO,
     MINI_BATCHES,
+    START,
     TRACES,
     UPDATES,
     VOCAB,
@@ -91,7 +92,7 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
     )
     longest = max(map(len, trace.responses))
     return run_config(
-        start / "policy",
+        start / START[trace.name],
         start / "value",
         ARCHITECTURE,
         {**layout, "micro_batch_size": MICRO},
@@ -104,7 +105,7 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
             "tokenizer_name_or_path": str(folder / "tokenizer"),
         },
         actor_rollout={
-            "do_sample": True,
+            "do_sample": trace.name != "greedy",
             "temperature": settings["temperature"],
             "max_new_tokens": longest,
             "ppo_mini_batch_size": MINI_BATCH[trace.name],
@@ -131,16 +132,19 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
             "advantage_whiten": WHITEN.get(trace.name, AdvantageWhiten.BATCH),
         },
         data={"shuffle": False},
+        logging={"samples": "all"},
     )
 
 
 def prepared(trace: Trace) -> Prepared:
-    """Return the recorded prompts and responses as `prepare` would return them."""
+    """Return the recorded prompts, and responses unless `greedy`, as `prepare` would."""
     prompts = [
         Prompt(i, "", np.array(ids, dtype=np.int64), "", "test")
         for i, ids in enumerate(trace.queries)
     ]
     fixed = FixedResponses(dict(enumerate(trace.responses)))
+    if trace.name == "greedy":
+        fixed = None
     return Prepared(
         tokenizer=make_tokenizer(),
         eos_token_ids=(EOS,),
