@@ -138,7 +138,7 @@ def find_unsupported(config: dict[str, Any]) -> list[str]:
     a Mixtral `sliding_window` below the context, sparse steps, router noise, dense layers, shared
     experts.
     """
-    if config.get("model_type") not in FAMILIES:
+    if str(config.get("model_type")) not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
     if config.get("attention_bias") or config.get("mlp_bias"):
         return ["attention_bias/mlp_bias: false, true"]

@@ -42,3 +42,17 @@ def is_plain_path(name: object) -> bool:
     path = PurePosixPath(name)
     inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
     return inside and path.as_posix() == name
+
+
+def locate_inside(folder: Path, name: str, manifest: str) -> Path:
+    """Return folder / name, for a file `name` that a manifest in `folder` lists.
+
+    Raises:
+        ValueError: for an absolute path and one with `..`.
+    """
+    if not is_plain_path(name):
+        raise ValueError(
+            f"{folder / manifest} must name files of its own folder, not {name[:200]!r}; "
+            "do not use this folder, or copy it again"
+        )
+    return folder / name

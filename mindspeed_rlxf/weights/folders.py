@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.files.safe import replace_file
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder

@@ -17,7 +17,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.files.safe import replace_file
+from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.boxes import (
     Box,
     BoxedTensor,

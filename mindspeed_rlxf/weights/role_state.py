@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.weights.atomic import locate_inside
 from mindspeed_rlxf.weights.boxes import (
     Box,
     BoxedTensor,

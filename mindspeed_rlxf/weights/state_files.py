@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.files.plain import read_json
-from mindspeed_rlxf.files.safe import (
-    replace_file,
-)
+from mindspeed_rlxf.weights.atomic import replace_file
 
 Entry = dict[str, Any]
 """A file in a manifest: `path` within the folder, `size` in bytes, `sha256`."""
@@ -109,7 +106,7 @@ def merge_parts(folder: Path, ranks: int) -> Entry:
 
     So a rank that loads opens one file to find its tensors, not those of all ranks.
     """
-    parts = [read_json(_part(folder, rank)) for rank in range(ranks)]
+    parts = [json.loads(_part(folder, rank).read_bytes()) for rank in range(ranks)]
     index = {
         "files": [entry for part in parts for entry in part["files"]],
         "tensors": {name: rows for part in parts for name, rows in part["tensors"].items()},
@@ -130,7 +127,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     Raises OSError, ValueError.
     """
     try:
-        return dict(read_json(folder / INDEX))
+        return dict(json.loads((folder / INDEX).read_bytes()))
     except FileNotFoundError:
         return None
 
@@ -144,7 +141,7 @@ def role_entries(folder: Path) -> list[Entry]:
     if (index := read_index(folder)) is not None:
         return list(index["files"])
     try:
-        tree = read_json(folder.parent / MANIFEST)
+        tree = json.loads((folder.parent / MANIFEST).read_bytes())
     except FileNotFoundError:
         return []
     return entries_below(folder.name, tree["files"])

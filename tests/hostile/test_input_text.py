@@ -19,8 +19,6 @@ from mindspeed_rlxf.data.indexed import IndexedReader
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.preprocessing.row_source import Counts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.files.plain import parse_json
-from mindspeed_rlxf.files.plain_yaml import parse_yaml
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
 
 SECONDS, MORE_KIB = 5.0, 2 * 2**20  # of one case; 2 GiB
@@ -61,14 +59,6 @@ def test_a_configuration_ends_in_error_lines(
     said = capsys.readouterr().err
     assert "Traceback" not in said and "\x1b" not in said and len(said) < 30_000
     assert all(line.startswith("error: ") for line in said.splitlines())
-
-
-def test_ordinary_yaml_and_json_stay_what_they_are() -> None:
-    assert parse_yaml("a: &a {x: [1, 2]}\nb: *a\nc: {<<: *a, y: 1}\n") == {
-        "a": {"x": [1, 2]}, "b": {"x": [1, 2]}, "c": {"x": [1, 2], "y": 1},
-    }  # fmt: skip
-    for value in ([["[{" * 200] * 200], {"\\": '"[', "a": [[{}] * 300]}, [[]] * 500):
-        assert parse_json(json.dumps(value)) == value
 
 
 def chat(**message: Any) -> dict[str, Any]:

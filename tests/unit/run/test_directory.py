@@ -183,7 +183,7 @@ def test_config_is_utf8_under_an_ascii_locale(tmp_path):
     file = tmp_path / "config.yaml"
     program = (
         "import pathlib, sys\n"
-        "from mindspeed_rlxf.files.safe import replace_file\n"
+        "from mindspeed_rlxf.weights.atomic import replace_file\n"
         "assert sys.flags.utf8_mode == 0\n"
         f"replace_file(pathlib.Path({str(file)!r}), 'gr\\xf6\\xdfe')\n"
     )

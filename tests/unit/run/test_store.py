@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.files.safe import is_plain_path
 from mindspeed_rlxf.run import store as run_store
 from mindspeed_rlxf.run.store import MANIFEST, POINTER, Checkpoint, Manifest, RunStore
+from mindspeed_rlxf.weights.atomic import is_plain_path
 from mindspeed_rlxf.weights.state_files import (
     content_problem,
     entry_of,
