@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import importlib
+import json
 import sys
 import zlib
 from collections import Counter
@@ -31,7 +32,6 @@ import pyarrow.parquet as pq
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile
-from mindspeed_rlxf.files.plain import parse_json, read_plain
 
 ROWS_PER_GROUP = 1024
 MAX_ROW = 64 * 2**20  # largest line of a compressed file, and largest file with one row; bytes
@@ -280,7 +280,7 @@ def _rows_of_file(file: Path) -> Iterator[Raw]:
 def _one_row(file: Path) -> Any:
     """Return the content of a file with one JSON value, None where it has a value per line."""
     try:
-        return parse_json(read_plain(file, MAX_ROW))
+        return json.loads(Path(file).read_bytes())
     except ValueError:
         return None
 
@@ -289,7 +289,7 @@ def _compressed_rows(file: Path) -> Iterator[Raw]:
     """Yield the rows of a gzipped jsonl file, empty lines skipped. Raises Failed for a bad line."""
     with gzip.open(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW + 1), b""), start=1):
-            row = parse_json(line) if len(line) <= MAX_ROW and line.strip() else None
+            row = json.loads(line) if len(line) <= MAX_ROW and line.strip() else None
             if line.strip() and not isinstance(row, dict):
                 raise _broken(
                     file, number, f"a line must be one JSON object of {MAX_ROW >> 20} MiB"

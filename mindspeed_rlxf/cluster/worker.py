@@ -27,7 +27,6 @@ from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import residency, shared_groups
-from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
 from mindspeed_rlxf.reporting.sample_tokens import write_tokens
 
 # Messages of collectives that have lost another rank.
@@ -154,7 +153,6 @@ class ProcessSetup:
     collective_timeout_s: float  # longest wait of ranks for each other
     log_dir: str | None  # of the run; None leaves stdout and stderr alone
     ip: str  # of this process's node, as the cluster knows it: collectives use its interface
-    log_mode: int = PRIVATE
     parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
 
 
@@ -188,7 +186,7 @@ class WorkerProcess:
         assigned: number on the host of the device that Ray gave this process; None = none
         """
         if (log := log_of(setup)) is not None:
-            redirect_output(Path(log), setup.log_mode)
+            redirect_output(Path(log))
         for name, value in device.network_environment(setup.device_kind, setup.ip).items():
             os.environ.setdefault(name, value)
         faulthandler.enable(STDERR)
@@ -223,13 +221,10 @@ def freeze_imports() -> None:
         gc.freeze()
 
 
-def redirect_output(path: Path, mode: int = PRIVATE) -> None:
+def redirect_output(path: Path) -> None:
     """Append all further stdout and stderr of this process, C++ included, to the file `path`."""
-    if not path.parent.parent.exists():
-        make_private_folder(path.parent.parent, mode)  # on a host with folders of its own
-    make_private_folder(path.parent, mode)
-    with open_file(path, "ab", mode) as stream:
-        log = os.dup(stream.fileno())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for name, number in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
         os.dup2(log, number)

@@ -29,7 +29,6 @@ LAYERS = [
     {"reporting"},
     {"algorithms"},
     {"config", "device"},
-    {"files"},
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 

@@ -28,7 +28,6 @@ from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
 from mindspeed_rlxf.config.secrets import reveal
-from mindspeed_rlxf.files.safe import PRIVATE, mode_within
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +218,6 @@ class RayPools:
                     collective_timeout_s=max(self.timeout_s, limit) + COLLECTIVE_MARGIN_S,
                     log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
                     ip=LOOPBACK if self._cluster.own else place.ip,
-                    log_mode=mode_within(self.log_dir) if self.log_dir is not None else PRIVATE,
                     parts=tuple(parts.get(name, ())),
                 )
                 for rank, place in enumerate(w.places)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,21 +65,3 @@ def test_keys_are_named_where_the_user_wrote_them(problems: Problems) -> None:
     assert line in problems(within)
     (across,) = problems({"training.max_tokens_per_micro_batch": 23})  # of three roles
     assert across.startswith("training.max_tokens_per_micro_batch=23 must be at least training.se")
-
-
-def test_modules_that_make_problems_parse_no_messages() -> None:
-    """Values of YAML have patterns, texts of problems have parts."""
-    of_values = {"config/sections.py", "config/quoting.py"}  # times of schedulers, hydra's quotes
-    of_values |= {"config/secrets.py"}
-    of_values |= {"config/cluster.py"}  # addresses
-    of_values |= {"config/reward.py", "config/unused.py"}  # names of metrics, conditions
-    places = ("config", "planning", "cli", "trainer")
-    files = [file for place in places for file in (PACKAGE / place).glob("*.py")]
-    importing = {
-        str(file.relative_to(PACKAGE))
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        and "re" in {getattr(node, "module", None), *(name.name for name in node.names)}
-    }
-    assert importing == of_values
