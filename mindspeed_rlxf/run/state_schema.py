@@ -95,7 +95,10 @@ def read_driver_state(file: Path, iteration: int) -> dict[str, Any]:
     iteration: iteration in the name of the checkpoint's folder, which the state must have
     Raises OSError, and ValueError where the file is not what the driver wrote.
     """
-    tree = json.loads(file.read_bytes())
+    try:
+        tree = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON, it is not ({error})") from None
     try:
         state = DriverState.model_validate(tree)
     except ValidationError as error:

@@ -319,12 +319,10 @@ def supervised(config: RunConfig) -> Any:
 
 
 def recorded(config: RunConfig) -> Any:
-    """Return how many of 100 samples are logged, the settings of their file, which samples are
-    logged by token, and the metrics of the console."""
+    """Return how many of 100 samples are logged, which by token, and the console's metrics."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
-    file = made._samples._file
     tokens = made.token_log(1, range(100))
-    return made._samples.num_kept(100), vars(file), tokens, made.console._names
+    return made._num_kept(100), tokens, made.console._names
 
 
 @functools.cache

@@ -197,6 +197,10 @@ ARCHITECTURE: dict[str, Any] = {
 EVERY_ROLE: dict[str, Any] = {
     "model": Case("tiny", base={"model.tiny": {**TREE["model"]["small"], "num_layers": 2}}),
     "load": Case("elsewhere"),
+    "trust_files": Shown(
+        "weights/test_pickled.py",
+        "test_an_old_torch_reads_pickled_files_only_where_they_are_trusted",
+    ),
     "tensor_model_parallel_size": Case(2),
     "pipeline_model_parallel_size": Case(2),
     "num_layers_per_virtual_pipeline_stage": Case(
