@@ -39,6 +39,7 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
+PROBE_S = 60.0
 GUARD = Path(__file__).with_name("orphan_guard.py")
 GUARD_END_S, GUARD_PAUSE_S = 30.0, 0.5
 START_ATTEMPTS = 2  # of our own cluster
@@ -172,17 +173,21 @@ def _join_cluster(address: str) -> RayCluster:
 def asks_for_token(address: str) -> bool:
     """Ask a cluster for its nodes without a token, in a child process; return whether it refuses.
 
-    Raises ConnectionError if it does not answer as Ray does.
+    Raises ConnectionError if it does not answer as Ray does, or not within PROBE_S.
     """
     private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in private}
-    found = subprocess.run(  # ends itself if the cluster does not answer
-        [sys.executable, str(Path(__file__).with_name("probe.py")), address],
-        env={**environment, "RAY_AUTH_MODE": "disabled"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    try:
+        found = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("probe.py")), address],
+            env={**environment, "RAY_AUTH_MODE": "disabled"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,  # its own limit begins once it has imported Ray
+        )
+    except subprocess.TimeoutExpired:
+        raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
     answer = found.stdout.strip()
     if answer not in ("open", "tokens"):
         alarm = found.returncode == -signal.SIGALRM
