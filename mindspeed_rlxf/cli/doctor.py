@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
-import sys
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
@@ -19,9 +17,10 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import ConfigError, UserError
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.device.findings import Finding, error, ok
 from mindspeed_rlxf.ops.doctor.checks import check_host, choose_subject
 from mindspeed_rlxf.ops.doctor.cluster import check_cluster
-from mindspeed_rlxf.ops.doctor.report import Finding, error, make_report, ok
+from mindspeed_rlxf.ops.doctor.report import make_report
 
 KINDS = [kind.value for kind in DeviceKind]
 OPTIONS = (
@@ -29,8 +28,7 @@ OPTIONS = (
     option("--address", help="of the Ray cluster (runtime.address, RAY_ADDRESS)"),
     option("--json", action="store_true", help="print JSON"),
     option("--device", choices=KINDS, default="auto", help="kind to check (device.kind)"),
-    option("--deadline", type=float, default=300.0, help="--cluster: seconds in all (300)"),
-    option("--config-name", "-cn", help="check also files, space and devices for this run"),
+    option("--config-name", "-cn", help="check the run directory and devices of this run"),
     option("--config-dir", "-cd", help="folder to look in before the built-in one"),
     option("overrides", nargs="*", metavar="key=value", help="changes to the YAML"),
 )
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
         if arguments.cluster:
             address = arguments.address or (config.runtime.address if config else None)
-            found += check_cluster(subject, address, arguments.deadline)
+            found += check_cluster(subject, address)
         else:
             found += check_host(subject)
     except UserError as problem:
@@ -57,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
     else:
-        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-        print(report.as_text(min(columns, 120)))
+        print(report.as_text(min(shutil.get_terminal_size((100, 24)).columns, 120)))
     return report.exit_code
 
 
@@ -75,7 +72,7 @@ def _load_config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[
     try:
         return resolve(tree, name.removesuffix(".yaml")), [ok("config", name)]
     except ConfigError as problem:
-        remedy = "correct it: files and devices of this configuration are not looked at"
+        remedy = "correct it: its run directory and devices are not looked at"
         return None, [error("config", str(each), remedy) for each in problem.problems]
 
 
@@ -88,7 +85,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.overrides and arguments.config_name is None:
         parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
-    if not 10 <= arguments.deadline < math.inf:
-        rule = "must be at least 10, and finite"
-        parser.error(f"--deadline={arguments.deadline:g} {rule}; use 60 or more")
     return arguments

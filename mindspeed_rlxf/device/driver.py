@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,7 +32,6 @@ class DriverDevice:
     index:      number on the host
     health:     as the tool reports it; OK if the tool has no such column
     memory_mib: total memory; 0 = unknown
-    card:       number of its card; an A3 card has two chips
     """
 
     index: int
@@ -40,7 +39,6 @@ class DriverDevice:
     health: str
     memory_mib: int
     used_mib: int
-    card: int = field(default=-1, compare=False)
 
 
 Parsed: TypeAlias = tuple[str, list[DriverDevice]]
@@ -147,8 +145,7 @@ def parse_ascend(text: str) -> Parsed:
             card, name = first[0].split(maxsplit=1)
             index = cells[0].split()[1] if " " in cells[0] else card
             used, total = (PAIR.findall(cells[2]) or [(0, 0)])[-1]
-            sizes = int(total), int(used)
-            devices.append(DriverDevice(int(index), name, first[1], *sizes, int(card)))
+            devices.append(DriverDevice(int(index), name, first[1], int(total), int(used)))
             first = []
     return (found[1] if found else ""), devices
 

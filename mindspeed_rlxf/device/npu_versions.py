@@ -1,7 +1,7 @@
 """Check the installation of an NPU host: fitting versions, driver, CANN, packages, links.
 
 docs/npu.md has every path, package and version with its source. The start of a worker raises what
-`check_versions` finds; the doctor shows all. Megatron and MindSpeed are not imported here, because
+`find_problems` finds; the doctor shows all. Megatron and MindSpeed are not imported here, because
 the order of their imports matters (`device/npu.py`): versions are read from files.
 """
 
@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from packaging.version import Version
 
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.device import driver
+from mindspeed_rlxf.device.findings import Finding, Status, error, judge, warning
 
 
 @dataclass(frozen=True)
@@ -60,33 +60,45 @@ SETS = (
     ),
 )  # fmt: skip
 DEFAULT = SETS[0]
-# CANN -> its releases of torch_npu (COMPATIBILITY.md of Ascend/pytorch, 2026-08-20; those of 26.1.1
-# as in a fork, 2026-11-23). A release pairs with the torch of the same number.
-TORCH_NPU_OF_CANN: Mapping[str, tuple[str, ...]] = {
-    "8.3": ("2.1.0.post17", "2.6.0.post3", "2.7.1", "2.8.0"),
-    "8.5": ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"),
-    "9.0": ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0"),
-    "9.1": (
+
+
+class Cann(NamedTuple):
+    """What one minor version of CANN goes with.
+
+    torch_npu: its releases (COMPATIBILITY.md of Ascend/pytorch, 2026-08-20; those of 26.1.1 as in a
+               fork, 2026-11-23), each for the torch of the same number
+    python:    its limits of Python packages
+    """
+
+    torch_npu: tuple[str, ...]
+    python: tuple[str, ...] = ()
+
+
+CANNS: Mapping[str, Cann] = {
+    "8.3": Cann(
+        ("2.1.0.post17", "2.6.0.post3", "2.7.1", "2.8.0"), ("numpy<=1.24.0", "protobuf==3.20.*")
+    ),
+    "8.5": Cann(
+        ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"), ("numpy<2", "protobuf==3.20.*")
+    ),
+    "9.0": Cann(("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0"), ("protobuf==3.20.*",)),
+    "9.1": Cann((
         "2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0",
         "2.7.1.post10", "2.9.0.post8", "2.10.0.post6", "2.11.0.post2", "2.12.0.post2",
-    ),
+    )),
 }  # fmt: skip
-# Python packages that CANN's operators and compilers import, and limits of single releases.
+# Python packages that CANN's operators and compilers import.
 CANN_PYTHON = (
     "numpy>=1.19.2", "decorator>=4.4.0", "sympy>=1.5.1", "cffi>=1.12.3", "attrs", "cython",
     "pyyaml", "pathlib2", "protobuf", "scipy", "requests", "psutil", "absl-py",
 )  # fmt: skip
-CANN_PYTHON_OF: Mapping[str, tuple[str, ...]] = {
-    "8.3": ("numpy<=1.24.0", "protobuf==3.20.*"),
-    "8.5": ("numpy<2", "protobuf==3.20.*"),
-    "9.0": ("protobuf==3.20.*",),
-}
 TRITON_INDEX = "https://triton-ascend.osinfra.cn/pypi/simple"
 TRITON = "3.2.1"  # the first version that can be installed beside triton
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 TAGS = " or ".join(each.megatron_tag for each in SETS)
 BRANCHES = " or ".join(each.mindspeed_branch for each in SETS)
 TORCH_NPU = "torch_npu"
+PAIRS = "versions.pairs"
 PACKAGES = (
     "torch", TORCH_NPU, packages.MEGATRON, "mindspeed", "ray", "transformers", "tokenizers",
     "safetensors", "numpy", "vllm", "vllm_ascend",
@@ -110,18 +122,7 @@ MOUNTS = " ".join(f"--device {name}" for name in DEVICE_FILES) + f" -v {DRIVER}:
 IN_CONTAINER = f"in a container: --device /dev/davinci0 (one for each) {MOUNTS}"
 
 
-class Checked(NamedTuple):
-    """The result of one check. fatal: a failure is an error, else a warning"""
-
-    name: str
-    fine: bool
-    value: str
-    remedy: str
-    fatal: bool = False
-
-
-@dataclass(frozen=True)
-class Installed:
+class Installed(NamedTuple):
     """Versions that this process would import; None = not installed, or version unknown."""
 
     torch: str | None
@@ -141,8 +142,18 @@ class Host(NamedTuple):
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")
 
-    def folders(self, variable: str) -> list[str]:
-        return [name for name in self.environment.get(variable, "").split(os.pathsep) if name]
+    def ask(self, *command: str) -> str:
+        """Return the output of a command, "" if it fails."""
+        try:
+            return self.run(command)
+        except ValueError:
+            return ""
+
+    def devices(self) -> list[int]:
+        """Return the numbers of the device files /dev/davinci<N>."""
+        folder = self.path("/dev")
+        names = driver.list_device_files(folder) if folder.is_dir() else []
+        return sorted(int(name[7:]) for name in names if name.startswith("davinci"))
 
 
 def read_versions() -> Installed:
@@ -165,53 +176,50 @@ def cann_version() -> str | None:
 def require_versions() -> list[str]:
     """Return warnings about versions that were not tried together.
 
-    Raises ValueError, with all fatal problems, if the installation cannot work.
+    Raises ValueError, with all errors, if the installation cannot work.
     """
-    found = check_versions()
-    if fatal := [f"{each.value}; {each.remedy}" for each in found if each.fatal]:
-        raise ValueError("; ".join(fatal))
+    found = find_problems()
+    if errors := [f"{f.value}; {f.remedy}" for f in found if f.status is Status.ERROR]:
+        raise ValueError("; ".join(errors))
     return [f"{each.value}; {each.remedy}" for each in found]
 
 
-def check_versions() -> list[Checked]:
+def find_problems() -> list[Finding]:
     """Return the problems with versions, each `versions.pairs`; [] if all fit and were tried."""
     return list(source_problems()) or list(pair_problems(read_versions()))
 
 
-def _problem(value: str, remedy: str, fatal: bool = True) -> Checked:
-    return Checked("versions.pairs", False, value, remedy, fatal)
-
-
-def source_problems() -> Iterator[Checked]:
-    """Yield fatal problems of the packages of Megatron-LM and MindSpeed on the path."""
+def source_problems() -> Iterator[Finding]:
+    """Yield errors of the packages of Megatron-LM and MindSpeed on the path."""
     core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
     if training is None:
-        yield _problem(
+        yield error(
+            PAIRS,
             "MindSpeed needs the package megatron.training, which the megatron-core wheel lacks"
             f" (megatron.core: {core or 'not found'})",
             f"put a checkout of Megatron-LM, tag {TAGS}, on PYTHONPATH of every node before "
             "`ray start`",
         )
     elif core is None or core.parent != training.parent:
-        yield _problem(
+        yield error(
+            PAIRS,
             f"megatron.core ({core}) and megatron.training ({training}) must come from one "
             "Megatron-LM checkout",
             "put it first on PYTHONPATH, or uninstall the other",
         )
-    mindspeed, remedy = packages.folder_of("mindspeed"), f"check out its branch {BRANCHES}"
-    if mindspeed is None:
-        yield _problem(
-            "device.kind=npu needs MindSpeed, which is not on the path",
-            f"put a checkout of its branch {BRANCHES} on PYTHONPATH of every node",
-        )
     # Files are read instead of the version: from core_r0.17.0 on MindSpeed is one of three
     # packages, and its setup.py still says 0.12.1.
+    mindspeed = packages.folder_of("mindspeed")
+    if mindspeed is None:
+        rule = "device.kind=npu needs MindSpeed, which is not on the path"
     elif "import megatron_adaptor" in _read_text(mindspeed / "__init__.py"):
         rule = f"MindSpeed ({mindspeed}) needs MegatronAdaptor and TransformerEngineNPU beside it"
-        yield _problem(f"{rule}, as from core_r0.17.0 on, which was not tried", remedy)
     elif "def repatch(" not in _read_text(mindspeed / "megatron_adaptor.py"):
         rule = f"MindSpeed ({mindspeed}) must have mindspeed.megatron_adaptor.repatch"
-        yield _problem(f"{rule}, which older ones lack", remedy)
+    else:
+        return
+    remedy = f"put a checkout of its branch {BRANCHES} on PYTHONPATH of every node"
+    yield error(PAIRS, rule, remedy)
 
 
 def find_set(megatron_core: str) -> VersionSet | None:
@@ -220,43 +228,38 @@ def find_set(megatron_core: str) -> VersionSet | None:
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 
 
-def pair_problems(versions: Installed) -> Iterator[Checked]:
+def pair_problems(versions: Installed) -> Iterator[Finding]:
     """Yield a problem for each pair of versions that do not fit, or were not tried together.
 
-    Fatal are torch_npu and torch of different numbers, and MindSpeed and Megatron-LM of different
+    Errors are torch_npu and torch of different numbers, and MindSpeed and Megatron-LM of different
     minor versions.
     """
-    torch, torch_npu, cann = versions.torch, versions.torch_npu, versions.cann
-    core, mindspeed = versions.megatron_core, versions.mindspeed
+    torch, torch_npu, core, mindspeed, cann = versions
     if torch and torch_npu and Version(torch).release != Version(torch_npu).release:
-        yield _problem(
+        yield error(
+            PAIRS,
             f"torch_npu {torch_npu} must have the number of torch, which is {Version(torch)}",
             f"pip install torch_npu=={'.'.join(map(str, Version(torch).release))}.*",
         )
     chosen = find_set(core) if core else None
-    use_tag = f"use Megatron-LM {TAGS}"
-    if core is None:
-        rule = "Megatron-LM is on the path without package_info.py or metadata"
-        yield _problem(f"{rule}: its version is not known", use_tag, fatal=False)
-    elif chosen is None:
-        yield _problem(f"Megatron-LM {core} is in no set of constraints/", use_tag, fatal=False)
+    use_tag = f"use a whole checkout of Megatron-LM {TAGS}"
+    if chosen is None:
+        found = f"Megatron-LM {core}" if core else "Megatron-LM, whose version is not known,"
+        yield warning(PAIRS, f"{found} is in no set of constraints/", use_tag)
     elif torch and Version(torch).base_version not in chosen.torch:
         rule = f"torch {torch} is not that of {chosen.name}"
-        yield _problem(rule, f"use torch {' or '.join(chosen.torch)}", fatal=False)
+        yield warning(PAIRS, rule, f"use torch {' or '.join(chosen.torch)}")
     if mindspeed is None:
         rule = "MindSpeed is on the path without setup.py or metadata: its version is not known"
-        yield _problem(rule, "use a whole checkout of it", fatal=False)
+        yield warning(PAIRS, rule, "use a whole checkout of it")
     elif core and Version(core).release[:2] != Version(mindspeed).release[:2]:
         remedy = f"check out MindSpeed {chosen.mindspeed_branch}" if chosen else use_tag
-        yield _problem(f"MindSpeed {mindspeed} must pair with Megatron-LM {core}", remedy)
-    wanted = TORCH_NPU_OF_CANN.get(_minor(cann or ""), ())
+        yield error(PAIRS, f"MindSpeed {mindspeed} must pair with Megatron-LM {core}", remedy)
+    wanted = CANNS.get(_minor(cann or ""), Cann(())).torch_npu
     if torch_npu and cann and Version(torch_npu).public not in wanted:
-        known = ", ".join(TORCH_NPU_OF_CANN)
-        yield _problem(
-            f"torch_npu {torch_npu} with CANN {cann} is not in torch_npu's own table of pairs",
-            f"install torch_npu {' or '.join(wanted)}" if wanted else f"use CANN {known}",
-            fatal=False,
-        )
+        rule = f"torch_npu {torch_npu} with CANN {cann} is not in torch_npu's own table of pairs"
+        fitting = f"install torch_npu {' or '.join(wanted)}" if wanted else ""
+        yield warning(PAIRS, rule, fitting or f"use CANN {', '.join(CANNS)}")
 
 
 def _minor(version: str) -> str:
@@ -267,8 +270,8 @@ def _read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def check_host(host: Host, several_hosts: bool) -> list[Checked]:
-    """Return all results of this host but `check_versions`: driver, CANN, Python, links.
+def check_host(host: Host, several_hosts: bool) -> list[Finding]:
+    """Return all results of this host but `find_problems`: driver, CANN, Python, links.
 
     several_hosts: the run uses more than one, which the devices' own network ports connect
     """
@@ -280,187 +283,172 @@ def check_host(host: Host, several_hosts: bool) -> list[Checked]:
     ]
 
 
-def check_driver(host: Host) -> Iterator[Checked]:
+def check_driver(host: Host) -> Iterator[Finding]:
     """Yield the results for the driver's version, the device files and the firmware."""
     found = re.search(r"^Version=(\S+)", _read_text(host.path(DRIVER_VERSION)), re.M)
-    yield Checked(
-        "npu.driver",
+    yield judge(
         found is not None,
+        "npu.driver",
         f"{DRIVER_VERSION}: {found[1] if found else 'missing'}",
         f"install the driver on the host, then the firmware; {IN_CONTAINER}",
-        fatal=True,
+        Status.ERROR,
     )
-    devices = _devices(host)
     missing = [name for name in DEVICE_FILES if not host.path(name).exists()]
-    missing += [] if devices else ["/dev/davinci<N>"]
-    yield Checked(
-        "npu.device_files",
+    missing += [] if host.devices() else ["/dev/davinci<N>"]
+    yield judge(
         not missing,
-        f"missing: {', '.join(missing)}" if missing else f"{len(devices)} of /dev/davinci<N>",
+        "npu.device_files",
+        f"missing: {', '.join(missing)}" if missing else f"{len(host.devices())} /dev/davinci<N>",
         f"look at the driver's log on the host; {IN_CONTAINER}",
-        fatal=True,
+        Status.ERROR,
     )
-    facts = dict(re.findall(r"^\s*([A-Z][\w ]*?)\s*:\s*(\S.*?)\s*$", _ask(host, *BOARD, "0"), re.M))
+    facts = dict(re.findall(r"^\s*([A-Z][\w ]*?)\s*:\s*(\S.*?)\s*$", host.ask(*BOARD, "0"), re.M))
     version, fits = (facts.get(name, UNKNOWN) for name in ("Firmware Version", "Compatibility"))
-    yield Checked(
-        "npu.firmware",
+    yield judge(
         fits != "NOK",
+        "npu.firmware",
         f"{version}, compatibility with the driver {fits} (card 0)",
         "install the firmware that the driver's release names",
-        fatal=True,
+        Status.ERROR,
     )
 
 
-def _devices(host: Host) -> list[int]:
-    folder = host.path("/dev")
-    names = driver.list_device_files(folder) if folder.is_dir() else []
-    return sorted(int(name[7:]) for name in names if name.startswith("davinci"))
-
-
-def _ask(host: Host, *command: str) -> str:
-    try:
-        return host.run(command)
-    except ValueError:
-        return ""
-
-
-def check_cann(host: Host) -> Iterator[Checked]:
+def check_cann(host: Host) -> Iterator[Finding]:
     """Yield the results for CANN's environment, its Python folder, its operators and ATB.
 
     The environment passes if the variables of HOME name one folder, links followed; if they name
     none, only this result is yielded.
     """
-    homes = {name: host.environment[name] for name in HOME if host.environment.get(name)}
-    user = f"{host.environment.get('HOME', '~')}/Ascend"  # where one who is not root installs
-    own = [name.replace("/usr/local/Ascend", user) for name in SET_ENV]
-    scripts = [name for name in (*SET_ENV, *own) if host.path(name).is_file()]
-    script = scripts[0] if scripts else SET_ENV[0]
-    shown = ", ".join(f"{name}={home}" for name, home in homes.items())
-    yield Checked(
-        "npu.set_env",
+    given = host.environment
+    homes = {name: given[name] for name in HOME if given.get(name)}
+    user = f"{given.get('HOME', '~')}/Ascend"  # where one who is not root installs
+    scripts = (*SET_ENV, *(name.replace("/usr/local/Ascend", user) for name in SET_ENV))
+    script = next((name for name in scripts if host.path(name).is_file()), SET_ENV[0])
+    yield judge(
         len({Path(home).resolve() for home in homes.values()}) == 1,
-        shown or f"neither {' nor '.join(HOME)} is set",
+        "npu.set_env",
+        ", ".join(f"{n}={h}" for n, h in homes.items()) or f"neither {' nor '.join(HOME)} is set",
         f"`source {script}` alone, in a new shell, before `ray start` and the run",
-        fatal=True,
+        Status.ERROR,
     )
     if not homes:
         return
     home = Path(next(iter(homes.values())))
     python = home / "python" / "site-packages"
-    kept = python.resolve() in {Path(folder).resolve() for folder in host.folders("PYTHONPATH")}
-    yield Checked(
-        "npu.cann_python",
+    path = [Path(name).resolve() for name in given.get("PYTHONPATH", "").split(os.pathsep) if name]
+    kept = python.resolve() in path
+    yield judge(
         kept or not python.is_dir(),
+        "npu.cann_python",
         f"{python} {'is' if kept else 'is not'} on PYTHONPATH",
         f"`source {script}` again, and keep $PYTHONPATH at the end of your own",
-        fatal=True,
+        Status.ERROR,
     )
-    kernels = Path(host.environment.get("ASCEND_OPP_PATH") or home / "opp", KERNELS)
-    chips = {each.name for each in kernels.iterdir()} if kernels.is_dir() else set()
-    chips -= {"config"}
-    yield Checked(
-        "npu.operators",
+    kernels = Path(given.get("ASCEND_OPP_PATH") or home / "opp", KERNELS)
+    chips = {each.name for each in kernels.glob("*")} - {"config"}
+    yield judge(
         bool(chips),
+        "npu.operators",
         f"{kernels}: {', '.join(sorted(chips)) or 'none'}",
         "install CANN's package of operators for this chip beside the toolkit, of the same "
         "version: Ascend-cann-910b-ops (910B) or Ascend-cann-A3-ops (A3); before 8.5 "
         "Ascend-cann-kernels-<chip>",
     )
-    atb = host.environment.get("ATB_HOME_PATH", "")
+    atb = given.get("ATB_HOME_PATH", "")
     installed = host.path(SET_ENV_ATB).is_file()
-    yield Checked(
-        "npu.atb",
+    yield judge(
         bool(atb) and Path(atb).is_dir(),
+        "npu.atb",
         f"ATB_HOME_PATH={atb}" if atb else "ATB_HOME_PATH is not set",
         f"`source {SET_ENV_ATB}` after CANN's set_env.sh"
         + ("" if installed else "; install CANN's NNAL first, of the same version"),
     )
 
 
-def check_python(versions: Installed) -> Iterator[Checked]:
+def check_python(versions: Installed) -> Iterator[Finding]:
     """Yield the results for Python, the build of torch, and the packages of CANN and MindSpeed.
 
     Python is compared with the set for the installed Megatron, else with DEFAULT. triton-ascend is
     checked only for core 0.16, whose MindSpeed imports it when it starts.
     """
     chosen = (find_set(versions.megatron_core) if versions.megatron_core else None) or DEFAULT
-    here = "{}.{}".format(*sys.version_info[:2])
-    yield Checked(
-        "npu.python",
+    here = _minor(platform.python_version())
+    yield judge(
         here in chosen.python,
+        "npu.python",
         f"{here}; {chosen.name} was tested with {' and '.join(chosen.python)}",
         f"make the environment with Python {chosen.python[-1]}",
     )
     torch, x86 = versions.torch or "", platform.machine() == "x86_64"
-    build = torch.partition("+")[2]
-    number = Version(torch).base_version if torch else DEFAULT.torch[0]
-    yield Checked(
-        "npu.torch_build",
+    number, _, build = (torch or DEFAULT.torch[0]).partition("+")
+    yield judge(
         bool(torch) and (build == "cpu" if x86 else not build.startswith("cu")),
+        "npu.torch_build",
         f"torch {versions.torch} on {platform.machine()}",
         f"pip install torch=={number}{'+cpu' if x86 else ''} --index-url {TORCH_INDEX}",
     )
     cann = _minor(versions.cann or DEFAULT.cann)
-    wanted = [Requirement(text) for text in (*CANN_PYTHON, *CANN_PYTHON_OF.get(cann, ()))]
-    found = {each.name: packages.version(each.name) for each in wanted}
-    missing = [name for name, version in found.items() if version is None]
-    yield Checked(
-        "npu.cann_packages",
+    limits = CANNS[cann].python if cann in CANNS else ()
+    missing, wrong = [], []
+    for wanted in map(Requirement, (*CANN_PYTHON, *limits)):
+        version = packages.version(wanted.name)
+        if version is None:
+            missing.append(wanted.name)
+        elif not wanted.specifier.contains(version, True):
+            wrong.append(f"{wanted.name} {version}, not {wanted.specifier}")
+    missing = list(dict.fromkeys(missing))
+    yield judge(
         not missing,
-        f"missing: {', '.join(missing)}" if missing else f"all {len(found)} that CANN imports",
+        "npu.cann_packages",
+        f"missing: {', '.join(missing)}" if missing else "all that CANN imports",
         f"pip install {' '.join(missing)}",
-        fatal=True,
+        Status.ERROR,
     )
-    wrong = [
-        f"{each.name} {version}, not {each.specifier}"
-        for each in wanted
-        if (version := found[each.name]) and not each.specifier.contains(version, True)
-    ]
-    yield Checked(
-        "npu.cann_ranges",
+    yield judge(
         not wrong,
+        "npu.cann_ranges",
         f"CANN {cann}: {'; '.join(wrong) or 'within the ranges of its guide'}",
         f"use CANN {DEFAULT.cann}, which takes the versions of constraints/",
     )
     if chosen is SETS[1]:
         ascend, stock = packages.version("triton-ascend"), packages.version("triton")
         install = f"pip install triton-ascend=={TRITON} --extra-index-url={TRITON_INDEX}"
-        yield Checked(
-            "npu.triton",
+        yield judge(
             bool(ascend) and (stock is None or Version(str(ascend)) >= Version(TRITON)),
+            "npu.triton",
             f"triton-ascend {ascend or 'not installed'}, triton {stock or 'not installed'}",
             f"pip uninstall -y triton triton-ascend; {install}" if ascend else install,
-            fatal=True,
+            Status.ERROR,
         )
     if (engine := packages.folder_of("transformer_engine")) is not None:
         remedy = "pip uninstall transformer_engine: MindSpeed imports it, and it asks for CUDA"
-        yield Checked("npu.transformer_engine", False, str(engine), remedy)
+        yield warning("npu.transformer_engine", str(engine), remedy)
 
 
-def check_links(host: Host, several_hosts: bool) -> Iterator[Checked]:
+def check_links(host: Host, several_hosts: bool) -> Iterator[Finding]:
     """Yield `npu.links` (is every port's link up?) and `npu.tls` (is the TLS switch equal on all?).
 
     Links matter between hosts only. A state that hccn_tool does not tell is a warning there.
     """
     tool, states, switches = shutil.which("hccn_tool") or HCCN_TOOL, {}, set()
-    for device in _devices(host):
-        link, tls = (_ask(host, tool, "-i", f"{device}", what, "-g") for what in ("-link", "-tls"))
+    for device in host.devices():
+        link, tls = (host.ask(tool, "-i", f"{device}", what, "-g") for what in ("-link", "-tls"))
         state = re.search(r"link status:\s*(\w+)", link)
         states[device] = state[1] if state else UNKNOWN
         switches.update(re.findall(r"tls switch\[(\d)\]", tls))
     bad = {device: state for device, state in states.items() if state != "UP"}
-    yield Checked(
-        "npu.links",
+    yield judge(
         not (bad and several_hosts),
+        "npu.links",
         ", ".join(f"{n}: {state}" for n, state in bad.items()) or f"{len(states)} up",
         f"look at cable, switch and address: `{HCCN_TOOL} -i N -link -g`, `-ip -g` as root; in a "
         "container mount hccn_tool and /etc/hccn.conf",
-        fatal=bool(set(bad.values()) - {UNKNOWN}),
+        Status.ERROR if set(bad.values()) - {UNKNOWN} else Status.WARNING,
     )
-    yield Checked(
-        "npu.tls",
+    yield judge(
         len(switches) <= 1,
+        "npu.tls",
         f"switch {', '.join(sorted(switches)) or UNKNOWN}",
         f"the same on every device of every host: `{HCCN_TOOL} -i N -tls -s enable 0`",
-        fatal=True,
+        Status.ERROR,
     )

@@ -70,7 +70,7 @@ def test_the_command_on_a_cluster_of_three_nodes(tmp_path: Path) -> None:
     try:
         for _ in range(3):
             cluster.add_node(num_cpus=1, resources={"rlxf_cpu": 2}, object_store_memory=10**8)
-        arguments = ["doctor", "--cluster", "--json", "--device", "cpu", "--deadline", "200"]
+        arguments = ["doctor", "--cluster", "--json", "--device", "cpu"]
         code = f"import sys; from mindspeed_rlxf.cli import main; sys.exit(main({arguments!r}))"
         environment = {**os.environ, "RAY_ADDRESS": cluster.address}
         environment["PYTHONPATH"] = str(REPOSITORY)

@@ -6,16 +6,15 @@ guides print stand in for npu-smi and hccn_tool.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.device import npu_versions
-from mindspeed_rlxf.device.npu_versions import Checked, Host, Installed
+from mindspeed_rlxf.device.findings import Finding, Status
+from mindspeed_rlxf.device.npu_versions import Host, Installed
 from tests.unit.device import npu_recorder
 
 THERE = Installed("2.7.1+cpu", "2.7.1.post8", "0.12.1", "0.12.1", "9.1.0")
@@ -73,11 +72,11 @@ def answer(
     return run
 
 
-def bad(found: Iterable[Checked]) -> dict[str, Checked]:
-    return {each.name: each for each in found if not each.fine}
+def bad(found: Iterable[Finding]) -> dict[str, Finding]:
+    return {each.check: each for each in found if each.status is not Status.OK}
 
 
-def everything(host: Host, several_hosts: bool = True) -> dict[str, Checked]:
+def everything(host: Host, several_hosts: bool = True) -> dict[str, Finding]:
     links = npu_versions.check_links(host, several_hosts)
     return bad([*npu_versions.check_driver(host), *npu_versions.check_cann(host), *links])
 
@@ -100,7 +99,7 @@ def test_files_of_the_driver_that_are_missing_are_errors_with_the_mount(
     host = make_host(tmp_path)
     host.path(missing).unlink()
     ((name, found),) = everything(host).items()
-    assert (name, found.fatal) == (check, True)
+    assert (name, found.status) == (check, Status.ERROR)
     assert missing in found.value and remedy in found.remedy
 
 
@@ -114,7 +113,7 @@ def test_a_container_without_numbered_devices_is_an_error(tmp_path: Path) -> Non
 def test_firmware_that_the_driver_does_not_fit_is_an_error(tmp_path: Path) -> None:
     host = make_host(tmp_path)._replace(run=answer(compatibility="NOK"))
     found = everything(host)["npu.firmware"]
-    assert found.fatal and "7.8.0.5.216" in found.value and "NOK" in found.value
+    assert found.status is Status.ERROR and "7.8.0.5.216" in found.value and "NOK" in found.value
 
 
 @pytest.mark.parametrize("script", [*npu_versions.SET_ENV, "/home/me/Ascend/cann/set_env.sh"])
@@ -124,14 +123,14 @@ def test_the_remedy_names_the_set_env_that_is_there(tmp_path: Path, script: str)
     host.path(npu_versions.SET_ENV[0]).unlink()
     touch(host.path(script))
     ((name, found),) = bad(npu_versions.check_cann(host)).items()
-    assert (name, found.fatal) == ("npu.set_env", True)
+    assert (name, found.status) == ("npu.set_env", Status.ERROR)
     assert f"source {script}" in found.remedy
 
 
 def test_two_canns_in_one_environment_are_an_error(tmp_path: Path) -> None:
     host = make_host(tmp_path, ASCEND_TOOLKIT_HOME=str(tmp_path / "older"))
     found = everything(host)["npu.set_env"]
-    assert found.fatal and str(tmp_path / "older") in found.value
+    assert found.status is Status.ERROR and str(tmp_path / "older") in found.value
     both = make_host(tmp_path / "b", ASCEND_TOOLKIT_HOME=str(tmp_path / "b" / "cann"))
     assert everything(both) == {}
 
@@ -160,7 +159,7 @@ def test_an_installed_atb_has_only_to_be_sourced(tmp_path: Path) -> None:
 def test_a_link_that_is_down_is_an_error_between_hosts_alone(tmp_path: Path) -> None:
     host = make_host(tmp_path)._replace(run=answer(link="DOWN"))
     found = everything(host)["npu.links"]
-    assert found.fatal and "1: DOWN" in found.value and "-link -g" in found.remedy
+    assert found.status is Status.ERROR and "1: DOWN" in found.value and "-link -g" in found.remedy
     assert everything(host, several_hosts=False) == {}
 
 
@@ -179,7 +178,7 @@ def test_a_tool_that_does_not_tell_the_state_of_a_link_is_no_broken_cable(tmp_pa
 
     host = make_host(tmp_path)._replace(run=run)
     (found,) = everything(host).values()
-    assert (found.name, found.fatal, found.value) == ("npu.links", False, "1: unknown")
+    assert (found.check, found.status, found.value) == ("npu.links", Status.WARNING, "1: unknown")
     assert everything(host, several_hosts=False) == {}
 
 
@@ -193,8 +192,8 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bad_python(versions: Installed = THERE) -> dict[str, Checked]:
-    return {each.name: each for each in npu_versions.check_python(versions) if not each.fine}
+def bad_python(versions: Installed = THERE) -> dict[str, Finding]:
+    return bad(npu_versions.check_python(versions))
 
 
 def test_the_packages_of_the_default_set_have_no_findings(host: Path) -> None:
@@ -202,14 +201,15 @@ def test_the_packages_of_the_default_set_have_no_findings(host: Path) -> None:
 
 
 def test_a_python_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
+    monkeypatch.setattr(npu_versions.platform, "python_version", lambda: "3.13.0")
     found = bad_python()["npu.python"]
-    assert not found.fatal and found.remedy == "make the environment with Python 3.11"
+    assert found.status is Status.WARNING
+    assert found.remedy == "make the environment with Python 3.11"
 
 
 @pytest.mark.parametrize("torch", ["2.7.1", "2.7.1+cu128"])
 def test_on_x86_the_cpu_build_of_torch_is_asked_for_with_its_index(host: Path, torch: str) -> None:
-    ((name, found),) = bad_python(replace(THERE, torch=torch)).items()
+    ((name, found),) = bad_python(THERE._replace(torch=torch)).items()
     wanted = "pip install torch==2.7.1+cpu --index-url https://download.pytorch.org/whl/cpu"
     assert (name, found.remedy) == ("npu.torch_build", wanted)
 
@@ -218,7 +218,7 @@ def test_on_arm_the_plain_torch_is_that_of_the_index(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(npu_versions.platform, "machine", lambda: "aarch64")
-    assert bad_python() == bad_python(replace(THERE, torch="2.7.1")) == {}
+    assert bad_python() == bad_python(THERE._replace(torch="2.7.1")) == {}
 
 
 def test_a_package_that_cann_imports_is_an_error_with_the_command(
@@ -227,7 +227,7 @@ def test_a_package_that_cann_imports_is_an_error_with_the_command(
     there = {**VERSIONS, "decorator": None, "absl-py": None}
     monkeypatch.setattr(packages, "_installed", there.get)
     found = bad_python()["npu.cann_packages"]
-    assert found.fatal and found.remedy == "pip install decorator absl-py"
+    assert found.status is Status.ERROR and found.remedy == "pip install decorator absl-py"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_package_that_cann_imports_is_an_error_with_the_command(
 def test_versions_that_a_cann_does_not_take_are_named(
     host: Path, cann: str, wrong: list[str]
 ) -> None:
-    found = bad_python(replace(THERE, cann=cann)).get("npu.cann_ranges")
+    found = bad_python(THERE._replace(cann=cann)).get("npu.cann_ranges")
     assert (found.value.partition(": ")[2].split("; ") if found else []) == wrong
 
 
@@ -274,5 +274,6 @@ def test_core_0_16_needs_triton_ascend_and_says_how(
     found = bad_python(Installed("2.7.1+cpu", "2.7.1.post4", "0.16.1", "0.16.0", "9.1.0"))
     assert ("npu.triton" in found) is bool(remedy)
     if remedy:
-        assert found["npu.triton"].fatal and found["npu.triton"].remedy.startswith(remedy)
+        assert found["npu.triton"].status is Status.ERROR
+        assert found["npu.triton"].remedy.startswith(remedy)
     assert "npu.triton" not in bad_python()  # core 0.12.1 imports none

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +11,11 @@ import pytest
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.ops.doctor import all_reduce, cluster
+from mindspeed_rlxf.device import worlds
+from mindspeed_rlxf.device.findings import Finding
+from mindspeed_rlxf.ops.doctor import cluster
 from mindspeed_rlxf.ops.doctor.checks import Subject
 from mindspeed_rlxf.ops.doctor.cluster import check_cluster, version_findings, versions
-from mindspeed_rlxf.ops.doctor.report import Finding
 
 
 def test_hosts_with_another_version_are_named() -> None:
@@ -33,27 +33,12 @@ def test_hosts_with_another_version_are_named() -> None:
 
 
 def test_devices_that_ray_does_not_offer_are_reported_with_the_command() -> None:
-    found = cluster._ray_finding("NPU", 0, 8)
+    found = cluster.ray_finding("NPU", 0, 8)
     assert found.status.value == "warning" and '"NPU": 8' in found.remedy
-    assert cluster._ray_finding("NPU", 8, 8).status.value == "ok"
+    assert cluster.ray_finding("NPU", 8, 8).status.value == "ok"
 
 
 NODES = [Node(f"h{i}", f"h{i}", f"10.0.0.{i}", 2, 2) for i in range(3)]
-
-
-class Meetings:
-    """Stands for the stores of groups, in which the ranks on one host do not come."""
-
-    def __init__(self, silent: str) -> None:
-        self.made: list[int] = []
-        self._silent = silent
-
-    def open(self, ip: str, world_size: int) -> SimpleNamespace:
-        """Open the store of the next group; the first three are those of single hosts."""
-        host = f"h{len(self.made)}"
-        self.made.append(world_size)
-        absent = list(range(world_size)) if host == self._silent else []
-        return SimpleNamespace(port=1, absent=lambda: absent)
 
 
 def collectives(
@@ -61,22 +46,26 @@ def collectives(
 ) -> tuple[list[Finding], list[int]]:
     """Findings where the tasks have these results, in order, and "" those that follow.
 
-    With them the sizes of the groups that were tried.
+    With them the sizes of the groups that were tried. silent: the host whose ranks do not come
     """
     from mindspeed_rlxf.cluster.ray import tasks as ray_tasks
 
-    left = list(replies)
+    left, sizes, stores = list(replies), [], []
 
     def run(tasks: Sequence[Any], environment: Any, limit_s: float) -> list[Any]:
+        sizes.extend(world_size for *_, rank, world_size, _ in (t.args for t in tasks) if not rank)
         return [left.pop(0) if left else "" for _ in tasks]
 
-    meetings = Meetings(silent)
-    monkeypatch.setattr(all_reduce, "Meeting", meetings.open)
+    def open_store(ip: str) -> tuple[SimpleNamespace, int]:
+        """Open the store of the next group; the first three are those of single hosts."""
+        came = f"h{len(stores)}" != silent
+        stores.append(ip)
+        return SimpleNamespace(check=lambda keys: came), 1
+
+    monkeypatch.setattr(worlds, "open_store", open_store)
     monkeypatch.setattr(ray_tasks, "run_tasks", run)
     monkeypatch.setattr(ray_tasks, "node_address", lambda: "10.0.0.0")
-    end = time.monotonic() + 60
-    found = cluster._check_collectives(DeviceKind.CPU, "rlxf_cpu", NODES, {}, end)
-    return found, meetings.made
+    return cluster._check_collectives(DeviceKind.CPU, "rlxf_cpu", NODES, {}), sizes
 
 
 def test_all_hosts_pass_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,4 +105,4 @@ def test_versions_name_this_package_and_python() -> None:
 def test_without_a_cluster_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="--cluster needs a Ray cluster and none is named"):
-        check_cluster(Subject(DeviceKind.CPU, "/x"), None, 60.0)
+        check_cluster(Subject(DeviceKind.CPU, "/x"), None)

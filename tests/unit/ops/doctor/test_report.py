@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from mindspeed_rlxf.ops.doctor.report import Finding, Report, Status, error, merge, ok, warning
+from mindspeed_rlxf.device.findings import Finding, Status, error, ok, warning
+from mindspeed_rlxf.ops.doctor.report import Report, merge
 
 
 def test_equal_findings_of_hosts_become_one() -> None:
