@@ -42,6 +42,7 @@ def apply() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.type = _type_with_cuda_prefix(torch.Tensor.type)
+    torch.compile = _uncompiled  # type: ignore[assignment]
     _patch_runtime()
     _patch_random_state()
     gloo.wrap_collectives()
@@ -62,6 +63,15 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """Stand in for `torch.compile`, as on NPU; return the function, or a decorator that does.
+
+    Megatron decorates its fused functions when it is imported. A CPU run uses none of them, and
+    loading the compiler takes three of the four seconds of that import.
+    """
+    return function if function is not None else _uncompiled
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:

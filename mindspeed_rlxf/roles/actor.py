@@ -29,13 +29,14 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
-from mindspeed_rlxf.rollout.replica import weight_sender
 
 
 class ActorRole:
     """The policy that learns; `RolloutRole` generates with its weights."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
+        from mindspeed_rlxf.rollout.replica import weight_sender  # brings in Megatron
+
         actor = config.actor_rollout
         self.config, self.algorithm = actor, config.algorithm
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)

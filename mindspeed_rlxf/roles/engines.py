@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.engine import residency
-from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.models.sizes import HEADS
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.engine.engine import MegatronEngine
 
 EngineFactory: TypeAlias = Callable[[RunConfig, Role], TrainEngine]
 SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
@@ -30,8 +31,12 @@ def room_on_device() -> AbstractContextManager[None]:
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
     """Return the Megatron engine of a role, with an optimizer if the role is trained.
 
-    A collective over the role's ranks; it loads the weights.
+    A collective over the role's ranks; it loads the weights. Megatron is imported here, because
+    the driver imports this module, and a worker has to set up its device first.
     """
+    from mindspeed_rlxf.engine.engine import MegatronEngine
+    from mindspeed_rlxf.engine.finite import SkippedSteps
+
     section, training = config.role(role), config.training
     if not isinstance(section, LearningConfig):
         return MegatronEngine(

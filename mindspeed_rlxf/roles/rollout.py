@@ -19,7 +19,6 @@ from mindspeed_rlxf.roles.generation import (
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
 from mindspeed_rlxf.rollout.protocol import GenerationResult
-from mindspeed_rlxf.rollout.replica import build_replica
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
@@ -41,6 +40,8 @@ class RolloutRole:
         scorer: role of the same process that scores responses as they finish; None = no scoring
                 here. Its `is_leader` is set to whether this rank leads its rollout replica
         """
+        from mindspeed_rlxf.rollout.replica import build_replica  # brings in Megatron
+
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
         stop = _stop_strings(config)

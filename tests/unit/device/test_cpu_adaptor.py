@@ -10,6 +10,7 @@ import pytest
 
 PROBE = """
 import json
+import sys
 import torch
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -52,6 +53,8 @@ print(json.dumps({
     "random": first == second,
     "event": torch.cuda.Stream().record_event().synchronize(),
     "idle": device.synchronize(),
+    "compiler": [__import__("megatron.core") and name in sys.modules
+                 for name in ("torch._dynamo", "torch._inductor")],
 }))
 """
 
@@ -95,3 +98,8 @@ def test_a_block_of_another_device_still_acts_on_what_is_made_in_it(
 ) -> None:
     """transformers makes models on `meta`, and asks a tensor which device it is."""
     assert seen["within"] == ["meta"] * 3
+
+
+def test_megatron_does_not_load_the_compiler(seen: dict[str, object]) -> None:
+    """It takes three of the four seconds of the import, and a CPU run uses none of it."""
+    assert seen["compiler"] == [False, False]

@@ -12,13 +12,13 @@ import pytest
 from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
 from mindspeed_rlxf.roles import rollout as module
 from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.rollout import replica as replicas
 from mindspeed_rlxf.rollout.protocol import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
     GenerationStats,
 )
-from mindspeed_rlxf.rollout.replica import Replica
 from tests.unit.roles.test_generation import PROMPTS
 
 
@@ -62,8 +62,8 @@ class Scripted:
 
 def make(monkeypatch: pytest.MonkeyPatch, is_leader: bool = True) -> tuple[RolloutRole, Scripted]:
     engine: Any = Scripted()
-    replica = Replica(engine, engine.take_weights, is_leader)
-    monkeypatch.setattr(module, "build_replica", lambda config, trained: replica)
+    replica = replicas.Replica(engine, engine.take_weights, is_leader)
+    monkeypatch.setattr(replicas, "build_replica", lambda config, trained: replica)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.clock))
     config: Any = SimpleNamespace(
         actor_rollout=ActorConfig.model_construct(max_new_tokens=1), validation=ValidationConfig()

@@ -117,10 +117,10 @@ def test_planning_checking_starting_and_the_doctor_import_neither(
     assert others == ["torch_npu"]  # the doctor asks torch, in a process of its own
 
 
-def test_the_checks_before_a_run_import_no_megatron() -> None:
-    """With `runtime: local` they run in the process that MindSpeed patches before Megatron."""
+def test_a_driver_imports_no_megatron() -> None:
+    """Workers do, after MindSpeed has patched it, also with `runtime: local`."""
     code = (
-        "import sys, mindspeed_rlxf.cli.train, mindspeed_rlxf.trainer.preflight\n"
+        "import sys, mindspeed_rlxf.cli.train, mindspeed_rlxf.trainer.run\n"
         "print([name for name in sys.modules if name.startswith('megatron.')])"
     )
     command = [sys.executable, "-c", code]
