@@ -46,8 +46,7 @@ from mindspeed_rlxf.cluster.node_check import report_node
 report_node([], None, DeviceKind.NPU)
 checks.check_devices(DeviceKind.NPU)
 list(checks.check_software(DeviceKind.NPU))
-checks.check_install(DeviceKind.NPU)
-checks.check_cards(DeviceKind.NPU, True)
+checks.check_install(DeviceKind.NPU, True)
 """
 
 
