@@ -45,7 +45,8 @@ def curves(iterations: int, bf16: bool, out: Path, runtime: Any) -> dict[str, np
     return {key: np.array(values) for key, values in found.items()}
 
 
-@pytest.mark.parametrize("iterations", [8, pytest.param(ITERATIONS, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("iterations", [ITERATIONS])
 def test_bf16_stays_within_the_band_of_fp32(
     warm_runtime: Any, tmp_path: Path, iterations: int
 ) -> None:

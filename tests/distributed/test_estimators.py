@@ -52,7 +52,7 @@ CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[s
     ),
     "remax": (AdvEstimator.REMAX, PLAIN, {}, 2, {}),
 }
-SHORT = ("grpo", "reinforce++ in mini-batches", "reinforce++ baseline")
+SHORT = ("grpo", "reinforce++ in mini-batches")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_layouts_prefer_the_same(warm_runtime: Any, tmp_path: Path, models: Path
 
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(2, {}), pytest.param(4, TP2, marks=pytest.mark.long)],
+    [pytest.param(2, {}, marks=pytest.mark.long), pytest.param(4, TP2, marks=pytest.mark.long)],
     ids=["dp2", "tp2 dp2"],
 )
 def test_layouts_learn_the_same_with_a_warm_up_and_lambdas_of_their_own(

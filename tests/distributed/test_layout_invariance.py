@@ -98,9 +98,7 @@ SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
     ("untied", "dp2 distributed optimizer"),
-    ("untied", "micro-batch 4"),
     ("untied", "padded"),
-    ("untied", "actor tp2, critic pp2"),
     ("qwen3, one group" if SHARES_GROUPS else "qwen3", "tp2 pp2"),
     ("tied, 4 layers", "virtual pipeline by tokens"),
 ]

@@ -282,7 +282,16 @@ WRONG_ROLES: dict[str, tuple[str, type]] = {
 }
 
 
-@pytest.mark.parametrize("error", ["none", *WRONG_KEYS, *WRONG_ROLES])
+SHORT = ("none", "score at EOS", "lam .931", "biased variance")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(error, marks=() if error in SHORT else pytest.mark.long)
+        for error in ("none", *WRONG_KEYS, *WRONG_ROLES)
+    ],
+)
 def test_a_deliberate_error_is_seen_within_six_updates(
     warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:

@@ -24,11 +24,6 @@ def bring_up(scratch: Path, *stages: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_collectives_and_generation_agree_with_the_trace(simulated: Path, tmp_path: Path) -> None:
-    lines = bring_up(tmp_path, "collective", "generate")
-    assert [line.split()[:2] for line in lines] == [["collective", "ok"], ["generate", "ok"]], lines
-
-
 @pytest.mark.long
 def test_every_stage_agrees_with_the_trace(simulated: Path, tmp_path: Path) -> None:
     lines = bring_up(tmp_path, *STAGES)

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = "mindspeed_rlxf"
 
@@ -108,34 +106,30 @@ def test_every_package_has_a_layer() -> None:
     assert {layer(name) for name in FILES} - {None} == set(HEIGHT)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_down(name: str) -> None:
-    wrong = sorted(imported for imported in imports_of(name) if points_up(name, imported))
-    assert not wrong, f"{name} imports from above: {wrong}"
+def test_imports_point_down() -> None:
+    pairs = [(name, imported) for name in FILES for imported in imports_of(name)]
+    assert [pair for pair in pairs if points_up(*pair)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if layer(name) == "algorithms"])
-def test_algorithms_import_torch_and_words_of_the_configuration_only(name: str) -> None:
+def test_algorithms_import_torch_and_words_of_the_configuration_only() -> None:
     words = ("enums", "estimators", "registry")
     own = (f"{PACKAGE}.algorithms", *(f"{PACKAGE}.config.{module}" for module in words))
-    ours = {m for m in imports_of(name) if layer(m) and not m.startswith(own)}
-    assert not ours, f"{name} imports {sorted(ours)}"
-    libraries = {m.split(".")[0] for m in imports_of(name)} - {PACKAGE}
+    names = [name for name in FILES if layer(name) == "algorithms"]
+    imported = {module for name in names for module in imports_of(name)}
+    assert {m for m in imported if layer(m) and not m.startswith(own)} == set()
+    libraries = {m.split(".")[0] for m in imported} - {PACKAGE}
     assert libraries <= {"torch", "math", "dataclasses", "typing", "collections", "__future__"}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_only_cluster_ray_imports_ray(name: str) -> None:
-    imported = imports_of(name)
-    if not name.startswith(f"{PACKAGE}.cluster.ray."):
-        assert "ray" not in {module.split(".")[0] for module in imported}
+def test_only_cluster_ray_imports_ray() -> None:
+    others = [name for name in FILES if not name.startswith(f"{PACKAGE}.cluster.ray.")]
+    assert [n for n in others if "ray" in {m.split(".")[0] for m in imports_of(n)}] == []
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if layer(name) != "device"])
-def test_devices_are_named_in_the_facade_only(name: str) -> None:
-    lines = FILES[name].read_text(encoding="utf-8").splitlines()
-    named = [f"{i}: {line}" for i, line in enumerate(lines, 1) if DEVICE_WORDS.search(line)]
-    assert not named, f"{FILES[name]}: {named}"
+def test_devices_are_named_in_the_facade_only() -> None:
+    texts = [file.read_text(encoding="utf-8") for n, file in FILES.items() if layer(n) != "device"]
+    lines = [line for text in texts for line in text.splitlines()]
+    assert [line for line in lines if DEVICE_WORDS.search(line)] == []
 
 
 def test_imports_are_seen_wherever_they_stand() -> None:

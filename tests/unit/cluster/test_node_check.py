@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.cluster import node_check
 from mindspeed_rlxf.cluster.installed import OURS, build_id, find_differences, hash_sources
 from mindspeed_rlxf.cluster.node_check import NodeCheck, NodeReport, find_node_problems, report_node
 from mindspeed_rlxf.cluster.nodes import Node
@@ -93,7 +94,8 @@ def node(ours: NodeReport, host: str, **changes: object) -> NodeReport:
     return dataclasses.replace(ours, host=host, **changes)  # type: ignore[arg-type]
 
 
-def test_a_like_node_has_no_problem(folder: Path) -> None:
+def test_a_like_node_has_no_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_check, "SEEN_WITHIN_S", 0.3)
     ours = report_node([str(folder)], str(folder / "config.json"))
     assert ours.sees_run and ours.versions[OURS] == build_id()
     assert not report_node([], str(folder / "nothing")).sees_run

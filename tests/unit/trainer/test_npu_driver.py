@@ -44,7 +44,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor import checks
 from mindspeed_rlxf.cluster.node_check import report_node
 report_node([], None, DeviceKind.NPU)
-checks.check_devices(DeviceKind.NPU)
+list(checks.check_devices(DeviceKind.NPU))
 list(checks.check_software(DeviceKind.NPU))
 checks.check_install(DeviceKind.NPU, True)
 """
