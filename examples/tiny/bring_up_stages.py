@@ -224,7 +224,7 @@ def start(
     from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
     prepared = prepare(config)
-    runtime = LocalRuntime.from_config(config, log_dir=None)
+    runtime = LocalRuntime.from_config(config)
     pools = runtime.create_pools(config.resource_pool)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
     sampler = PromptSampler(len(prepared.train_prompts), PROMPTS, 1, False)
@@ -237,12 +237,10 @@ def train(kind: str, work: Path, iterations: int, fixed: bool) -> Numbers:
     config = configure(kind, work, iterations, fixed)
     claim(kind)
     from mindspeed_rlxf.trainer.preflight import prepare
-    from mindspeed_rlxf.trainer.run import Run
+    from mindspeed_rlxf.trainer.run import run
 
-    with Run(config, prepare(config)) as run:
-        if trainer := run.start():
-            trainer.fit()
-    assert run.exit_code == 0, f"the run ended with exit code {run.exit_code}"
+    code = run(config, prepare(config))
+    assert code == 0, f"the run ended with exit code {code}"
     lines = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]
     return {name: [m[name] for m in metrics] for name in KEPT if name in metrics[0]}

@@ -1,22 +1,19 @@
 """`train`: compose the configuration, check it, then print it or run it.
 
-Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; else `Run.exit_code`.
+Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; else that of the run.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
-from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.keys import NESTED_ROLES
 from mindspeed_rlxf.config.load import resolve_with_notes
@@ -24,9 +21,6 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.console import open_console
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.run.supervised import EXIT_STOPPED
-
-if TYPE_CHECKING:
-    from mindspeed_rlxf.trainer.run import Run
 
 OPTIONS = (
     option("--config-name", "-cn", help="configuration, without .yaml"),
@@ -58,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.dry_run:
             return _dry_run(config, NESTED_ROLES in tree)
         with open_console(config.logging.console):
-            with _prepare(config) as run:
-                if trainer := run.start():
-                    trainer.fit()
-            return run.exit_code
+            return _train(config)
     except UserError as error:
         return fail(error.problems)
     except StorageUnreadable as error:
@@ -69,27 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_STOPPED
 
 
-def _prepare(config: RunConfig) -> Run:
-    """Check all files and return the run, not started. Raises UserError.
-
-    For runtime=local, also claim the device and set its variables in this process.
-    """
+def _train(config: RunConfig) -> int:
+    """Check all files, train, and return the exit code of the run. Raises UserError."""
     with phase("loading libraries", prints=False):
+        from mindspeed_rlxf.ops.planning.peaks import find_peak
         from mindspeed_rlxf.trainer.preflight import prepare
     with phase("reading tokenizer, prompts and headers of weights", prints=False):
         prepared = prepare(config)
-    if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
-        from mindspeed_rlxf.cluster.environment import offload_environment
-        from mindspeed_rlxf.cluster.local import claim_device
-
-        os.environ.update(offload_environment(config))  # read when the device starts
-        claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
     with phase("loading libraries", prints=False):
-        from mindspeed_rlxf.trainer.run import Run
+        from mindspeed_rlxf.trainer.run import run
 
-    from mindspeed_rlxf.ops.planning.peaks import find_peak
-
-    return Run(config, prepared, find_peak)
+    return run(config, prepared, find_peak)
 
 
 def _dry_run(config: RunConfig, nested: bool) -> int:

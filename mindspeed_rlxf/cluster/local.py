@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.diagnosis import stacks_when_late
+from mindspeed_rlxf.cluster.environment import offload_environment
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S, Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
@@ -188,11 +188,9 @@ class LocalRuntime:
         self.world = LocalWorld(kind, threads, timeout_s)
 
     @classmethod
-    def from_config(cls, config: RunConfig, log_dir: Path | None) -> LocalRuntime:
-        """Make the runtime of this process, and wait for the other ranks; see `LocalWorld`.
-
-        log_dir: ignored, as output stays on the terminal
-        """
+    def from_config(cls, config: RunConfig) -> LocalRuntime:
+        """Make the runtime of this process, and wait for the other ranks; see `LocalWorld`."""
+        os.environ.update(offload_environment(config))  # read when the device starts
         return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
 
     @property

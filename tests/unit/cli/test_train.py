@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -34,17 +33,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Stands in for the trainer; holds the configurations that were started."""
     runs: list[RunConfig] = []
 
-    def run(config: RunConfig, prepared: SimpleNamespace, _find_peak: Any) -> Any:
+    def run(config: RunConfig, prepared: SimpleNamespace, _find_peak: Any) -> int:
         assert prepared is PREPARED
-        trainer = SimpleNamespace(fit=lambda: runs.append(config))
-        return contextlib.nullcontext(SimpleNamespace(start=lambda: trainer, exit_code=75))
+        runs.append(config)
+        return 75
 
-    replace_trainer(monkeypatch, prepare=lambda config: PREPARED, Run=run)
+    replace_trainer(monkeypatch, prepare=lambda config: PREPARED, run=run)
     return runs
 
 
 def replace_trainer(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
-    for module_name, name in (("preflight", "prepare"), ("run", "Run")):
+    for module_name, name in (("preflight", "prepare"), ("run", "run")):
         module = ModuleType(f"mindspeed_rlxf.trainer.{module_name}")
         setattr(module, name, functions.get(name))
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -117,9 +116,7 @@ def test_megatrons_warnings_stay_off_the_console(
             warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
         return PREPARED
 
-    idle = SimpleNamespace(start=lambda: None, exit_code=0)
-    run = contextlib.nullcontext(idle)
-    replace_trainer(monkeypatch, prepare=prepare, Run=lambda *_: run)
+    replace_trainer(monkeypatch, prepare=prepare, run=lambda *_: 0)
     with pytest.warns(UserWarning) as shown:
         assert main([*TINY, *words]) == 0
     texts = [str(warning.message) for warning in shown]
@@ -190,29 +187,3 @@ def test_installed_command_finds_its_subcommands(
     assert cli.main(["tarin"]) == 2
     assert capsys.readouterr().err.startswith("error: tarin: no such command")
     assert cli.main([]) == 0
-
-
-def test_a_local_run_claims_its_device_before_the_roles_bring_in_megatron(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from mindspeed_rlxf.cluster import local
-
-    order: list[str] = []
-    replace_trainer(monkeypatch, prepare=lambda config: order.append("prepare"))
-
-    def imported(name: str) -> Any:
-        if name != "Run":
-            raise AttributeError(name)
-        order.append("import")
-        idle = SimpleNamespace(start=lambda: None, exit_code=0)
-        return lambda *_: contextlib.nullcontext(idle)
-
-    module = ModuleType("mindspeed_rlxf.trainer.run")
-    module.__getattr__ = imported  # type: ignore[method-assign]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(local, "claim_device", lambda kind, threads, s: order.append("claim"))
-    assert main([*TINY, "runtime.kind=local", "resource_pool.main=1"]) == 0
-    assert order == ["prepare", "claim", "import"]
-    order.clear()
-    assert main(TINY) == 0
-    assert order == ["prepare", "import"]

@@ -23,7 +23,6 @@ from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule
 from mindspeed_rlxf.run.supervised import CHILD_OF
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
-from mindspeed_rlxf.trainer.run import Run
 from tests.unit.config.conftest import make_tree, no_cluster
 from tests.unit.run.runs import stand_ins, trainer_state
 
@@ -47,10 +46,7 @@ class Command:
         changes = {f"training.{name}": value for name, value in keys.items()}
         tree = self.make_tree({**changes, **(sections or {})})
         self.facts_file.write_text("{}")
-        with Run(resolve(tree, "test"), Prepared()) as run:
-            if trainer := run.start():
-                trainer.fit()
-        return run.exit_code
+        return run_module.run(resolve(tree, "test"), Prepared())
 
     def facts(self) -> dict[str, Any]:
         """What the supervisor knows of the last start."""
