@@ -15,7 +15,6 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.run.directory import RunDirectory, readable
-from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import find_damage
 
@@ -27,7 +26,15 @@ MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in a
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that `find_whole_checkpoints` accepts. state: see `state_schema.DriverState`"""
+    """A checkpoint that `find_whole_checkpoints` accepts.
+
+    state: the driver's state, a dict with
+        iteration
+        trainer:             result of `PpoTrainer.state_dict`
+        positions:           file name -> bytes of each line file (`line_positions`)
+        prompts_digest:      result of `hash_prompts`
+        score, score_metric: validation score of this iteration, None = not validated; its metric
+    """
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -63,8 +70,8 @@ def _read_whole(config: RunConfig, checkpoint: Checkpoint) -> WholeCheckpoint:
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read and check the driver's state (`DriverState`). Raises OSError, ValueError."""
-    return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
+    """Read the driver's state (`WholeCheckpoint.state`). Raises OSError, ValueError."""
+    return dict(json.loads((checkpoint.path / TRAINER / STATE).read_bytes()))
 
 
 def find_score(state: dict[str, Any], metric: str) -> float | None:
