@@ -57,33 +57,46 @@ def find_unused(
     used: set[str] = set()
     notes: dict[str, tuple[str, str]] = {}
     problems: dict[str, Problem] = {}
+    for section, path, name, failed in _fields(config):
+        value, key = getattr(section, name), written(f"{path}{name}")
+        if key.startswith("model.auto."):
+            continue
+        if failed is None:
+            used.add(key)
+        elif value != type(section).model_fields[name].default:
+            kind, condition = failed
+            plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
+            own = path if key.startswith(path) else ""  # else it is shared by several roles
+            text = f"no effect {_describe(condition, section, own)}"
+            if kind == "only_if":
+                remedy = "remove it, or set that"
+                problems[key] = Problem(key, f"has {text}", plain, remedy)
+            else:
+                notes[key] = text, f"{key}={format_value(plain)}"
+    return [note for key, note in notes.items() if key not in used], list(problems.values())
+
+
+def idle_keys(config: RunConfig) -> set[str]:
+    """Return the keys that have no effect in this run, whatever their value."""
+    return {f"{path}{name}" for _, path, name, failed in _fields(config) if failed is not None}
+
+
+def _fields(config: RunConfig) -> Iterator[tuple[Section, str, str, tuple[str, str] | None]]:
+    """Yield (section, its path, field, the last failed condition with its kind) of each field."""
     for section, path in _sections(config, ""):
         whole = {"used_if": section.section_used_if, "only_if": ""}
         for name, field in type(section).model_fields.items():
+            if isinstance(getattr(section, name), Section):
+                continue
             extra = field.json_schema_extra or {}
             assert isinstance(extra, dict)
-            value, key = getattr(section, name), written(f"{path}{name}")
-            if isinstance(value, Section) or key.startswith("model.auto."):
-                continue
             failed = [
                 (kind, condition)
                 for kind in ("used_if", "only_if")
                 for condition in filter(None, f"{extra.get(kind) or ''}; {whole[kind]}".split("; "))
                 if not _holds(condition, section, config)
             ]
-            if not failed:
-                used.add(key)
-            elif value != field.default:
-                kind, condition = failed[-1]
-                plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-                own = path if key.startswith(path) else ""  # else it is shared by several roles
-                text = f"no effect {_describe(condition, section, own)}"
-                if kind == "only_if":
-                    remedy = "remove it, or set that"
-                    problems[key] = Problem(key, f"has {text}", plain, remedy)
-                else:
-                    notes[key] = text, f"{key}={format_value(plain)}"
-    return [note for key, note in notes.items() if key not in used], list(problems.values())
+            yield section, path, name, failed[-1] if failed else None
 
 
 def _sections(section: Section, path: str) -> Iterator[tuple[Section, str]]:

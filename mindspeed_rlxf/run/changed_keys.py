@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.fields import Resume
 from mindspeed_rlxf.config.keys import find_field
+from mindspeed_rlxf.config.removed_keys import REMOVED
 from mindspeed_rlxf.config.secrets import url_secret, variable_secret
 
 ABSENT = object()
@@ -35,7 +36,7 @@ class Change:
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Return the keys that differ, in the order of `now`, then those that only `before` has.
 
-    COMMAND_KEYS are left out.
+    COMMAND_KEYS, and keys that this version has no more, are left out.
     before, now: nested dicts of `dump.to_tree` in plain YAML types. A key that one of them lacks,
     because another version of the package wrote it, counts as its default; as ABSENT if it has
     none or this version does not know it. Secret values of environment variables are masked. With
@@ -52,7 +53,8 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
             was, will = (default if v is ABSENT else v for v in (was, will))
         key = ".".join(path)
         was, will = _hide_secrets(path, was), _hide_secrets(path, will)
-        if was != will and key not in COMMAND_KEYS:
+        gone = key in REMOVED and will is ABSENT
+        if was != will and key not in COMMAND_KEYS and not gone:
             allowed = now.get("reward", {}).get("allow_changed_function") is True
             change = Change(key, was, will, _find_rule(field))
             free = (allowed and is_function_text(change)) or _is_address(change)

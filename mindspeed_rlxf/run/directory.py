@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.unused import idle_keys
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
 from mindspeed_rlxf.weights.atomic import replace_file
@@ -164,7 +166,8 @@ class RunDirectory:
     def compare_with(self, config: RunConfig) -> list[Change]:
         """Return the keys that differ from the last configuration in this folder.
 
-        [] without config.yaml. Raises UserError where the last configuration cannot be read.
+        Those that have no effect in this run are free to change. [] without config.yaml. Raises
+        UserError where the last configuration cannot be read.
         """
         if not self.config.exists():
             return []
@@ -181,7 +184,9 @@ class RunDirectory:
                     remedy=f"put it back, or set training.new_run=true to take {free}",
                 )
             ) from None
-        return find_changes(before, yaml.safe_load(to_yaml(config)))
+        idle = idle_keys(config)
+        found = find_changes(before, yaml.safe_load(to_yaml(config)))
+        return [replace(each, rule="free") if each.key in idle else each for each in found]
 
     def _find_later_configs(self) -> dict[int, Path]:
         """Return number -> config.<number>.yaml, in ascending order."""
