@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -197,16 +197,12 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
                 "naming the missing ranks", name, value, wanted[name],
             )  # fmt: skip
     if problem := timeout_problem(environment):
-        logger.warning("%s=%s %s; %s", problem.key, problem.value, problem.rule, problem.remedy)
+        key, rule, value, remedy = problem
+        logger.warning("%s=%s %s; %s", key, value, rule, remedy)
 
 
-class Contradiction(NamedTuple):
-    """Two variables that contradict each other; the fields are those of `config.errors.Problem`."""
-
-    key: str
-    rule: str
-    value: str
-    remedy: str
+Contradiction: TypeAlias = tuple[str, str, str, str]
+"""Key, rule, value and remedy, as in `config.errors.Problem`, of variables that do not fit."""
 
 
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
@@ -219,7 +215,7 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
     if execute is None or not event or event > execute > 0:
         return None
     fitting = _event_timeout(execute)
-    return Contradiction(
+    return (
         EVENT,
         f"must be greater than {EXECUTE}={environment[EXECUTE]} (0 = no limit)",
         environment[EVENT],

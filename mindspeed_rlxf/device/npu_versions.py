@@ -355,13 +355,16 @@ def check_cann(host: Host) -> Iterator[Finding]:
         "Ascend-cann-kernels-<chip>",
     )
     atb = given.get("ATB_HOME_PATH", "")
-    installed = host.path(SET_ENV_ATB).is_file()
     yield judge(
         bool(atb) and Path(atb).is_dir(),
         "npu.atb",
         f"ATB_HOME_PATH={atb}" if atb else "ATB_HOME_PATH is not set",
         f"`source {SET_ENV_ATB}` after CANN's set_env.sh"
-        + ("" if installed else "; install CANN's NNAL first, of the same version"),
+        + (
+            ""
+            if host.path(SET_ENV_ATB).is_file()
+            else "; install CANN's NNAL first, of the same version"
+        ),
     )
 
 

@@ -46,8 +46,9 @@ def all_reduce(
             elements.fill_(rank + 1)
             dist.all_reduce(elements)
             if not bool((elements == wanted).all()):
-                found = f"{elements.min():g} to {elements.max():g}"
-                raise ValueError(f"the sum is wrong: {found}, not {wanted}")
+                raise ValueError(
+                    f"the sum is wrong: {elements.min():g} to {elements.max():g}, not {wanted}"
+                )
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]

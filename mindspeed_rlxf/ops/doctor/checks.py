@@ -17,7 +17,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 
 from mindspeed_rlxf import device
@@ -30,8 +29,6 @@ from mindspeed_rlxf.device.control_group import (
     FOLDER,
     Amount,
     read_amount,
-    read_memory_used,
-    read_processors,
 )
 from mindspeed_rlxf.device.driver import DriverView, list_device_files, query_driver
 from mindspeed_rlxf.device.findings import Finding, Status, error, judge, ok, warning
@@ -44,11 +41,8 @@ HEALTHY = ("OK", "")
 BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 OPEN_FILES = 32768  # asked for by the guides of MindSpeed; Ray opens some for each worker
 PROCESSES = 4096
-LEAST_BYTES = 2 * GIB  # with less, not even a small run with its Ray processes fits
 LITTLE_FREE = 10 * GIB
 DEADLINE_S = 65.0  # torch of an NPU may load for 40 s, and npu-smi take 20 s
-EXACT = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # list whole names of network interfaces
-BY_PREFIX = ("HCCL_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # prefixes, after `=` whole names
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Subject:
     """The device kind and folder to check. Picklable: every host of a cluster gets it.
 
     output_dir:    absolute path of the run directory
-    several_hosts: the run uses more than one host, so network checks need non-loopback addresses
+    several_hosts: the run uses more than one host, so links between NPUs matter
     resource:      name of the Ray resource for one device; None = the default name of the kind
     """
 
@@ -87,9 +81,10 @@ def check_host(subject: Subject) -> list[Finding]:
             "devices": partial(check_devices, kind),
             "npu": partial(check_install, kind, several_hosts),
             "limits": check_limits,
-            "memory": check_memory,
+            "memory": lambda: [
+                shared_memory_finding(object_store_bytes(), shutil.disk_usage("/dev/shm").free)
+            ],
             "disk": partial(check_disk, Path(subject.output_dir)),
-            "network": partial(check_network, several_hosts),
         }
     )
 
@@ -233,7 +228,7 @@ def check_install(kind: DeviceKind, several_hosts: bool) -> list[Finding]:
 
 
 def check_limits(folder: Path = FOLDER) -> Iterator[Finding]:
-    """Check the limits of open files, processes and processors, also the container's."""
+    """Check the limits of open files and processes, also the container's."""
     (files, most), (own, _) = map(
         resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
     )
@@ -244,16 +239,11 @@ def check_limits(folder: Path = FOLDER) -> Iterator[Finding]:
     value = f"{_shown(_limit(files))}, {OPEN_FILES} are wanted"
     yield judge(_limit(files) >= OPEN_FILES, "limits.open_files", value, remedy)
     used = read_amount(Amount.PIDS_USED, folder)
-    left = read_amount(Amount.PIDS_LIMIT, folder) - (used if used < math.inf else 0)
-    left = min(left, _limit(own))
+    allowed = read_amount(Amount.PIDS_LIMIT, folder)
+    left = min(allowed - (used if used < math.inf else 0), _limit(own))
     value = f"{_shown(left)} processes and threads, {PROCESSES} are wanted"
     remedy = f"`ulimit -u {PROCESSES}`; start a container with --pids-limit {2 * PROCESSES}"
     yield judge(left >= PROCESSES, "limits.processes", value, remedy)
-    usable = min(read_processors(folder), len(os.sched_getaffinity(0)))
-    value = f"{usable:g} of {os.cpu_count()} usable"
-    yield judge(
-        usable >= 2, "limits.processors", value, "give it two or more: workers wait for one"
-    )
 
 
 def _limit(number: int) -> float:
@@ -262,26 +252,6 @@ def _limit(number: int) -> float:
 
 def _shown(limit: float) -> str:
     return f"{limit:.0f}".replace("inf", "unlimited")
-
-
-def check_memory() -> Iterator[Finding]:
-    """Check the memory of the host, or of its container, and the space in /dev/shm."""
-    limit, used = read_amount(Amount.MEMORY_LIMIT), read_memory_used()
-    left = math.inf if used == math.inf else max(limit - used, 0)
-    available = int(min(psutil.virtual_memory().available, left))
-    yield memory_finding(device.host_memory(), available)
-    yield shared_memory_finding(object_store_bytes(), shutil.disk_usage("/dev/shm").free)
-
-
-def memory_finding(total: int, available: int) -> Finding:
-    """Return an error for less than LEAST_BYTES, a warning for less than a tenth of `total`."""
-    return judge(
-        available >= max(total // 10, LEAST_BYTES),
-        "memory.host",
-        f"{format_bytes(available)} of {format_bytes(total)} available",
-        "Ray kills workers at 95% use: end other processes, or raise the container's limit",
-        Status.ERROR if available < LEAST_BYTES else Status.WARNING,
-    )
 
 
 def shared_memory_finding(wanted: int, free: int) -> Finding:
@@ -308,33 +278,3 @@ def check_disk(output_dir: Path, wanted: int = LITTLE_FREE) -> Iterator[Finding]
         yield judge(free >= least, check, value, f"free some space, or set {key} to another disk")
         if not os.access(folder, os.W_OK | os.X_OK):
             yield error(check, f"{folder} cannot be written", f"set {key} to another folder")
-
-
-def check_network(several_hosts: bool) -> Iterator[Finding]:
-    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
-    return interface_findings(up, os.environ, several_hosts)
-
-
-def interface_findings(
-    up: Iterable[str], environment: Mapping[str, str], several_hosts: bool
-) -> Iterator[Finding]:
-    """Yield a finding per variable that names network interfaces: an error if it selects none.
-
-    Loopback does not count if there are several hosts. Lists of what not to use (`^`) pass.
-    up: names of the interfaces that are up
-    """
-    usable = [name for name in up if not (several_hosts and name.startswith("lo"))]
-    for variable in (*EXACT, *BY_PREFIX):
-        value = environment.get(variable, "^")
-        if value.startswith("^"):
-            continue
-        words = tuple(word.partition(":")[0] for word in value.lstrip("=").split(",") if word)
-        whole = variable in EXACT or value.startswith("=")
-        fine = any(name in words if whole else name.startswith(words) for name in usable)
-        yield judge(
-            fine,
-            f"network.{variable.lower()}",
-            f"{variable}={value}" + ("" if fine else " names no interface that is up"),
-            f"use one of {', '.join(usable)}, on this host",
-            Status.ERROR,
-        )

@@ -320,7 +320,8 @@ def test_an_event_timeout_must_exceed_that_of_execution(
     assert len(problems) == (remedy is not None)
     if remedy is not None:
         rule = f"HCCL_EVENT_TIMEOUT={event} must be greater than HCCL_EXEC_TIMEOUT={execute}"
-        assert str(Problem(*problems[0])).startswith(rule) and remedy in problems[0].remedy
+        line = str(Problem(*problems[0]))
+        assert line.startswith(rule) and remedy in line
 
 
 @pytest.mark.parametrize(("given", "mib"), [(None, 400), ("50", 100), ("", 400)])
