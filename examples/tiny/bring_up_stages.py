@@ -160,9 +160,10 @@ def generate(kind: str, work: Path) -> Numbers:
     """Return greedy responses, generated with the KV cache."""
     _runtime, roles, source, _ = start(kind, work, fixed=False)
     from mindspeed_rlxf.cluster.refs import resolve
+    from mindspeed_rlxf.roles.rollout import Sampling
 
     roles.rollout.update_weights(roles.actor, 0)
-    pending = roles.rollout.generate(source.next_prompts(), seed=1, greedy=True)
+    pending = roles.rollout.generate(source.next_prompts(), seed=1, sampling=Sampling.GREEDY)
     rows: Any = resolve(pending.rows(), lambda hs: [h.rows for h in hs])
     lengths = rows.response_lengths.tolist()
     responses = zip(rows.response_ids.tolist(), lengths, strict=True)

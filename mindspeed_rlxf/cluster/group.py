@@ -126,9 +126,9 @@ class RoleGroup:
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
         """Submit the building of the role; each process keeps `factory(*args)`."""
-        return self._submit(BUILD, args, factory=with_plugins(factory))
+        return self.call(BUILD, *args, factory=with_plugins(factory))
 
-    def call(self, method: Callable[..., Any], *args: Any) -> Pending:
+    def call(self, method: Callable[..., Any] | str, *args: Any, **how: Any) -> Pending:
         """Submit a method of the role's class to every rank.
 
         method: the plain function, as `RolloutRole.generate`; it returns as many rows as its part
@@ -136,33 +136,31 @@ class RoleGroup:
         args:   each replica gets its own part of a `Sharded`. A RowsRef, alone or in a field of a
                 dataclass, is split into equal contiguous parts; ValueError where their number does
                 not divide its rows. Any other value is the same for all ranks
+        how:    further fields of `Request`
         """
-        return self._submit(method.__name__, args)
-
-    def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
-        """Submit a method of `TrainEngine` to every rank's engine; its results are the reports."""
-        return self._submit(method.__name__, args, of_engine=True)
-
-    def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
-        """Return the requests of `call(method, *args)`, for `submit_together`."""
-        return self._make_requests(method.__name__, args)[0]
-
-    def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
-        """Submit a method to all ranks. how: further fields of `Request`"""
         requests, num_rows = self._make_requests(method, args, **how)
         names = _name_calls(requests)
         with phase(names[0], prints=False):  # without Ray the work is done here
             call = self.pool.submit(requests)
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, names)
 
+    def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
+        """Submit a method of `TrainEngine` to every rank's engine; its results are the reports."""
+        return self.call(method, *args, of_engine=True)
+
+    def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
+        """Return the requests of `call(method, *args)`, for `submit_together`."""
+        return self._make_requests(method, args)[0]
+
     def _make_requests(
-        self, method: str, args: Sequence[Any], **how: Any
+        self, method: Callable[..., Any] | str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
         """Return a request for each rank, and for each replica the number of rows that it returns.
 
         The number is None where no split argument has rows. Only leaders keep rows.
         how: further fields of `Request`
         """
+        name = method if isinstance(method, str) else method.__name__
         shards = [self._split_argument(arg) for arg in args]
         by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
         num_rows = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
@@ -170,7 +168,7 @@ class RoleGroup:
         for rank in range(self.layout.world_size):
             dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)
             rows = num_rows[dp]
-            requests.append(Request(self.role, method, by_dp[dp], leads, rows, **how))
+            requests.append(Request(self.role, name, by_dp[dp], leads, rows, **how))
         return requests, num_rows
 
     def _split_argument(self, arg: Any) -> Sequence[Any]:

@@ -25,7 +25,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
 from mindspeed_rlxf.roles.reports import SampleText
-from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
 from mindspeed_rlxf.roles.scorer import ScorerRole
 
 
@@ -149,18 +149,12 @@ class RolloutGroup:
         submit_together(self.pool, *parts).result()
         self._version = version
 
-    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Submit a response to each prompt. Rows: Rollouts. Reports: GenerateReport.
-
-        greedy: take the most probable token each time
-        """
+    def generate(
+        self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
+    ) -> Pending:
+        """Submit a response to each prompt. Rows: Rollouts. Reports: GenerateReport."""
         parts = Sharded(prompts.split(self.group.layout.dp))
-        return self.group.call(RolloutRole.generate, parts, seed, greedy)
-
-    def answer_validation(self, prompts: Prompts, seed: int) -> Pending:
-        """Submit a response to each prompt, sampled as for validation."""
-        parts = Sharded(prompts.split(self.group.layout.dp))
-        return self.group.call(RolloutRole.answer_validation, parts, seed)
+        return self.group.call(RolloutRole.generate, parts, seed, sampling)
 
 
 class ReferenceGroup:

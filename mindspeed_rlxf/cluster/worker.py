@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,7 +59,7 @@ class RoleHost:
             args = resolve_refs(request.args, self._fetch)
             device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
-            output = self._call_method(request, args)
+            output = self._as_output(request, self._find_method(request)(*self._with_peers(args)))
             device.synchronize()
             seconds = time.perf_counter() - started
             check_report(output.report, request.role.value, request.method)
@@ -78,25 +79,31 @@ class RoleHost:
         except Exception as error:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
-    def _call_method(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
-        """Build and keep a role, or call a method of a role or of its engine; return the output.
-
-        A Peer in `args` is replaced by this process's object of that role. A built role has an
-        empty output; an engine's result becomes the report; a role's method must return a
-        RoleOutput (asserted).
-        """
-        args = tuple(self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args)
+    def _find_method(self, request: Request) -> Callable[..., Any]:
+        """Return the role's factory, or the method of the role or of its engine."""
         if request.factory is not None:
-            self._roles[request.role] = request.factory(*args)
-            return RoleOutput()
+            return request.factory
         role = self._get_role(request.role)
-        if request.of_engine:
-            return RoleOutput(report=getattr(role.engine, request.method)(*args))
-        output = getattr(role, request.method)(*args)
-        assert isinstance(output, RoleOutput), (
-            f"{request.method} must return a RoleOutput, got {type(output).__name__}"
+        found: Callable[..., Any] = getattr(
+            role.engine if request.of_engine else role, request.method
         )
-        return output
+        return found
+
+    def _with_peers(self, args: tuple[Any, ...]) -> list[Any]:
+        """Replace each Peer by this process's object of that role."""
+        return [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
+
+    def _as_output(self, request: Request, result: Any) -> RoleOutput:
+        """Keep a built role; make an engine's result a report. A role returns a RoleOutput."""
+        if request.factory is not None:
+            self._roles[request.role] = result
+            return RoleOutput()
+        if request.of_engine:
+            return RoleOutput(report=result)
+        assert isinstance(result, RoleOutput), (
+            f"{request.method} must return a RoleOutput, got {type(result).__name__}"
+        )
+        return result
 
     def _get_role(self, role: Role) -> Any:
         hosted = self._roles.get(role)

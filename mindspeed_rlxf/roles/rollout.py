@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from enum import Enum
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
@@ -19,8 +20,15 @@ from mindspeed_rlxf.roles.generation import (
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
 from mindspeed_rlxf.rollout.protocol import GenerationResult
-from mindspeed_rlxf.rollout.sampling import SamplingSettings
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
+
+
+class Sampling(Enum):
+    """How tokens are chosen: by the actor's keys, the most likely ones, by those of validation."""
+
+    TRAINING = "training"
+    GREEDY = "greedy"
+    VALIDATION = "validation"
 
 
 class RolloutRole:
@@ -45,9 +53,12 @@ class RolloutRole:
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
         stop = _stop_strings(config)
-        self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample, stop)
-        self.greedy = sampling_settings(policy, eos_token_ids, False, stop)
-        self.validation = validation_settings(config.validation, self.greedy)
+        greedy = sampling_settings(policy, eos_token_ids, False, stop)
+        self.settings = {
+            Sampling.TRAINING: sampling_settings(policy, eos_token_ids, policy.do_sample, stop),
+            Sampling.GREEDY: greedy,
+            Sampling.VALIDATION: validation_settings(config.validation, greedy),
+        }
         self.scorer = scorer
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
@@ -64,41 +75,34 @@ class RolloutRole:
         self.sync_s += time.monotonic() - started
         return RoleOutput()
 
-    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
+    def generate(
+        self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
+    ) -> RoleOutput:
         """Generate responses to the prompts; rows and report only on the leader of a replica.
 
         Takes fixed responses if the prompts have them (all or none), with the engine's log-probs.
-        seed:   with the sample ids it determines every sampled token
-        greedy: take the most likely tokens, also with `do_sample` (ReMax)
+        seed: with the sample ids it determines every sampled token
         The engine wakes for the call and sleeps afterwards, also after an error. With a scorer it
         starts to score responses as they finish.
         """
-        with self.replica.make_room():
-            return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
-
-    def answer_validation(self, prompts: Prompts, seed: int) -> RoleOutput:
-        """Generate as `generate` does, with the sampling settings of the validation section."""
-        with self.replica.make_room():
-            return self._generate(prompts, self.validation, seed)
-
-    def _generate(self, prompts: Prompts, settings: SamplingSettings, seed: int) -> RoleOutput:
         engine = self.replica.engine
-        requests = make_requests(prompts, settings, seed)
+        requests = make_requests(prompts, self.settings[sampling], seed)
         results: Iterable[GenerationResult]
-        try:
-            started = time.monotonic()
-            engine.wake()
-            self.sync_s += time.monotonic() - started
-            if any(prompts.responses):
-                given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
-                results = answer_from_table(engine, given, requests)
-            else:
-                results = engine.generate(requests)
-            if self.scorer is not None:
-                results = self.scorer.follow(prompts, results)
-            rows = gather_rollouts(prompts, results)
-        finally:
-            engine.sleep()
+        with self.replica.make_room():
+            try:
+                started = time.monotonic()
+                engine.wake()
+                self.sync_s += time.monotonic() - started
+                if any(prompts.responses):
+                    given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
+                    results = answer_from_table(engine, given, requests)
+                else:
+                    results = engine.generate(requests)
+                if self.scorer is not None:
+                    results = self.scorer.follow(prompts, results)
+                rows = gather_rollouts(prompts, list(results))
+            finally:
+                engine.sleep()
         sync_s, self.sync_s = self.sync_s, 0.0
         if not self.replica.is_leader:
             return RoleOutput()

@@ -108,29 +108,23 @@ class NativeRollout:
         self.model.eval()
         self._stats, version, rounds = GenerationStats(), self.weights_version, self.source.rounds
         rounds.begin()
+        generation = None
+        if requests:
+            with self._computing():
+                limits = self._make_limits(requests)
+                generation = Generation(self.model, requests, limits, self._stats, rounds)
         try:
-            if requests:
-                yield from self._generate(requests, version)
+            while generation and (generation.waiting or generation.active):
+                with self._computing():
+                    assert self.weights_version == version, "weights changed during a generation"
+                    finished = generation.advance()
+                for sequence in finished:
+                    yield sequence.make_result(version)
         except GeneratorExit:  # the caller wants no more, but other ranks need this one's experts
             if self._awake:
                 self._serve_other_ranks()
             raise
         self._serve_other_ranks()
-
-    def _generate(
-        self, requests: Sequence[GenerationRequest], version: int
-    ) -> Iterator[GenerationResult]:
-        """Yield the result of each request as it ends, without serving other ranks afterwards."""
-        rounds = self.source.rounds
-        with self._computing():
-            limits = self._make_limits(requests)
-            generation = Generation(self.model, requests, limits, self._stats, rounds)
-        while generation.waiting or generation.active:
-            with self._computing():
-                assert self.weights_version == version, "weights changed during a generation"
-                finished = generation.advance()
-            for sequence in finished:
-                yield sequence.make_result(version)
 
     def _serve_other_ranks(self) -> None:
         with self._computing():

@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.rewards.shaping import ScoreShaping
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
+from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
 T = TypeVar("T")
@@ -144,6 +145,7 @@ class Collector:
     def __init__(self, config: RunConfig, roles: RoleGroups, prompts: PromptSource) -> None:
         self.config, self.algorithm = config, config.algorithm
         self.rollout, self.reward, self.prompts = roles.rollout, roles.reward, prompts
+        self.seed = config.training.seed
         self.group_size = config.actor_rollout.n_samples_per_prompt
         self.shaping = ScoreShaping(config)
 
@@ -152,11 +154,12 @@ class Collector:
 
         Also starts the greedy responses of ReMax. Waits for scores only with `filter_groups`.
         """
-        found = (
-            self._collect_differing_groups()
-            if self.algorithm.filter_groups
-            else self._start_single_batch()
-        )
+        if self.algorithm.filter_groups:
+            found = self._collect_differing_groups()
+        else:
+            prompts = self.prompts.next_prompts()
+            batch = self._score(prompts, self.rollout.generate(prompts, self.seed))
+            found = Collected(batch.generated.rows(), batch.scored.rows(), [batch])
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
@@ -171,13 +174,9 @@ class Collector:
             "rollout/alike_groups": float(found.num_alike),
         }
 
-    def _start_batch(self, prompts: Prompts, greedy: bool = False) -> Batch:
-        generated = self.rollout.generate(prompts, self.config.training.seed, greedy)
+    def _score(self, prompts: Prompts, generated: Pending) -> Batch:
+        """Start to score the responses of a batch, which are being generated."""
         return Batch(prompts, generated, self.reward.score(generated.rows()))
-
-    def _start_single_batch(self) -> Collected:
-        batch = self._start_batch(self.prompts.next_prompts())
-        return Collected(batch.generated.rows(), batch.scored.rows(), [batch])
 
     def _collect_differing_groups(self) -> Collected:
         """Generate batches until enough prompts have responses with different scores, as in DAPO.
@@ -192,7 +191,8 @@ class Collector:
         batches: list[Batch] = []
         differing: list[int] = []
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
-            batches.append(self._start_batch(self.prompts.next_prompts()))
+            prompts = self.prompts.next_prompts()
+            batches.append(self._score(prompts, self.rollout.generate(prompts, self.seed)))
             offset = (len(batches) - 1) * wanted
             seen = self.shaping.shape(torch.tensor(batches[-1].scores())).tolist()
             scored = [each for report in batches[-1].scored.result() for each in report.is_scored]
@@ -214,7 +214,8 @@ class Collector:
         prompts = Prompts.concat([batch.prompts for batch in found.batches])
         kept = range(prompts.num_rows) if found.kept is None else found.kept
         firsts = prompts.select(kept[::size])
-        batch = self._start_batch(replace(firsts, responses=[[]] * firsts.num_rows), greedy=True)
+        firsts = replace(firsts, responses=[[]] * firsts.num_rows)
+        batch = self._score(firsts, self.rollout.generate(firsts, self.seed, Sampling.GREEDY))
         rows = [row // size for row in range(len(kept))]
         return replace(
             found,

@@ -14,6 +14,7 @@ from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.roles.reports import ScoreReport
+from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.trainer.prompt_source import as_rows
 from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
@@ -64,7 +65,7 @@ class Validator:
             return {}
         with phase(f"validating, {self.prompts.num_rows} responses", prints=False):
             self.roles.rollout.update_weights(self.roles.actor, version)
-            generated = self.roles.rollout.answer_validation(self._padded, self.seed)
+            generated = self.roles.rollout.generate(self._padded, self.seed, Sampling.VALIDATION)
             rollouts = generated.rows()
             by_rule = self.config.reward is RewardKind.RULE
             reward = self.roles.reward

@@ -19,6 +19,7 @@ from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.roles.rollout import Sampling
 from tests.distributed.groups import build_group, build_policy, layout_of, split_evenly
 from tests.distributed.llamas import (
     MIXTRAL,
@@ -115,7 +116,9 @@ def test_experts_are_exported_once_each_and_generate_as_in_transformers(
     reloaded = type(model).from_pretrained(tmp_path / "out").state_dict()  # by its index too
     assert all(torch.equal(t, reloaded[name]) for name, t in model.state_dict().items())
     prompts = make_prompts(8)
-    produced = actor.sample_texts(rollout.generate(prompts, seed=5, greedy=True).rows(), 8)
+    produced = actor.sample_texts(
+        rollout.generate(prompts, seed=5, sampling=Sampling.GREEDY).rows(), 8
+    )
     for text, prompt in zip(produced, prompts.token_ids, strict=True):
         assert text.response_ids == greedy_response(model, prompt, eos)
     assert len({len(text.response_ids) for text in produced}) > 2

@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.rollout import Sampling
 from tests.distributed.groups import build_group, build_policy, layout_of
 from tests.distributed.llamas import (
     ONE_GROUP,
@@ -164,7 +165,7 @@ def test_greedy_generation_equals_transformers_token_by_token(
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     actor, rollout = build_policy(config, pool, eos)
     prompts = make_prompts(8)
-    pending = rollout.generate(prompts, seed=5, greedy=True)
+    pending = rollout.generate(prompts, seed=5, sampling=Sampling.GREEDY)
     produced = actor.sample_texts(pending.rows(), 8)
     lengths = set()
     for text, prompt in zip(produced, prompts.token_ids, strict=True):

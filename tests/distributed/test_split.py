@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.roles.actor import ActorRole
-from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
@@ -161,10 +161,10 @@ class TinyReceiver(RolloutRole):
 
 
 class Mortal(RolloutRole):
-    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
+    def generate(self, prompts: Prompts, seed: int, *sampling: Sampling) -> RoleOutput:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), 9)
-        return super().generate(prompts, seed, greedy)
+        return super().generate(prompts, seed, *sampling)
 
 
 def groups(

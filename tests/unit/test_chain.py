@@ -1,61 +1,63 @@
-"""The clipped loss is seven calls from the command, and each call can be followed by its name."""
+"""From the loop to the loss and to a drawn token there are few calls of this package."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
+import os
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.algorithms.losses import clipped_policy_loss
-from mindspeed_rlxf.cli import train
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
-from mindspeed_rlxf.roles.actor import ActorRole
-from mindspeed_rlxf.roles.critic import CriticRole
-from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import ClippedObjective
-from mindspeed_rlxf.trainer.ppo import PpoTrainer
-
-COMMAND = Path(__file__).parents[2] / "ray_gpt.py"
-
-# Each function, and what it says to reach the next one; the last one reaches the loss.
-CHAIN: list[tuple[Callable[..., Any], str]] = [
-    (train.main, "trainer.fit"),
-    (PpoTrainer.fit, "self.actor.update_policy"),
-    (ActorGroup.update_policy, "ActorRole.update_policy"),
-    (ActorRole.update_policy, "self.objective.step"),
-    (ClippedObjective.step, "self.loss"),
-    (ClippedObjective.loss, clipped_policy_loss.__name__),
-]
-
-# As CHAIN, to the estimator of the advantages.
-TO_THE_ESTIMATOR: list[tuple[Callable[..., Any], str]] = [
-    (PpoTrainer.fit, "self._make_experience"),
-    (PpoTrainer._make_experience, "(self.critic or self.actor).make_experience"),
-    (CriticGroup.make_experience, "CriticRole.make_experience"),
-    (ActorGroup.make_experience, "ActorRole.make_experience"),
-    (CriticRole.make_experience, "self.experience.make"),
-    (ActorRole.make_experience, "self.experience.make"),
-    (ExperienceMaker.make, "self.objective.estimate"),
-    (ClippedObjective.estimate, "ESTIMATORS"),
-]
+ROOT = Path(__file__).parents[2]
+MOST = 14  # frames of this package, that of `PpoTrainer.fit` and the last function included
 
 
-def said(source: str) -> set[str]:
-    """Every name, with its dots, in a piece of code."""
-    nodes = ast.walk(ast.parse(textwrap.dedent(source)))
-    return {ast.unparse(node) for node in nodes if isinstance(node, (ast.Name, ast.Attribute))}
+def test_loss_and_token_are_near_the_loop(tmp_path: Path) -> None:
+    """In a process of its own: the local runtime joins a torch world."""
+    command = [sys.executable, "-m", "tests.unit.test_chain", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    frames = dict(line.split(": ") for line in done.stdout.splitlines() if ": fit " in line)
+    assert frames.keys() == {"clipped_policy_loss", "draw_tokens"}
+    assert {name: path for name, path in frames.items() if len(path.split()) > MOST} == {}
 
 
-def test_the_loop_is_the_second_call_and_the_loss_the_seventh() -> None:
-    assert "train" in said(COMMAND.read_text(encoding="utf-8"))
-    for function, name in CHAIN:
-        assert name in said(inspect.getsource(function)), f"{function.__qualname__}: {name}"
-    assert 1 + len(CHAIN) == 7 and CHAIN[1][0] is PpoTrainer.fit, "five from the loop"
+def record(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Print the frames from `fit` to the function before its first call."""
+    seen: list[str] = []
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        frames = traceback.extract_stack()
+        names = [frame.name for frame in frames if "mindspeed_rlxf/" in frame.filename]
+        if not seen and "fit" in names:
+            seen.append(" ".join([*names[names.index("fit") :], function.__name__]))
+            print(f"{function.__name__}: {seen[0]}", flush=True)
+        return function(*arguments, **named)
+
+    return called
 
 
-def test_experience_calls_the_estimator() -> None:
-    for function, name in TO_THE_ESTIMATOR:
-        assert name in said(inspect.getsource(function)), f"{function.__qualname__}: {name}"
+def main(folder: Path) -> None:
+    from mindspeed_rlxf.config.compose import compose
+    from mindspeed_rlxf.config.load import resolve
+    from mindspeed_rlxf.roles import objectives
+    from mindspeed_rlxf.rollout import rows
+    from mindspeed_rlxf.trainer.preflight import prepare
+    from mindspeed_rlxf.trainer.run import run
+    from tests.golden.runs import PPO, SMALL
+
+    objectives.clipped_policy_loss = record(objectives.clipped_policy_loss)
+    rows.draw_tokens = record(rows.draw_tokens)
+    own = {"training.train_iters": 1, "training.output_dir": folder / "run"}
+    keys = {**SMALL, **PPO, **own, "runtime.kind": "local"}
+    config = resolve(compose("ppo_trainer_tiny", [f"{k}={v}" for k, v in keys.items()]), "chain")
+    assert run(config, prepare(config)) == 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -14,6 +14,7 @@ from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles.reports import GenerateReport, ScoreReport
+from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.collector import Collected, Collector
 
 SIZE = 2  # responses to a prompt
@@ -53,8 +54,10 @@ class Script:
         tokens = [np.array([i // SIZE]) for i in ids]
         return Prompts(ids, tokens, [""] * count, [""] * count, [[9]] * count, [{}] * count)
 
-    def generate(self, prompts: Prompts, _seed: int, greedy: bool = False) -> Answer:
-        self.generated.append((prompts, greedy))
+    def generate(
+        self, prompts: Prompts, _seed: int, sampling: Sampling = Sampling.TRAINING
+    ) -> Answer:
+        self.generated.append((prompts, sampling))
         count = prompts.num_rows
         report = GenerateReport(
             sample_ids=prompts.sample_ids,
@@ -138,8 +141,8 @@ def test_after_the_last_batch_alike_groups_fill_the_rest(most: int) -> None:
 def test_remax_answers_each_kept_prompt_greedily_once() -> None:
     script = Script([[1, 1, 0, 1], [1, 0, 0, 1], [7, 8]])
     found, _ = collect(script, prompts=2, filter_groups=True, adv_estimator=AdvEstimator.REMAX)
-    prompts, greedy = script.generated[-1]
-    assert greedy and [int(ids[0]) for ids in prompts.token_ids] == [1, 2]
+    prompts, sampling = script.generated[-1]
+    assert sampling is Sampling.GREEDY and [int(ids[0]) for ids in prompts.token_ids] == [1, 2]
     assert prompts.responses == [[], []], "fixed responses are not greedy ones"
     assert found.greedy is not None and found.greedy_scores is not None
     assert found.greedy.selection == found.greedy_scores.selection == (0, 0, 1, 1)

@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.schema import AlgorithmConfig, LoggingConfig, Validat
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
+from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.trainer.validation import Validator, validation_seed
@@ -49,7 +50,8 @@ class Roles:
     def update_weights(self, _actor: Any, version: int) -> None:
         self.called.append(version)
 
-    def answer_validation(self, prompts: Prompts, seed: int) -> Answer:
+    def generate(self, prompts: Prompts, seed: int, sampling: Sampling) -> Answer:
+        assert sampling is Sampling.VALIDATION
         self.given = prompts
         self.called.append(seed)
         return Answer(prompts.num_rows, [
