@@ -278,6 +278,8 @@ def _note_unread(given: Given, payload: Tree) -> None:
 def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
     """Set absent keys to the defaults of the stage, of the estimator and of the policy loss."""
     stage = training.get("stage")
+    if stage in (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value):
+        set_default(actor, "do_sample", True)  # several greedy responses would be the same
     if stage == Stage.RAY_ONLINE_DPO.value:
         set_default(actor, "n_samples_per_prompt", 2)
         return

@@ -296,7 +296,9 @@ class LearningConfig(RoleConfig):
 class ActorConfig(LearningConfig):
     """The policy: generation and training."""
 
-    do_sample: bool = key(False, "sample; false = greedy")
+    do_sample: bool = key(
+        False, "sample; false = greedy; true by default in ray_grpo and ray_online_dpo"
+    )
     temperature: float = key(
         1.0, "divides the logits; used only when sampling", gt=0, used_if="do_sample"
     )

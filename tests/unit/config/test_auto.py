@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 
 QWEN3 = {
@@ -55,6 +56,24 @@ def test_keys_of_a_role_override_the_read_architecture(
     config = resolve(tree, "test")
     assert config.critic.architecture.max_position_embeddings == 64
     assert config.ref.architecture.max_position_embeddings == 512
+
+
+def test_the_twelve_lines_of_the_quick_start_are_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is laid under them; the folder has a model of another family than the examples'."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "quick_start.md").read_text(encoding="utf-8")
+    text = page.split("```yaml\n")[1].split("```")[0]
+    assert len(text.splitlines()) == 12
+    (tmp_path / "model_from_hf").mkdir()
+    write_config(tmp_path / "model_from_hf" / "my_model", max_position_embeddings=2048)
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    overrides = ["device.kind=cpu", "resource_pool.main=1"]
+    config = resolve(compose("mine", overrides, str(tmp_path)), "mine")
+    assert config.actor_rollout.do_sample and config.actor_rollout.architecture.num_layers == 2
+    assert config.ref.load == config.actor_rollout.load
+    assert {config.pool_of(role) for role in config.roles} == {"main"}
 
 
 @pytest.mark.parametrize(
