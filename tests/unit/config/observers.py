@@ -43,14 +43,14 @@ from mindspeed_rlxf.rewards import sandbox as sandboxes
 from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.roles import actor, critic, engines
+from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
 from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
-from mindspeed_rlxf.trainer import ppo, preflight, run
+from mindspeed_rlxf.trainer import ending, ppo, preflight, run
 from mindspeed_rlxf.trainer.metrics import validation_score
 from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
 from tests.unit.data.byte_tokenizer import byte_tokenizer
@@ -166,7 +166,7 @@ def learnt(config: RunConfig) -> Any:
         return step.loss(numbers, TokenLogProbs(flat / step.temperature, flat.square()))
 
     with contextlib.ExitStack() as stack:
-        made = stack.enter_context(patch.object(engines, "MegatronEngine"))
+        made = stack.enter_context(patch.object(engine, "MegatronEngine"))
         made.return_value.sum_over_replicas = alone
         role = actor.ActorRole(config)
         role.engine.train_step = train_step  # type: ignore[method-assign]
@@ -233,8 +233,8 @@ def log_probs(config: RunConfig) -> Any:
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     given = LogProbs(-noise(5, *rollouts.response_ids.shape))
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(patch.object(engines, "MegatronEngine"))
-        engine.return_value.log_probs.return_value = given
+        made = stack.enter_context(patch.object(engine, "MegatronEngine"))
+        made.return_value.log_probs.return_value = given
         try:
             return str(actor.ActorRole(config).log_probs(rollouts).report)
         except ValueError as error:
@@ -245,7 +245,7 @@ def valued(config: RunConfig) -> Any:
     """Return the critic's loss on the four responses of `experience`, and its weight."""
     rows: Any = experience(config)[0]
     values = rows.values[rows.value_mask] + 1.0
-    with patch.object(engines, "MegatronEngine"):
+    with patch.object(engine, "MegatronEngine"):
         output = critic.CriticRole(config).loss(rows, [0, 1, 2, 3], values)
     return float(output.loss), output.weight
 
@@ -311,10 +311,10 @@ def compared(config: RunConfig) -> Any:
 def supervised(config: RunConfig) -> Any:
     """Return what the supervisor gets about restarts, and the limits that StopRequest gets."""
     with patch.object(run.supervised, "report_facts") as report:
-        run._report_for_restart(config, MagicMock(path="here"))
-    stops = patch.object(run, "StopRequest", side_effect=Over)
+        run.report_for_restart(config, MagicMock(path="here"))
+    stops = patch.object(ending, "StopRequest", side_effect=Over)
     with stops as stop, contextlib.suppress(Over):
-        run.Run(config, MagicMock())
+        ending.Ending(config, MagicMock())
     return report.call_args, stop.call_args.args[:2]
 
 
@@ -429,7 +429,7 @@ def sandboxed(config: RunConfig) -> list[Any]:
 def started(config: RunConfig) -> Any:
     """Return how the local runtime starts its world, and the resource that the doctor looks for."""
     with patch.object(local, "LocalWorld") as world:
-        local.LocalRuntime.from_config(config, None)
+        local.LocalRuntime.from_config(config)
     kind = DeviceKind.AUTO
     return world.call_args.args, doctor_checks.choose_subject(config, kind, False).resource
 
