@@ -139,6 +139,7 @@ def test_stock_megatron_loads_both_formats_strictly(
         assert torch.equal(fc1, torch.cat(parts))
 
 
+@pytest.mark.long
 @shares_groups
 def test_stock_megatron_computes_with_ranks_that_share_a_group(
     warm_runtime: Any, tmp_path: Path

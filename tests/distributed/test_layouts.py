@@ -83,8 +83,15 @@ if SHARES_GROUPS:  # each by two ranks
     QWEN_LAYOUTS["tp4, sequence parallel"] = (4, tp4, False)
 
 
-@pytest.mark.parametrize("architecture", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", ["actor", "critic"])
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        pytest.param(QWEN2, "critic", id="qwen2 critic"),
+        pytest.param(QWEN3, "actor", id="qwen3 actor"),
+        pytest.param(QWEN2, "actor", id="qwen2 actor", marks=pytest.mark.long),
+        pytest.param(QWEN3, "critic", id="qwen3 critic", marks=pytest.mark.long),
+    ],
+)
 def test_gradients_of_biases_and_head_norms_agree(
     warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
 ) -> None:

@@ -117,6 +117,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
         assert_a_checkpoint_is_the_final_model(cut, iterations, role, tmp_path / role)
 
 
+@pytest.mark.long
 def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_path: Path) -> None:
     """Bit by bit; before the actor has taken a step, its optimizer has no moments."""
     how = {"train_iters": 4, "sections": {"critic": {"warmup_iters": 2}}}
@@ -140,6 +141,7 @@ def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_
     assert all(after[f"weight/{name}"].equal(tensor) for name, tensor in start.items())
 
 
+@pytest.mark.long
 def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(
     run: Run, tmp_path: Path
 ) -> None:

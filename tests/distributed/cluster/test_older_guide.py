@@ -49,6 +49,7 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
+@pytest.mark.long
 def test_the_commands_of_the_older_guide_train(environment: dict[str, str], tmp_path: Path) -> None:
     port, ray = free_port(), [sys.executable, "-m", "ray.scripts.scripts"]
     more = [f"{key}={value}" for key, value in CHANGES.items()]

@@ -251,6 +251,7 @@ def test_an_existing_data_set_is_replaced_only_with_overwrite(
     assert main([*required, "--overwrite"]) == 0
 
 
+@pytest.mark.long
 def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path: Path) -> None:
     """A process of its own: the locale is read once, at start."""
     folder = tmp_path / "数据"

@@ -17,6 +17,7 @@ from tests.tracker_records import check_resumed_run, wandb_records
 NAMES = ["tensorboard", "wandb"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_continues_its_records_offline(tmp_path: Path) -> None:
     """Both at once, as a run may name them. wandb's record tells nothing of the machine."""
     check_resumed_run(",".join(NAMES), tmp_path)
