@@ -37,7 +37,6 @@ import torch
 
 from mindspeed_rlxf.cluster.kept_rows import KeptRows
 from mindspeed_rlxf.cluster.protocol import Reply
-from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.cluster.worker import freeze_imports
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -45,6 +44,7 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import DeviceConfig, RunConfig, RuntimeConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.roles.groups import RoleGroups
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mindspeed_rlxf.cluster.role_groups import RoleGroups
     from mindspeed_rlxf.config.schema import RunConfig
+    from mindspeed_rlxf.roles.groups import RoleGroups
     from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
 START = Path(__file__).resolve().parents[2] / "tests" / "golden" / "start"
@@ -219,8 +219,8 @@ def start(
     config = configure(kind, work, 1, fixed)
     claim(kind)
     from mindspeed_rlxf.cluster.local import LocalRuntime
-    from mindspeed_rlxf.cluster.role_groups import RoleGroups
     from mindspeed_rlxf.data.sampler import PromptSampler
+    from mindspeed_rlxf.roles.groups import RoleGroups
     from mindspeed_rlxf.trainer.preflight import prepare
     from mindspeed_rlxf.trainer.prompt_source import PromptSource
 

@@ -7,7 +7,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import truncated_importance
-from mindspeed_rlxf.config.enums import OldLogProbs, Role
+from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
+from mindspeed_rlxf.cluster.protocol import Pool, PoolPart, Request
+from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.config.enums import OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -17,7 +20,9 @@ from mindspeed_rlxf.data.batch import (
     Rollouts,
     fit_columns,
 )
+from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.protocol import Part
+from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.differences import measure_differences
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
@@ -29,6 +34,73 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
+from mindspeed_rlxf.roles.trained import TrainedGroup
+
+
+class ActorGroup(TrainedGroup):
+    """The ranks of the actor, the policy that learns."""
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        layout = config.layout(Role.ACTOR_ROLLOUT)
+        self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
+        trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
+        self.train = self.learners = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
+
+    def build(self) -> Pending:
+        return self.train.build(ActorRole, self.run)
+
+    def prepare_send_weights(self) -> list[Request]:
+        """Return the requests with which a split pool sends weights, for `submit_together`."""
+        return self.train.prepare(ActorRole.send_weights)
+
+    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
+        """Submit the actor's log-probs. Rows: LogProbs. Reports: LogProbReport.
+
+        lengths: called, which waits for the responses, only if the work is balanced by length
+        """
+        return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
+
+    def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
+        """Wait for the first `count` samples, at least 1; return their token ids."""
+        rows = list(range(count))
+        rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
+        pending = self.train.call(ActorRole.describe, rollouts.take(rows))
+        return [text for report in pending.result() for text in report][:count]
+
+    def make_experience(self, inputs: ExperienceInputs) -> Pending:
+        """Submit rewards and advantages, without a critic. Rows: Experience."""
+        return self.train.call(ActorRole.make_experience, inputs)
+
+    def update_policy(
+        self,
+        rollouts: RowsRef,
+        experience: RowsRef,
+        lengths: Lengths,
+        iteration: int,
+        kl_coef: float,
+    ) -> Pending:
+        """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
+
+        In online DPO the two responses of a pair stay together. Reports: UpdateReport.
+        iteration: with the seed it determines the shuffle of the mini-batches
+        """
+        orders = mini_batch_order(
+            rollouts.num_rows,
+            self.config.ppo_epochs,
+            self.config.shuffle_minibatch,
+            self.seed,
+            iteration,
+            2 if self.run.training.stage is Stage.RAY_ONLINE_DPO else 1,
+        )
+        size = self.config.ppo_mini_batch_size
+        steps = balanced_steps(self.run, Role.ACTOR_ROLLOUT, orders, size, lengths)
+        return self.train.call(
+            ActorRole.update_policy,
+            Sharded([rollouts.take(share.rows) for share in steps]),
+            Sharded([experience.take(share.rows) for share in steps]),
+            Sharded([share.steps for share in steps]),
+            kl_coef,
+        )
 
 
 class ActorRole:

@@ -7,15 +7,60 @@ from functools import partial
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import clipped_value_loss
+from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
+from mindspeed_rlxf.cluster.protocol import Pool
+from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, ExperienceInputs, RoleOutput, Rollouts
+from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, ValueStep
+from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import UpdateReport
+from mindspeed_rlxf.roles.trained import TrainedGroup
+
+
+class CriticGroup(TrainedGroup):
+    """The ranks of the critic."""
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run, self.config, self.seed = config, config.value_model, config.training.seed
+        self.group = self.learners = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(CriticRole, self.run)
+
+    def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
+        """Submit the critic's values. Rows: Values."""
+        return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
+
+    def make_experience(self, inputs: ExperienceInputs) -> Pending:
+        """Submit rewards and advantages. Rows: Experience. Reports: ExperienceReport."""
+        return self.group.call(CriticRole.make_experience, inputs)
+
+    def update_critic(
+        self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
+    ) -> Pending:
+        """Submit an optimizer step per mini-batch and epoch, as `ActorGroup.update_policy`."""
+        orders = mini_batch_order(
+            rollouts.num_rows,
+            self.config.critic_update_epochs,
+            self.config.shuffle_minibatch,
+            self.seed,
+            iteration,
+        )
+        size = self.config.critic_mini_batch_size
+        steps = balanced_steps(self.run, Role.CRITIC, orders, size, lengths)
+        return self.group.call(
+            CriticRole.update_critic,
+            Sharded([rollouts.take(share.rows) for share in steps]),
+            Sharded([experience.take(share.rows) for share in steps]),
+            Sharded([share.steps for share in steps]),
+        )
 
 
 class CriticRole:

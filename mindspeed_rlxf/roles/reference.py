@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.cluster.group import Pending, RoleGroup
+from mindspeed_rlxf.cluster.protocol import Peer, Pool
+from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.config.enums import KlPenalty, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.balance import Lengths, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
+
+
+class ReferenceGroup:
+    """The ranks of the frozen reference policy."""
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run = config
+        self.group = RoleGroup(Role.REF, config.layout(Role.REF), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(ReferenceRole, self.run)
+
+    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
+        """Submit the reference's log-probs.
+
+        Rows: LogProbs; with `algorithm.kl_penalty: full` LogProbsWithKl, whose KL to the actor
+        (of the same processes) is over the whole vocabulary.
+        """
+        group = self.run, self.group
+        if self.run.algorithm.kl_penalty is KlPenalty.FULL:
+            method, actor = ReferenceRole.log_probs_with_kl, Peer(Role.ACTOR_ROLLOUT)
+            return call_balanced(*group, method, rollouts, lengths, actor)
+        return call_balanced(*group, ReferenceRole.log_probs, rollouts, lengths)
 
 
 class ReferenceRole:

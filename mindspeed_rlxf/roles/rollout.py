@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.generation import (
     gather_rollouts,
     make_output,
@@ -29,6 +32,46 @@ class Sampling(Enum):
     TRAINING = "training"
     GREEDY = "greedy"
     VALIDATION = "validation"
+
+
+class RolloutGroup:
+    """The ranks that generate: those of the actor, or the other part of a split pool.
+
+    A replica is a tensor-parallel group of these ranks.
+    """
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run, self.pool = config, pool
+        generates = PoolPart(pool, *config.parts) if config.parts else pool
+        self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
+        self._version: int | None = None  # of the weights that the ranks have
+
+    def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
+        """Submit the building of the rollout; call it after that of actor and scorers.
+
+        It shares the processes and weights of the actor, unless the pool is split.
+        scored: responses go to the scorers in the same processes
+        """
+        actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
+        scorer = Peer(Role.SCORER) if scored else None
+        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
+
+    def update_weights(self, actor: ActorGroup, version: int) -> None:
+        """Give the rollout the weights of the actor after `version` updates, and wait."""
+        if version == self._version:
+            return
+        parts = [self.group.prepare(RolloutRole.update_weights, version)]
+        if self.run.parts:
+            parts.insert(0, actor.prepare_send_weights())
+        submit_together(self.pool, *parts).result()
+        self._version = version
+
+    def generate(
+        self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
+    ) -> Pending:
+        """Submit a response to each prompt. Rows: Rollouts. Reports: GenerateReport."""
+        parts = Sharded(prompts.split(self.group.layout.dp))
+        return self.group.call(RolloutRole.generate, parts, seed, sampling)
 
 
 class RolloutRole:

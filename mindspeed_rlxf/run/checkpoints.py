@@ -15,13 +15,15 @@ from typing import Any
 
 import mindspeed_rlxf
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup, RoleGroups
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.sample_tokens import cut_token_files
+from mindspeed_rlxf.roles.actor import ActorGroup
+from mindspeed_rlxf.roles.critic import CriticGroup
+from mindspeed_rlxf.roles.groups import RoleGroups
 from mindspeed_rlxf.run import driver_state, lock
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import Manifest, RunStore

@@ -12,7 +12,8 @@ from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.run.directory import RunDirectory, find_write_obstacle
 
 if TYPE_CHECKING:  # it imports Megatron, and the checks before a run import this module
-    from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
+    from mindspeed_rlxf.roles.actor import ActorGroup
+    from mindspeed_rlxf.roles.critic import CriticGroup
 
 HF, MEGATRON = "hf", "megatron"
 

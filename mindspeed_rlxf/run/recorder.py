@@ -12,7 +12,6 @@ from typing import Any
 
 from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.refs import RowsRef
-from mindspeed_rlxf.cluster.role_groups import ActorGroup
 from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.schema import RunConfig
@@ -24,6 +23,7 @@ from mindspeed_rlxf.reporting.health_rules import runaway_limit
 from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record, read_metrics
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers
+from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.weights.atomic import replace_file

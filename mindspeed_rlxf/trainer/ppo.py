@@ -8,10 +8,10 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import as_rows_field
-from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
+from mindspeed_rlxf.roles.groups import RoleGroups
 from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.recorder import Recorder

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.node_check import sees_file, unshared
 from mindspeed_rlxf.cluster.protocol import Runtime
-from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.roles.groups import RoleGroups
 from mindspeed_rlxf.run import supervised
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.roles.groups import RoleGroups
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.run.recorder import Recorder

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mindspeed_rlxf.cluster.protocol import Runtime
-from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.table import pairs
+from mindspeed_rlxf.roles.groups import RoleGroups
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.recorder import Recorder

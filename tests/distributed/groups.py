@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, RolloutGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.reports import UpdateReport
+from mindspeed_rlxf.roles.rollout import RolloutGroup
 
 
 def build_group(

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig
-from mindspeed_rlxf.roles.actor import ActorRole
-from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from tests.distributed.groups import update
 from tests.distributed.llamas import (
     PLAIN,

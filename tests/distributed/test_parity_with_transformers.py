@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.actor import ActorGroup
+from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from mindspeed_rlxf.roles.rollout import Sampling
 from tests.distributed.groups import build_group, build_policy, layout_of
 from tests.distributed.llamas import (

@@ -15,14 +15,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, RolloutGroup
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.roles import objectives
-from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.rollout import RolloutGroup
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.chaos.same_run import MACHINE_METRICS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.reward_group import RewardsFailed
+from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.validation_only import validate_only

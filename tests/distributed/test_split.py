@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf.cluster.errors import WorkerError
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, RolloutGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
-from mindspeed_rlxf.roles.actor import ActorRole
-from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
+from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.rollout import RolloutGroup, RolloutRole, Sampling
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared

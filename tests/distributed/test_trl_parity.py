@@ -20,8 +20,6 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import TokenLoss, clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
-from mindspeed_rlxf.cluster import role_groups
-from mindspeed_rlxf.cluster.role_groups import CriticGroup
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     LossNormalizer,
@@ -42,9 +40,11 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.engine.protocol import LossOutput
+from mindspeed_rlxf.roles import actor as actor_module
+from mindspeed_rlxf.roles import critic as critic_module
 from mindspeed_rlxf.roles import objectives as objectives_module
 from mindspeed_rlxf.roles.actor import ActorRole
-from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
 from mindspeed_rlxf.run.directory import RunDirectory
 from tests.processes import read_lines, read_metrics
@@ -120,8 +120,9 @@ def run_like_trl(
             first.update(tensors)
         return pending
 
-    patch.setattr(role_groups, "mini_batch_order", recorded_order(trace, UPDATES))
-    patch.setattr(role_groups, "CriticRole", ReportingCritic)
+    for module in (actor_module, critic_module):
+        patch.setattr(module, "mini_batch_order", recorded_order(trace, UPDATES))
+    patch.setattr(critic_module, "CriticRole", ReportingCritic)
     patch.setattr(CriticGroup, "make_experience", listening)
     directory = RunDirectory.create(config)
     train(config, prepared(trace), directory, runtime)
@@ -274,11 +275,11 @@ WRONG_KEYS: dict[str, dict[str, Any]] = {
         "actor_rollout": {"max_new_tokens": 13},
     },
 }
-WRONG_ROLES: dict[str, tuple[str, type]] = {
-    "biased variance": ("CriticRole", BiasedVariance),
-    "whitened over value slots": ("CriticRole", WhitensOverValueSlots),
-    "value loss without the slot after EOS": ("CriticRole", LearnsNoSlotAfterEos),
-    "mean of sequence means": ("ActorRole", MeanOfSequenceMeans),
+WRONG_ROLES: dict[str, tuple[Any, str, type]] = {
+    "biased variance": (critic_module, "CriticRole", BiasedVariance),
+    "whitened over value slots": (critic_module, "CriticRole", WhitensOverValueSlots),
+    "value loss without the slot after EOS": (critic_module, "CriticRole", LearnsNoSlotAfterEos),
+    "mean of sequence means": (actor_module, "ActorRole", MeanOfSequenceMeans),
 }
 
 
@@ -298,9 +299,10 @@ def test_a_deliberate_error_is_seen_within_six_updates(
     trace = Trace("minibatch")
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = with_keys(trl_config(trace, tmp_path, 1, {}), WRONG_KEYS.get(error, {}))
-    monkeypatch.setattr(role_groups, "mini_batch_order", recorded_order(trace, 6))
+    for module in (actor_module, critic_module):
+        monkeypatch.setattr(module, "mini_batch_order", recorded_order(trace, 6))
     if error in WRONG_ROLES:
-        monkeypatch.setattr(role_groups, *WRONG_ROLES[error])
+        monkeypatch.setattr(*WRONG_ROLES[error])
     directory = RunDirectory.create(config)
     with pytest.raises(SeenEnough):
         train(config, prepared(trace), directory, warm_runtime)

@@ -20,9 +20,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mindspeed_rlxf.cluster import role_groups
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.run.directory import RunDirectory
 from tests.processes import read_metrics
 from tests.training import train
@@ -54,10 +54,10 @@ def main() -> None:
 def both_curves(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Run a setting; return title -> (our curve, TRL's curve), each [UPDATES].
 
-    Replaces `role_groups.mini_batch_order` by the recorded order during the run.
+    Replaces `mini_batch_order` of actor and critic by the recorded order during the run.
     """
-    trace, original = Trace(name), role_groups.mini_batch_order
-    role_groups.mini_batch_order = recorded_order(trace, UPDATES)
+    trace, original = Trace(name), actor.mini_batch_order
+    actor.mini_batch_order = critic.mini_batch_order = recorded_order(trace, UPDATES)
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer().save_pretrained(Path(folder) / "tokenizer")
         config = trl_config(trace, Path(folder), 1, {})
@@ -67,7 +67,7 @@ def both_curves(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             train(config, prepared(trace), directory, runtime)
         finally:
             runtime.shutdown()
-            role_groups.mini_batch_order = original
+            actor.mini_batch_order = critic.mini_batch_order = original
         metrics = read_metrics(directory.path)
     curves = {
         title: (np.array([line[ours] for line in metrics]), trace.curve(theirs))

@@ -22,8 +22,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.cluster import local, reward_group, role_groups
-from mindspeed_rlxf.cluster.balance import balanced_steps
+from mindspeed_rlxf.cluster import local
 from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -43,7 +42,8 @@ from mindspeed_rlxf.rewards import sandbox as sandboxes
 from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.roles import actor, critic
+from mindspeed_rlxf.roles import actor, critic, reward
+from mindspeed_rlxf.roles.balance import balanced_steps
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
@@ -205,13 +205,13 @@ def orders(config: RunConfig) -> Any:
     """Return the order of the samples in the updates of actor and critic."""
     found: Any = []
     rows: Any = MagicMock(num_rows=config.samples_per_iteration)
-    steps = patch.object(
-        role_groups, "balanced_steps", side_effect=lambda c, r, o, *_: found.append(o) or []
-    )
-    with steps:
-        for group in (role_groups.ActorGroup, role_groups.CriticGroup):
+    for module, group in ((actor, actor.ActorGroup), (critic, critic.CriticGroup)):
+        steps = patch.object(
+            module, "balanced_steps", side_effect=lambda c, r, o, *_: found.append(o) or []
+        )
+        with steps:
             stub: Any = MagicMock(run=config, seed=1)
-            is_actor = group is role_groups.ActorGroup
+            is_actor = module is actor
             stub.config = config.actor_rollout if is_actor else config.value_model
             update: Any = group.update_policy if is_actor else group.update_critic  # type: ignore[attr-defined]
             update(stub, rows, rows, MagicMock(), 1, *([0.1] if is_actor else []))
@@ -395,8 +395,8 @@ def scoring(config: RunConfig) -> Any:
 def accepted_failures(config: RunConfig) -> str:
     """Return the error of twenty failed samples, which says how many may fail."""
     failed = [FailedSample(i, "timeout", "") for i in range(20)]
-    with pytest.raises(reward_group.RewardsFailed) as error:
-        reward_group.check_failures(failed, config.reward.max_failed)
+    with pytest.raises(reward.RewardsFailed) as error:
+        reward.check_failures(failed, config.reward.max_failed)
     return str(error.value)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.balance import balanced_steps, call_balanced
 from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.roles.balance import balanced_steps, call_balanced
 from mindspeed_rlxf.roles.reports import ResponseLengths
 from tests.unit.cluster.test_group import RecordingPool, SomeRole, ref
 from tests.unit.config.conftest import WITHOUT_CRITIC, make_tree, no_cluster

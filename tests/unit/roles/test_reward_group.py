@@ -9,8 +9,8 @@ import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.protocol import Reply
-from mindspeed_rlxf.cluster.reward_group import RewardGroup, RewardsFailed, check_failures
 from mindspeed_rlxf.roles.reports import FailedSample
+from mindspeed_rlxf.roles.reward import RewardGroup, RewardsFailed, check_failures
 
 
 def failures(failed: int, count: int) -> list[FailedSample | None]:
