@@ -85,21 +85,18 @@ class StageWeights:
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
         """Gather a parameter from all tp ranks; return copies of its Hugging Face tensors by name.
 
-        A collective over the tp group.
+        A collective over the tp group. The shards come one after the other, so that the device
+        needs room for the tensors and two shards, not for a second copy of all shards.
         keep: False = only take part, and return {}
         """
-        shard = self.tensors[parameter.name].detach()
-        shards = [shard]
-        if self.tp_group.size() > 1:
-            shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
-            dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
-        if not keep:
-            return {}
-        full = {
-            name: shard.new_empty(hf_shape(name, self.architecture)) for name in parameter.sources
-        }
-        for rank, piece in enumerate(shards):
-            for part in shard_boxes(parameter, self.architecture, rank, len(shards)):
+        shard, tp, a = self.tensors[parameter.name].detach(), self.tp_group, self.architecture
+        names = parameter.sources if keep else ()
+        full = {name: shard.new_empty(hf_shape(name, a)) for name in names}
+        for rank in range(tp.size()):
+            piece = shard.contiguous() if rank == tp.rank() else torch.empty_like(shard)
+            if tp.size() > 1:
+                dist.broadcast(piece, dist.get_global_rank(tp, rank), tp)
+            for part in shard_boxes(parameter, a, rank, tp.size()) if keep else ():
                 full[part.source][part.box.slices] = piece[part.place.slices]
         return full
 

@@ -89,21 +89,22 @@ def stage(a: ArchitectureConfig, head: Head, tp: Group, pp: Group) -> StageWeigh
 def ranks_of(
     monkeypatch: pytest.MonkeyPatch, a: ArchitectureConfig, head: Head, tp: int, pp: int
 ) -> list[list[StageWeights]]:
-    """[pp][tp] ranks; a gather reads the same parameter of the others."""
+    """[pp][tp] ranks; a broadcast reads the same parameter of the source."""
     ranks = [[stage(a, head, Group(t, tp), Group(p, pp)) for t in range(tp)] for p in range(pp)]
-    names = {
-        tensor.data_ptr(): (p, name)
-        for p, row in enumerate(ranks)
-        for rank in row
-        for name, tensor in rank.tensors.items()
-    }
+    gathered: list[tuple[int, str]] = []  # stage and name of the parameter
+    gather = StageWeights.hf_tensors
 
-    def all_gather(shards: list[Tensor], shard: Tensor, group: Group) -> None:
-        p, name = names[shard.data_ptr()]
-        for target, rank in zip(shards, ranks[p], strict=True):
-            target.copy_(rank.tensors[name].detach())
+    def hf_tensors(self: StageWeights, parameter: Any, keep: bool = True) -> dict[str, Tensor]:
+        gathered[:] = [(self.pp_group.rank(), parameter.name)]
+        return gather(self, parameter, keep)
 
-    monkeypatch.setattr(weights.dist, "all_gather", all_gather)
+    def broadcast(tensor: Tensor, src: int, group: Group) -> None:
+        [(p, name)] = gathered
+        tensor.copy_(ranks[p][src].tensors[name].detach())
+
+    monkeypatch.setattr(StageWeights, "hf_tensors", hf_tensors)
+    monkeypatch.setattr(weights.dist, "broadcast", broadcast)
+    monkeypatch.setattr(weights.dist, "get_global_rank", lambda group, rank: rank)
     return ranks
 
 
@@ -235,7 +236,8 @@ def test_ranks_that_do_not_write_hold_no_tensors_on_the_host(
 
 
 def test_gathered_tensors_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights.dist, "all_gather", lambda *_, **__: None)
+    monkeypatch.setattr(weights.dist, "broadcast", lambda *_: None)
+    monkeypatch.setattr(weights.dist, "get_global_rank", lambda group, rank: rank)
     for tp in (1, 2):
         rank = stage(architecture(), LM, Group(0, tp), Group(0, 1))
         for parameter in rank.table:
