@@ -1,8 +1,9 @@
-"""The torch.distributed world of a process, and the group over all worlds of a split pool.
+"""The torch.distributed world of a process, and the group between the worlds of a split pool.
 
 The processes of each part of a split pool form a world. Its ranks count from 0, and Megatron sees
-only these. One more group has the ranks of all parts, for transfers between parts. torch makes
-groups only inside a world, so this group is made by the function that `init_process_group` calls.
+only these. One more group takes weights from the first part to the others: it has the first rank of
+the pool and all ranks of the other parts. torch makes groups only inside a world, so this group is
+made by the function that `init_process_group` calls.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_whole_pool: dist.ProcessGroup | None = None
+_weights_group: dist.ProcessGroup | None = None
 _timeout = timedelta(minutes=30)  # torch's default, until a world is joined
 
 
@@ -73,14 +74,13 @@ def join(
 ) -> None:
     """Initialise torch.distributed with the ranks of this rank's part of the pool as the world.
 
-    In a pool with several parts, also create the group of all ranks of the pool. With gloo it
-    blocks until every rank of the pool has called it; NCCL and HCCL connect at the first
-    collective.
+    In a pool with several parts, also create `weights_group`. With gloo it blocks until every rank
+    of the groups has called it; NCCL and HCCL connect at the first collective.
     rank:    in the pool
     parts:   number of ranks of each part, in the order of ranks; one number = the pool is not split
     timeout: of these groups; `timeout_minutes` returns it for groups that are created later
     """
-    global _whole_pool, _timeout
+    global _weights_group, _timeout
     _timeout = timeout
     part, own_rank = part_rank(rank, parts)
     dist.init_process_group(
@@ -90,23 +90,24 @@ def join(
         world_size=parts[part],
         timeout=timeout,
     )
-    if len(parts) > 1:
-        _whole_pool = _group_across(backend, store, rank, sum(parts), timeout)
+    if len(parts) > 1 and (part > 0 or rank == 0):
+        own_rank, size = max(0, rank - parts[0] + 1), 1 + sum(parts[1:])
+        _weights_group = _group_across(backend, store, own_rank, size, timeout)
 
 
 def _group_across(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a group of all ranks of a split pool; `src` and `dst` in it are ranks of the pool."""
+    """Make a group of ranks of several worlds; `src` in it is a rank of this group."""
     make: Any = distributed_c10d._new_process_group_helper
     # Without a list of ranks HCCL treats the group as the default one. torch looks up the rank of
-    # this process within its part in the list, which has it: the list has all numbers below the
-    # size of the pool.
+    # this process within its part in the list, which has it: the list has all numbers up to the
+    # number of ranks in the other parts.
     ranks = list(range(size))
     pool = dist.PrefixStore("pool", store)
     group, _ = make(size, rank, ranks, backend, pool, group_name="pool", timeout=timeout)
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
-    assert isinstance(group, dist.ProcessGroup), "every rank of the pool is a member"
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
 
 
@@ -132,15 +133,17 @@ def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
             distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def whole_pool() -> dist.ProcessGroup:
-    """Return the group of all ranks of a split pool; AssertionError if the pool is not split."""
-    assert _whole_pool is not None, "the pool of this process is not split"
-    return _whole_pool
+def weights_group() -> dist.ProcessGroup | None:
+    """Return the group of a split pool's first rank, which is its rank 0, and the other parts.
+
+    None = this rank is not in it, or the pool is not split.
+    """
+    return _weights_group
 
 
 def leave() -> None:
     """Destroy all process groups of this process; does nothing without any."""
-    global _whole_pool
-    _whole_pool = None
+    global _weights_group
+    _weights_group = None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import hf_shape, rank_parameters
+from mindspeed_rlxf.models.parameters import hf_shape, rank_parameters, stage_parameters
 from mindspeed_rlxf.weights.stage import StageWeights
 
 
@@ -19,30 +19,34 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank.
 
-    Ordered by pipeline stage, then by expert-parallel rank. A collective: all ranks of the role
-    must iterate to the same tensor. Memory for two copies of one parameter is needed beside the
-    model. A tied output layer is left out, as in Hugging Face's files.
+    In the order of `hf_shapes`, whatever the layout. A collective: all ranks of the role must
+    iterate to the same tensor. A tied output layer is left out, as in Hugging Face's files.
     """
     architecture, pp, ep = weights.architecture, groups.pp, groups.ep
     dtype = next(iter(weights.tensors.values())).dtype
-    for stage in range(pp.size()):
-        for ep_rank in range(ep.size()):
-            owner = stage, pp.size(), chunks, ep_rank, ep.size()
-            for parameter in rank_parameters(architecture, weights.head, *owner):
-                if not parameter.is_first_copy(0, ep_rank):
-                    continue
-                held = stage == pp.rank() and (parameter.expert is None or ep_rank == ep.rank())
-                if held:
-                    whole = weights.hf_tensors(parameter)
-                else:  # to receive a broadcast
-                    where = device.current_device()
-                    whole = {
-                        name: torch.empty(hf_shape(name, architecture), dtype=dtype, device=where)
-                        for name in parameter.sources
-                    }
-                for tensor in whole.values():
-                    if pp.size() > 1 and (parameter.expert is None or ep_rank == ep.rank()):
-                        dist.broadcast(tensor, dist.get_global_rank(pp, stage), group=pp)
-                    if ep.size() > 1 and parameter.expert is not None:
-                        dist.broadcast(tensor, dist.get_global_rank(ep, ep_rank), group=ep)
-                yield from whole.items()
+    held = {p.sources: p for p in weights.table if not p.is_tied_output_layer}
+    owners = {
+        p.sources: (pp_rank, ep_rank)
+        for pp_rank in range(pp.size())
+        for ep_rank in range(ep.size())
+        for p in rank_parameters(
+            architecture, weights.head, pp_rank, pp.size(), chunks, ep_rank, ep.size()
+        )
+        if p.is_first_copy(0, ep_rank)
+    }
+    for parameter in stage_parameters(architecture, weights.head):
+        (pp_rank, ep_rank), is_expert = owners[parameter.sources], parameter.expert is not None
+        if parameter.sources in held:
+            whole = weights.hf_tensors(held[parameter.sources])
+        else:  # to receive a broadcast
+            where = device.current_device()
+            whole = {
+                name: torch.empty(hf_shape(name, architecture), dtype=dtype, device=where)
+                for name in parameter.sources
+            }
+        for tensor in whole.values():
+            if pp.size() > 1 and (not is_expert or ep_rank == ep.rank()):
+                dist.broadcast(tensor, dist.get_global_rank(pp, pp_rank), group=pp)
+            if ep.size() > 1 and is_expert:
+                dist.broadcast(tensor, dist.get_global_rank(ep, ep_rank), group=ep)
+        yield from whole.items()

@@ -135,7 +135,10 @@ class TrainEngine(Protocol):
         """Return the sum of a small CPU tensor over the data-parallel ranks, as a new tensor."""
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank."""
+        """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank.
+
+        For ranks that only generate it has the order of `models.parameters.hf_shapes`.
+        """
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
         """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None = not.

@@ -21,7 +21,6 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
-from mindspeed_rlxf.engine.protocol import Part
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.differences import measure_differences
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
@@ -107,12 +106,9 @@ class ActorRole:
     """The policy that learns; `RolloutRole` generates with its weights."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
-        from mindspeed_rlxf.rollout.replica import weight_sender  # brings in Megatron
-
         actor = config.actor_rollout
-        self.config, self.algorithm = actor, config.algorithm
+        self.run, self.config, self.algorithm = config, actor, config.algorithm
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)
-        self.sender = weight_sender(config, self.engine)
         replicas = self.engine.sum_over_replicas
         self.objective = make_objective(config, replicas)
         self.experience = ExperienceMaker(config, self.objective, replicas)
@@ -121,13 +117,11 @@ class ActorRole:
     def send_weights(self) -> RoleOutput:
         """Send the weights to the ranks that generate, which call `RolloutRole.update_weights`.
 
-        Only for a split pool; AssertionError where the rollout shares the weights.
+        Only for a split pool.
         """
-        assert self.sender is not None, (
-            "no weights are sent where the rollout shares those of these ranks"
-        )
-        with self.engine.holding(Part.WEIGHTS):
-            self.sender.send()
+        from mindspeed_rlxf.rollout.replica import send_weights  # brings in Megatron
+
+        send_weights(self.run, self.engine)
         return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:

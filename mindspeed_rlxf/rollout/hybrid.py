@@ -1,9 +1,9 @@
 """The rollout model on the devices of the actor: same tensor and expert parallelism, no pipeline.
 
-With one pipeline stage the rollout module shares the storage of the trained parameters. With
-several, each rank receives the other stages' parameters before generation (broadcast from the rank
-that trains them, one parameter at a time) and frees them afterwards. A rank generates with the same
-share of the experts that it trains; the replicas that share experts keep in step (`rounds.py`).
+The rollout module shares the storage of the trained parameters. With several pipeline stages each
+rank copies the other stages' parameters from the stream of Hugging Face tensors before generation,
+and frees them afterwards. A rank generates with the same share of the experts that it trains; the
+replicas that share experts keep in step (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ import re
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.protocol import Part
-from mindspeed_rlxf.models.parameters import (
-    StageParameter,
-    rank_parameters,
-    stage_parameters,
-)
-from mindspeed_rlxf.rollout.weights import build_rollout_module
+from mindspeed_rlxf.models.parameters import StageParameter, stage_parameters
+from mindspeed_rlxf.rollout.weights import build_rollout_module, load_hf_tensors
 
 
 class SharedWeights:
@@ -42,11 +37,10 @@ class SharedWeights:
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
         architecture = engine.role.architecture
         self.module, self.rounds = build_rollout_module(architecture, self.groups, engine.dtype)
-        named = dict(self.module.named_parameters())
         share = {"ep_rank": experts.rank(), "ep": experts.size()}
-        table = stage_parameters(architecture, engine.head, **share)
-        self._by_source = {p.sources: named[p.name] for p in table}
-        self._shapes = {k: p.shape for k, p in self._by_source.items()}
+        self._table = list(stage_parameters(architecture, engine.head, **share))
+        self._parameters = dict(self.module.named_parameters())
+        self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._kept_on_device = contextlib.ExitStack()
         self.sleep()
 
@@ -54,45 +48,43 @@ class SharedWeights:
         return self.groups.active()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise AssertionError: nothing but training changes these weights."""
-        raise AssertionError("the weights are shared with training, which alone changes them")
+        """Read no tensor: training changes the weights, and `wake` gets those of other stages."""
 
     def wake(self) -> None:
-        """Share this stage's weights and receive the other stages'; a collective of the pipeline.
+        """Share this stage's weights and copy the other stages' from the stream of the engine.
 
-        The trained weights are moved to the device, and stay there until `sleep`.
+        With a pipeline a collective of the ranks of the role. The trained weights are moved to the
+        device, and stay there until `sleep`.
         """
         self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
-        pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
-        for stage in range(pipeline.size()):
-            place = (stage, pipeline.size(), role.model_chunks, experts.rank(), experts.size())
-            stacks: dict[str, Tensor] = {}
-            for parameter in rank_parameters(role.architecture, self.engine.head, *place):
-                target = self._by_source.get(parameter.sources)
-                if target is None or target.numel():
-                    continue  # a tied output layer
-                if stage == pipeline.rank():
-                    target.data = self.engine.weights.tensors[parameter.name].data
-                else:
-                    target.data = self._allocate_parameter(parameter, stacks)
-                if pipeline.size() > 1:
-                    dist.broadcast(target.data, dist.get_global_rank(pipeline, stage), pipeline)
+        weights = self.engine.weights
+        trained = {p.sources: p.name for p in weights.table if not p.is_tied_output_layer}
+        copied, stacks = {}, dict[str, Tensor]()
+        for parameter in self._table:
+            target = self._parameters[parameter.name]
+            if parameter.sources in trained:
+                target.data = weights.tensors[trained[parameter.sources]].data
+            else:
+                target.data = copied[parameter.name] = self._allocate_parameter(parameter, stacks)
+        if copied:
+            stream = self.engine.hf_tensors()
+            load_hf_tensors(copied, weights.architecture, self.groups, stream)
 
     def _allocate_parameter(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
-        """Allocate a parameter on the device, without setting it; experts of a layer in one tensor.
+        """Allocate a parameter of 0 on the device; the experts of a layer in one tensor.
 
         Grouped products need the experts at equal distances in one memory.
 
         stacks: that tensor [experts, ...] by the parameter's name without the expert's index; gets
                 an entry for the first expert of each layer
         """
-        shape, where = self._shapes[parameter.sources], device.current_device()
+        shape, where = self._shapes[parameter.name], device.current_device()
         if parameter.expert is None:
-            return torch.empty(shape, dtype=self.engine.dtype, device=where)
+            return torch.zeros(shape, dtype=self.engine.dtype, device=where)
         count = (self.engine.role.architecture.num_experts or 0) // self.engine.groups.ep.size()
         layer = re.sub(r"local_experts\.\d+\.", "", parameter.name)
         if layer not in stacks:
-            stacks[layer] = torch.empty((count, *shape), dtype=self.engine.dtype, device=where)
+            stacks[layer] = torch.zeros((count, *shape), dtype=self.engine.dtype, device=where)
         return stacks[layer][parameter.expert % count]
 
     def sleep(self) -> None:
@@ -103,6 +95,6 @@ class SharedWeights:
         # Megatron makes parameters on the host. Empty ones must be on the device, as the generating
         # engine reads the device of a sleeping module.
         where = device.current_device()
-        for parameter in self._by_source.values():
+        for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0, device=where)
         self._kept_on_device.close()

@@ -58,19 +58,13 @@ class NativeRollout:
         return self.source.module
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights as `RolloutEngine.update_weights` says; none count after an error."""
-        with self.replacing_weights(version):
-            self.source.load(tensors)
+        """Replace all weights as `RolloutEngine.update_weights` says.
 
-    @contextlib.contextmanager
-    def replacing_weights(self, version: int) -> Iterator[None]:
-        """Return a context manager for a block that replaces all weights by those of `version`.
-
-        From its start until it ends without an exception the engine has no version: generation and
-        `weights_version` fail with an AssertionError.
+        After an error the engine has no version: generation and `weights_version` fail with an
+        AssertionError.
         """
         self._version = None
-        yield
+        self.source.load(tensors)
         self._version = version
 
     @property

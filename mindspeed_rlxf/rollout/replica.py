@@ -15,12 +15,12 @@ from mindspeed_rlxf.device import megatron_versions, worlds
 from mindspeed_rlxf.engine import residency
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
-from mindspeed_rlxf.rollout.transfer import WeightReceiver, WeightSender
-from mindspeed_rlxf.rollout.transfer_plan import plan_moves
 from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
 
 
@@ -46,12 +46,12 @@ class Replica:
         return device.device_name()
 
 
-def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | None:
-    """Build the sender of this rank's weights; None if the same ranks train and generate."""
-    if config.parts is None:
-        return None
-    tensors = _as_megatron_engine(trained).weights.tensors
-    return WeightSender(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
+def send_weights(config: RunConfig, trained: TrainEngine) -> None:
+    """Send the trained weights to the ranks that only generate.
+
+    A collective: all ranks that train call it while the others call `Replica.take_weights`.
+    """
+    transfer.send(trained.hf_tensors(), _make_buckets(config), worlds.weights_group())
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
@@ -62,58 +62,48 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
              and sets torch's determinism in this process, which no engine of training has done
     Raises AssertionError for None with another engine than the package's own.
     """
-    if config.rollout.engine != NATIVE:
-        assert trained is not None, "only the native engine generates on ranks of its own"
-        engine = ENGINES[config.rollout.engine](config, trained)
-        return Replica(
-            engine,
-            lambda version: engine.update_weights(trained.hf_tensors(), version),
-            config.rollout_layout.is_leader(dist.get_rank()),
-            residency.holding,
-        )
-    if trained is not None:
-        return _build_sharing_replica(config, _as_megatron_engine(trained))
-    return _build_receiving_replica(config)
+    leads, name = config.rollout_layout.is_leader(dist.get_rank()), config.rollout.engine
+    if trained is None:
+        assert name == NATIVE, "only the native engine generates on ranks of its own"
+        return _build_receiving_replica(config, leads)
+    engine: RolloutEngine
+    if name == NATIVE:
+        assert isinstance(trained, MegatronEngine), "the native engine shares Megatron's weights"
+        engine = _build_native_engine(config, SharedWeights(trained, config.training.seed))
+    else:
+        engine = ENGINES[name](config, trained)
+    return Replica(
+        engine,
+        lambda version: engine.update_weights(trained.hf_tensors(), version),
+        leads,
+        nullcontext if name == NATIVE else residency.holding,
+    )
 
 
-def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
-    shared = SharedWeights(trained, config.training.seed)
-    engine = _build_native_engine(config, shared)
-
-    def take_weights(version: int) -> None:
-        """Set the version only, as the weights are shared."""
-        with engine.replacing_weights(version):
-            pass
-
-    return Replica(engine, take_weights, shared.groups.tp.rank() == 0)
-
-
-def _build_receiving_replica(config: RunConfig) -> Replica:
-    """Build a replica on ranks that only generate, which receives its weights.
-
-    Also patches Megatron and sets torch's determinism in this process, in which no actor does.
-    """
-    assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
+def _build_receiving_replica(config: RunConfig, leads: bool) -> Replica:
+    """Build a replica on ranks that only generate, which receives its weights."""
     megatron_versions.apply_patches()
     device.set_deterministic(config.training.deterministic)
-    actor, tp = config.actor_rollout, config.rollout_layout.tp
-    dtype = torch.bfloat16 if actor.bf16 else torch.float32
+    actor, tp, dtype = config.actor_rollout, config.rollout_tp, _dtype(config)
     own = OwnWeights(actor.architecture, tp, dtype, config.training.seed, config.rollout_ep)
     engine = _build_native_engine(config, own)
-    tensors = dict(own.module.named_parameters())
-    receiver = WeightReceiver(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
-
-    def take_weights(version: int) -> None:
-        """Receive the weights. Raises WeightsDiffer if they arrive changed."""
-        with engine.replacing_weights(version):
-            receiver.receive()
-
-    return Replica(engine, take_weights, own.groups.tp.rank() == 0)
+    buckets, group = _make_buckets(config), worlds.weights_group()
+    assert group is not None, "a rollout with weights of its own needs ranks of its own"
+    return Replica(
+        engine,
+        lambda version: engine.update_weights(transfer.receive(buckets, dtype, group), version),
+        leads,
+    )
 
 
-def _as_megatron_engine(engine: TrainEngine) -> MegatronEngine:
-    assert isinstance(engine, MegatronEngine), "the native engine takes Megatron's weights alone"
-    return engine
+def _dtype(config: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if config.actor_rollout.bf16 else torch.float32
+
+
+def _make_buckets(config: RunConfig) -> list[transfer.Bucket]:
+    """Return the buckets of the actor's weights, the same on every rank."""
+    shapes = hf_shapes(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
+    return transfer.make_buckets(shapes, _dtype(config).itemsize)
 
 
 def _build_native_engine(config: RunConfig, source: WeightSource) -> NativeRollout:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -14,10 +13,11 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.grouped_experts import stack_experts
-from mindspeed_rlxf.models.parameters import Head, hf_shapes, shard_slices, stage_parameters
+from mindspeed_rlxf.models.parameters import Head, hf_shapes, stage_parameters
 from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 from mindspeed_rlxf.rollout.rounds import Rounds
+from mindspeed_rlxf.weights.boxes import shard_boxes
 
 
 class WeightSource(Protocol):
@@ -41,7 +41,10 @@ class WeightSource(Protocol):
         """Free the memory that is not needed until `wake`."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, as `RolloutEngine.update_weights` says."""
+        """Replace all weights, as `RolloutEngine.update_weights` says.
+
+        A source that shares the trained weights reads no tensor.
+        """
 
 
 def build_rollout_module(
@@ -61,10 +64,6 @@ def build_rollout_module(
     exchange = Exchange(groups.ep, groups.tp)
     layers = share_experts(module, exchange) if ep > 1 else []
     return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
-
-
-ParallelRanks = tuple[int, int, int, int]
-"""Tensor-parallel rank and size, expert-parallel rank and size."""
 
 
 class OwnWeights:
@@ -96,76 +95,50 @@ class OwnWeights:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's slices of the tensors into the parameters (see `load_hf_tensors`)."""
-        parameters, tp, ep = dict(self.module.named_parameters()), self.groups.tp, self.groups.ep
-        ranks = tp.rank(), tp.size(), ep.rank(), ep.size()
-        load_hf_tensors(parameters, self.architecture, ranks, tensors)
-
-
-@dataclass(frozen=True)
-class _TensorSlice:
-    """A slice of a Hugging Face tensor, and the rows or columns of a parameter that it fills."""
-
-    target: Tensor  # the parameter
-    dim: int
-    start: int  # in the Hugging Face tensor
-    offset: int  # in the target
-    size: int
-
-    def fill(self, tensor: Tensor) -> None:
-        """Copy the slice of the Hugging Face tensor into the parameter."""
-        piece = tensor.narrow(self.dim, self.start, self.size)
-        self.target.narrow(self.dim, self.offset, self.size).copy_(piece)
+        parameters = dict(self.module.named_parameters())
+        load_hf_tensors(parameters, self.architecture, self.groups, tensors)
 
 
 @torch.no_grad()
 def load_hf_tensors(
-    parameters: dict[str, torch.nn.Parameter],
+    parameters: Mapping[str, Tensor],
     architecture: ArchitectureConfig,
-    ranks: ParallelRanks,
+    groups: ParallelGroups,
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Copy a rank's slices of Hugging Face tensors into its parameters, one tensor at a time.
 
-    parameters: of all layers, by their Megatron names
+    parameters: those to be set, by their Megatron names; without a pipeline
     tensors:    each with its Hugging Face name, whole, in any order, on any device
     Raises ValueError for a tensor that is missing, unknown or sent twice, or has another shape;
     some parameters are then overwritten.
     """
-    slices = _map_slices(parameters, architecture, ranks)
+    tp, ep = groups.tp, groups.ep
     shapes = hf_shapes(architecture, Head.LANGUAGE_MODEL)
-    missing = set(slices)
+    # Hugging Face name -> views of the parameters, with the slices that fill them
+    slices: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {name: [] for name in shapes}
+    for parameter in stage_parameters(
+        architecture, Head.LANGUAGE_MODEL, ep_rank=ep.rank(), ep=ep.size()
+    ):
+        if parameter.name in parameters:
+            for part in shard_boxes(parameter, architecture, tp.rank(), tp.size()):
+                view = parameters[parameter.name][part.place.slices]
+                slices[part.source].append((view, part.box.slices))
+    missing = set(shapes)
     for name, tensor in tensors:
         if name not in missing:
-            reason = "was sent already" if name in slices else "is no tensor of this model"
+            reason = "was sent already" if name in shapes else "is no tensor of this model"
             raise ValueError(f"{name} {reason}; send each tensor of the model once")
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(
                 f"{name} must have the shape {shapes[name]}, not {tuple(tensor.shape)}; send the "
                 "weights of the model that generates"
             )
-        for each in slices[name]:
-            each.fill(tensor)
+        for view, filling in slices[name]:
+            view.copy_(tensor[filling])
         missing.remove(name)
     if missing:
         raise ValueError(
-            f"{len(missing)} of {len(slices)} tensors were not sent, {min(missing)} for one; send "
+            f"{len(missing)} of {len(shapes)} tensors were not sent, {min(missing)} for one; send "
             "each tensor of the model once"
         )
-
-
-def _map_slices(
-    parameters: dict[str, torch.nn.Parameter],
-    architecture: ArchitectureConfig,
-    ranks: ParallelRanks,
-) -> dict[str, list[_TensorSlice]]:
-    """Map every Hugging Face name of the model to its slices that this rank needs, [] for none."""
-    tp_rank, tp, ep_rank, ep = ranks
-    found: dict[str, list[_TensorSlice]] = {
-        name: [] for name in hf_shapes(architecture, Head.LANGUAGE_MODEL)
-    }
-    for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL, ep_rank=ep_rank, ep=ep):
-        target, offset = parameters[parameter.name].data, 0
-        for part in shard_slices(parameter, architecture, tp_rank, tp):
-            found[part.source].append(_TensorSlice(target, part.dim, part.start, offset, part.size))
-            offset += part.size
-    return found

@@ -15,7 +15,7 @@ from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.heads import full_logits
-from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.transformer import TransformerModel
 from tests.unit.weights.folders_of import CountingFolder
 
@@ -55,6 +55,7 @@ class EngineProbe:
     def stream(self, folder: Path, rank: int) -> RoleOutput:
         """Gather the Hugging Face tensors on all ranks; let one rank write them as safetensors."""
         tensors = {name: tensor.clone() for name, tensor in self.engine.hf_tensors()}
+        assert list(tensors) == list(hf_shapes(self.engine.role.architecture, self.engine.head))
         if torch.distributed.get_rank() == rank:
             folder.mkdir()
             save_file(tensors, folder / "model.safetensors")

@@ -6,7 +6,9 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,34 +131,34 @@ def ranks_in_timeline(run: Path, what: str) -> set[int]:
     return {event["args"]["rank"] for event in events if event["name"] == what}
 
 
+SMALL = 8192  # bytes: embedding and a norm, then query, key and value, ...
+
+
 class TinyBuckets(ActorRole):
-    """Sends a few rows at a time; flips one bit of the sixth bucket if `flips`."""
+    """Sends a few tensors at a time; flips one bit of the sixth bucket if `flips`."""
 
     def __init__(self, config: RunConfig, flips: bool) -> None:
-        usual, transfer.BUCKET_BYTES = transfer.BUCKET_BYTES, 512
-        try:
-            super().__init__(config)
-        finally:
-            transfer.BUCKET_BYTES = usual
-        assert self.sender is not None
-        pack, packed = self.sender._pack_bucket, iter(range(10**6))
+        super().__init__(config)
+        self.flips = flips
 
-        def faulty(bucket: Any) -> Any:
-            flat, sums = pack(bucket)
-            if flips and dist.get_rank() == 0 and next(packed) == 5:
-                flat.view(torch.int32)[3] ^= 1 << 9
-            return flat, sums
+    def send_weights(self) -> RoleOutput:
+        sent = iter(range(10**6))
 
-        self.sender._pack_bucket = faulty
+        def broadcast(tensor: torch.Tensor, src: int, group: Any) -> None:
+            if self.flips and next(sent) == 2 * 5:  # sums follow each bucket
+                tensor = tensor.clone()
+                tensor.view(torch.int32)[-1] ^= 1 << 9
+            dist.broadcast(tensor, src, group)
+
+        faulty = SimpleNamespace(broadcast=broadcast)
+        with patch.object(transfer, "BUCKET_BYTES", SMALL), patch.object(transfer, "dist", faulty):
+            return super().send_weights()
 
 
 class TinyReceiver(RolloutRole):
     def __init__(self, config: RunConfig, eos: Any) -> None:
-        usual, transfer.BUCKET_BYTES = transfer.BUCKET_BYTES, 512
-        try:
+        with patch.object(transfer, "BUCKET_BYTES", SMALL):
             super().__init__(config, eos)
-        finally:
-            transfer.BUCKET_BYTES = usual
 
 
 class Mortal(RolloutRole):
@@ -199,9 +201,9 @@ def test_small_buckets_arrive_and_a_bit_that_flips_is_named(
     actor, rollout = groups(warm_runtime, folder, tmp_path, TinyReceiver, TinyBuckets, True)
     with pytest.raises(WorkerError, match="update_weights") as error:
         rollout.update_weights(actor, 0)
-    # Rank 0 sends to rank 2 first: 19 rows of the embedding by 4, then a norm and rows of QKV.
-    sent = "weights that rank 0 sent arrived changed at rank 2 of the pool, by the sums of their"
-    assert sent + " bits: decoder.layers.0.self_attention.linear_qkv.weight;" in str(error.value)
+    # The buckets of layer 0 after the first two: projection and norm, gate, up, down and a norm.
+    sent = "weights of the first training rank arrived changed, by the sums of their bits"
+    assert f"{sent}: model.layers.1.input_layernorm.weight;" in str(error.value)
     warm_runtime.end_pools()  # other ranks wait for those that raised
 
 

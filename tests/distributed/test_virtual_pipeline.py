@@ -73,12 +73,15 @@ def test_files_are_those_of_one_process(warm_runtime: Any, tmp_path: Path, score
         )
         group = build_group(warm_runtime, layout_of(role), Exporter, role, head)
         group.call(Exporter.export, tmp_path / name).result()
+        group.call(Exporter.stream, tmp_path / name / "stream", 0).result()
         megatron = tmp_path / name / "megatron"
         fill_planner_data(megatron / ".metadata")
         dcp_to_torch_save(megatron, tmp_path / f"{name}.pt")
-    start, one, two = (read_folder(tmp_path / p) for p in ("start", "one/hf", "two/hf"))
-    assert start.keys() == one.keys() == two.keys()
+    folders = "start", "one/hf", "two/hf", "two/stream"
+    start, one, two, stream = (read_folder(tmp_path / folder) for folder in folders)
+    assert start.keys() == one.keys() == two.keys() == stream.keys()
     assert all(torch.equal(start[name], two[name]) for name in start)
+    assert all(torch.equal(start[name], stream[name]) for name in start)
     files = [load_file(file) for file in (tmp_path / "two/hf").glob("*.safetensors")]
     assert len(files) == 2 and sum(map(len, files)) == len(start)  # a tied one is not there twice
     saved = [torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in ("one", "two")]

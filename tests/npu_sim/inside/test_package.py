@@ -74,14 +74,12 @@ def test_a_slot_of_the_cache_is_no_index_of_the_host() -> None:
     cache.write(1, place.npu(), place.npu(), key, value)
 
 
-def test_bit_sums_take_no_integers_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_weights_take_no_integers_on_the_device(put_fault: Any) -> None:
     weights = torch.randn(5, 3)
-    assert transfer.bit_sum(weights.npu()) == transfer.bit_sum(weights)
-    monkeypatch.setattr(
-        transfer, "bit_sum", lambda tensor: tensor.view(torch.int32).sum(dtype=torch.int64)
-    )
+    assert torch.equal(transfer.block_sums(weights.npu()).cpu(), transfer.block_sums(weights))
+    put_fault(transfer, "block_sums", ".sum(dim=1)", ".long().sum(dim=1, dtype=torch.int64)")
     with pytest.raises(RuntimeError, match="sum does not support the argument dtype"):
-        transfer.bit_sum(weights.npu())
+        transfer.block_sums(weights.npu())
 
 
 def test_weights_are_written_from_the_host(tmp_path: Path) -> None:
@@ -156,10 +154,10 @@ def test_a_sleeping_rollout_module_lies_on_the_device(put_fault: Any) -> None:
 
     source = SharedWeights.__new__(SharedWeights)
     source._kept_on_device = contextlib.ExitStack()
-    source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
+    source._parameters = {("w",): torch.nn.Parameter(torch.ones(2))}
     source.sleep()
-    assert source._by_source[("w",)].device.type == "npu"
+    assert source._parameters[("w",)].device.type == "npu"
     put_fault(SharedWeights, "sleep", "new_empty(0, device=where)", "new_empty(0)")
-    source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
+    source._parameters = {("w",): torch.nn.Parameter(torch.ones(2))}
     source.sleep()
-    assert source._by_source[("w",)].device.type == "cpu"
+    assert source._parameters[("w",)].device.type == "cpu"

@@ -34,14 +34,17 @@ def test_ranks_count_from_the_first_of_their_part() -> None:
 def test_a_pool_of_one_part_is_one_world_without_another_group(no_world: None) -> None:
     worlds.join("gloo", dist.HashStore(), 0, (1,), timedelta(seconds=20))
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    with pytest.raises(AssertionError, match="is not split"):
-        worlds.whole_pool()
+    assert worlds.weights_group() is None
 
 
-def test_the_group_around_parts_has_a_list_of_ranks(
-    no_world: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rank", "place"), [(0, 0), (1, None), (3, 2)])
+def test_the_group_between_parts_has_a_list_of_ranks(
+    no_world: None, monkeypatch: pytest.MonkeyPatch, rank: int, place: int | None
 ) -> None:
-    """HCCL takes a group without one for the default group of the process."""
+    """HCCL takes a group without one for the default group of the process.
+
+    place: in the group of the first rank and the second part
+    """
     listed: dict[int, list[int]] = {}
 
     def backend(options: Any, _: Any) -> dist.ProcessGroup:
@@ -55,9 +58,10 @@ def test_the_group_around_parts_has_a_list_of_ranks(
         monkeypatch.setattr(dist.Backend, table, copy(getattr(dist.Backend, table)))
     dist.Backend.register_backend("listing", backend, extended_api=True, devices=["cpu"])
     try:
-        worlds.join("listing", dist.HashStore(), 3, (2, 3), timedelta(seconds=20))
+        worlds.join("listing", dist.HashStore(), rank, (2, 3), timedelta(seconds=20))
     finally:
         del dist.Backend.LISTING  # type: ignore[attr-defined]
-    assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
-    assert worlds.whole_pool().rank() == 3
-    assert listed == {3: [], 5: [0, 1, 2, 3, 4]}
+    assert (dist.get_rank(), dist.get_world_size()) == ((1, 3) if rank == 3 else (rank, 2))
+    group = worlds.weights_group()
+    assert (group and group.rank()) == place
+    assert listed.get(4) == (None if place is None else [0, 1, 2, 3])

@@ -8,7 +8,7 @@ from tests.unit.test_layers import FILES, PACKAGE, imports_of, layer
 
 ROLLOUT = f"{PACKAGE}.rollout"
 # What others may know: the protocol, forms of it, their names and how one is built, and the
-# side of a transfer that trains.
+# size of the buckets of weights.
 BORDER = {
     "protocol",
     "engines",
@@ -17,7 +17,6 @@ BORDER = {
     "fixed",
     "replica",
     "transfer",
-    "transfer_plan",
 }
 GENERATING = (f"{PACKAGE}.roles.rollout", f"{PACKAGE}.roles.generation")
 INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "build_rollout_module"}

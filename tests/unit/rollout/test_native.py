@@ -101,8 +101,8 @@ class Source:
 def engine(model: nn.Module, max_rows: int | None = None, **keys: Any) -> NativeRollout:
     """Awake, with weights."""
     made = NativeRollout(Source(model), max_rows, **keys)
-    with made.replacing_weights(0):
-        made.wake()
+    made.update_weights(model.state_dict().items(), 0)
+    made.wake()
     return made
 
 

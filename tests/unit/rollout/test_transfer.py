@@ -1,6 +1,8 @@
-"""The sums that check arrived weights are exact, on devices without wide integers too."""
+"""Tensors arrive in buckets as they were sent; the sums that check them are exact."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.rollout.transfer import EXACT, bit_sum
+from mindspeed_rlxf.rollout.transfer import BLOCK, WeightsDiffer, block_sums, make_buckets
 from tests.unit.rollout.on_device import on_device
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -22,30 +24,25 @@ def of_bits(random: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [2, 2 * EXACT, 7 * EXACT + 10])
-def test_the_sum_is_that_of_whole_numbers(
+@pytest.mark.parametrize("count", [2, 2 * BLOCK, 7 * BLOCK + 10])
+def test_the_sums_are_those_of_whole_numbers(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
 ) -> None:
-    monkeypatch.setattr(transfer, "SUMMED_AT_ONCE", 3 * EXACT - 1)
-    random = np.random.default_rng(count)
+    monkeypatch.setattr(transfer, "SUMMED_AT_ONCE", 3 * BLOCK)
+    random, halves = np.random.default_rng(count), dtype.itemsize // 2
     for patterns in (
-        random.integers(-(2**15), 2**15, count),
-        np.full(count, -(2**15)),  # 512 of them are -2^24, the last sum that fp32 has exactly
-        np.full(count, 2**15 - 1),
+        random.integers(-(2**15), 2**15, count * halves),
+        np.full(count * halves, -(2**15)),  # a block is -2^24, the last sum that fp32 has exactly
+        np.full(count * halves, 2**15 - 1) - (np.arange(count * halves) < halves),  # odd sums
     ):
-        tensor = of_bits(patterns, dtype)
-        if dtype is torch.bfloat16:
-            expected = int(patterns.sum())
-        else:  # lower half first
-            expected = int(patterns[::2].sum()) + 2**16 * int(patterns[1::2].sum())
-        assert bit_sum(tensor) == expected
-        assert bit_sum(on_device(tensor)) == expected
-        columns = tensor.repeat(2, 1)[:, len(tensor) // 2 :]
-        assert bit_sum(columns) == bit_sum(columns.reshape(-1))
+        tensor, starts = of_bits(patterns, dtype), range(0, count, BLOCK)
+        expected = [patterns.reshape(-1, halves)[n : n + BLOCK].sum(0).tolist() for n in starts]
+        assert block_sums(tensor).tolist() == expected  # of fp32 the lower halves first
+        assert block_sums(on_device(tensor)).tolist() == expected
 
 
 @hypothesis.given(st.sampled_from(DTYPES), st.integers(0, 2**32 - 1), st.data())
-def test_a_number_that_changes_changes_the_sum(
+def test_a_number_that_changes_changes_a_sum(
     dtype: torch.dtype, seed: int, data: st.DataObject
 ) -> None:
     """Also where its bytes or halves change places."""
@@ -58,5 +55,58 @@ def test_a_number_that_changes_changes_the_sum(
     old = patterns[number : number + halves].copy()
     for other in (np.array(new), old[::-1], old.astype(np.int16).byteswap()):
         patterns[number : number + halves] = other
-        same = (other == old).all()
-        assert (bit_sum(of_bits(patterns, dtype)) == bit_sum(before)) == same
+        same = bool((other == old).all())
+        after = block_sums(of_bits(patterns, dtype))
+        assert torch.equal(after, block_sums(before)) == same
+
+
+def test_a_bucket_has_tensors_up_to_its_size_or_a_single_larger_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", 24)
+    shapes = {"a": (2, 3), "b": (6,), "c": (1,), "d": (5, 5), "e": (4, 2)}
+    buckets = make_buckets(shapes, itemsize=2)  # 12, 12, 2, 50 and 16 bytes
+    assert [list(bucket) for bucket in buckets] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert {name: shape for bucket in buckets for name, shape in bucket.items()} == shapes
+
+
+SHAPES = {"first": (3, 5), "second": (700,), "third": (40, 40)}
+
+
+def transferred(
+    monkeypatch: pytest.MonkeyPatch, tensors: dict[str, Tensor], change: Any = None
+) -> dict[str, Tensor]:
+    """Send and receive in one process. change: called with each flat bucket on its way"""
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", 4 * 1000)
+    monkeypatch.setattr(transfer.device, "current_device", lambda: torch.device("cpu"))
+    wire: list[Tensor] = []
+    group: Any = None
+    buckets = make_buckets(SHAPES, 4)
+
+    def broadcast(tensor: Tensor, src: int, group: Any) -> None:
+        assert tensor.is_contiguous()
+        wire.append(tensor.clone())
+
+    monkeypatch.setattr(transfer.dist, "broadcast", broadcast)
+    transfer.send(iter(tensors.items()), buckets, "group")  # type: ignore[arg-type]
+    if change:
+        change(wire)
+    monkeypatch.setattr(transfer.dist, "broadcast", lambda t, src, group: t.copy_(wire.pop(0)))
+    return dict(transfer.receive(buckets, torch.float32, group))
+
+
+def test_tensors_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    sent["third"] = torch.randn(40, 80)[:, ::2]  # not contiguous, nor is a flat view of it
+    arrived = transferred(monkeypatch, sent)
+    assert list(arrived) == list(SHAPES)
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
+
+
+def test_tensors_that_change_on_the_way_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flip(wire: list[Tensor]) -> None:
+        wire[0].view(torch.int32)[15 + 600] ^= 1 << 9
+
+    sent = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    with pytest.raises(WeightsDiffer, match="the sums of their bits: second; look"):
+        transferred(monkeypatch, sent, flip)
