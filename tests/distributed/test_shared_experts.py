@@ -25,7 +25,7 @@ from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.sizes import shard_sizes
 from mindspeed_rlxf.roles.generation import make_requests
-from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
 from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
 from tests.distributed.groups import build_group, build_policy
@@ -82,7 +82,9 @@ class WatchedRollout(RolloutRole):
             scores = engine.score(prompts.token_ids, given[: prompts.num_rows])
             responses = [(list(r), logs) for r, logs in zip(given, scores, strict=False)]
         else:
-            results = engine.generate(make_requests(prompts, self.sampling, SEED))
+            results = engine.generate(
+                make_requests(prompts, self.settings[Sampling.TRAINING], SEED)
+            )
             found = list(results) if taken is None else [next(results) for _ in range(taken)]
             results.close()  # type: ignore[attr-defined]
             found.sort(key=lambda result: result.place)
