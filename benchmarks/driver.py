@@ -2,7 +2,7 @@
 
 The trainer, its role groups, metrics and files are real; the workers answer at once. First there
 are 32 workers, processes of a pool with a world of its own; then 512 stand-ins, 64 to a process,
-which answer without reading their inputs. Each iteration has nine phases. Between iterations the
+which answer without a world. Each iteration has nine phases. Between iterations the
 driver calls bare actors, one for each process of the pool, that return their argument. It makes as
 many calls as the trainer did, twice: each call after the answer to the last, which is the cost of
 one bare call; and all calls of a phase before the first answer, where calls share the wake-ups of
@@ -18,12 +18,13 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents
 import numpy as np
 import torch
 
-from mindspeed_rlxf.cluster.kept_rows import KeptRows
-from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.cluster.protocol import Reply, Request
+from mindspeed_rlxf.cluster.refs import number_handles, resolve_refs
 from mindspeed_rlxf.cluster.worker import freeze_imports
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -112,24 +113,20 @@ class Role:
 
 
 class ManyRanks:
-    """Stands in for many ranks in one process: runs requests without fetching their rows."""
+    """Stands in for many ranks in one process."""
 
     def __init__(self, length: int) -> None:
-        from mindspeed_rlxf.cluster.ray import message
+        self.role = Role(length)
 
-        self.role, self.kept, self.message = Role(length), KeptRows(), message
-
-    def run_request(self, message: list[Any], built: Any = None) -> Reply:
+    def run_request(self, message: bytes, *rows: Rows) -> tuple[Rows | None, Reply]:
         """Run a request of the driver; answer at once if it builds a role or is for an engine."""
-        received = self.message.Message(*message)
-        self.kept.drop(received.dropped)
-        if built is not None or received.of_engine:
-            return Reply(None, None, 0.0)
-        request = self.message.read_request(received, built)
-        output = getattr(self.role, request.method)(*request.args)
-        self.kept.put(received.key, output.rows)
-        rows = None if output.rows is None else output.rows.num_rows
-        return Reply(output.report, rows, 0.0)
+        request: Request = pickle.loads(message)
+        if request.factory is not None or request.of_engine:
+            return None, Reply(None, None, 0.0)
+        args = resolve_refs(request.args, lambda handles: [rows[i] for i in handles])
+        output = getattr(self.role, request.method)(*args)
+        count = None if output.rows is None else output.rows.num_rows
+        return output.rows, Reply(output.report, count, 0.0)
 
 
 class Bare:
@@ -147,7 +144,7 @@ class Measured(PpoTrainer):
         from mindspeed_rlxf.cluster.ray import pool
 
         self.bare, self.ray = bare, ray
-        self.module = SimpleNamespace(make_messages=pool.make_messages, gather=pool.gather)
+        self.submit, self.gather = pool.RayPool.submit, pool.gather
         # CPU seconds per call, one number for each iteration
         self.cpu: list[float] = []  # of the trainer
         self.main_cpu: list[float] = []  # of the trainer, in the main thread alone
@@ -157,18 +154,18 @@ class Measured(PpoTrainer):
         self.num_calls = self.num_phases = 0  # of the present iteration
         self.num_replies = self.bytes_out = self.bytes_in = 0
 
-    def count_out(self, requests: Any, *arguments: Any) -> list[tuple[Any, ...]]:
-        """Make the messages of a phase and count them; in the first iteration also their bytes."""
-        messages = self.module.make_messages(requests, *arguments)
+    def count_out(self, pool: Any, requests: Any, first_rank: int = 0) -> Any:
+        """Submit a phase and count its calls; in the first iteration also the bytes of requests."""
         self.num_phases += 1
-        self.num_calls += len(messages)
+        self.num_calls += len(requests)
         if not self.cpu:
-            self.bytes_out += sum(len(self.ray.cloudpickle.dumps(each)) for each in messages)
-        return messages
+            sent = [replace(each, args=number_handles(each.args)[0]) for each in requests]
+            self.bytes_out += sum(len(pickle.dumps(each)) for each in sent)
+        return self.submit(pool, requests, first_rank)
 
-    def count_in(self, tasks: Any, timeout_s: float) -> list[Reply]:
+    def count_in(self, calls: Any, timeout_s: float) -> list[Reply]:
         """Wait for replies and count them; in the first iteration also their bytes."""
-        replies = self.module.gather(tasks, timeout_s)
+        replies = self.gather(calls, timeout_s)
         self.num_replies += len(replies)
         if not self.cpu:
             self.bytes_in += sum(len(self.ray.cloudpickle.dumps(each)) for each in replies)
@@ -209,7 +206,7 @@ class Measured(PpoTrainer):
 
         self._began = cpu_s(), time.thread_time()
         with (
-            patch.object(pool, "make_messages", self.count_out),
+            patch.object(pool.RayPool, "submit", lambda *arguments: self.count_out(*arguments)),
             patch.object(pool, "gather", self.count_in),
         ):
             super().fit()
@@ -263,18 +260,18 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
     from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorkers
     from mindspeed_rlxf.cluster.worker import ProcessSetup
 
+    ManyRanks.run_request = ray.method(num_returns=2)(ManyRanks.run_request)  # type: ignore[method-assign]
     many = ray.remote(num_cpus=0)(ManyRanks)
-    run = many.options(max_concurrency=1)
-    processes = [run.remote(length) for _ in range(-(-size // RANKS_PER_PROCESS))]
+    processes = [many.remote(length) for _ in range(-(-size // RANKS_PER_PROCESS))]
     actors = tuple(processes[rank // RANKS_PER_PROCESS] for rank in range(size))
     places = tuple(Place("host", "127.0.0.1", 0, ()) for _ in range(size))
     workers = RayWorkers((size,), None, actors, places)
     setups = [
-        ProcessSetup("main", rank, size, DeviceKind.CPU, 1, 60.0, None, "127.0.0.1")
+        ProcessSetup("main", rank, size, DeviceKind.CPU, 1, 60.0, 60.0, None, "127.0.0.1")
         for rank in range(size)
     ]
     pools = runtime.pools
-    return RayPool("main", workers, setups, [SimpleNamespace()] * size, pools.timeout_s, pools)
+    return RayPool("main", workers, setups, pools.timeout_s, pools)
 
 
 def memory_mib(pool: Any) -> int:
@@ -342,11 +339,11 @@ def idle_share(seconds: float = 3.0) -> float:
 
 
 def fit_with_profile(trainer: Measured) -> None:
-    """Train and print the profile of the main thread to stderr."""
+    """Train and print the profile of CPU time of the main thread to stderr."""
     import cProfile
     import pstats
 
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.thread_time)
     profile.runcall(trainer.fit)
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(30)
 
@@ -393,10 +390,14 @@ def make_trainer(config: RunConfig, roles: RoleGroups) -> Measured:
         Prompt(i, "prompt", np.arange(2, 18), "truth", "source")
         for i in range(2 * config.training.global_batch_size)
     ]
+    directory = RunDirectory.create(config)
     nothing: Any = SimpleNamespace(
-        settle=lambda note: None, is_due=lambda *_: False, validate=lambda *_, **__: {}
+        directory=directory,
+        settle=lambda note: None,
+        is_due=lambda *_: False,
+        validate=lambda *_, **__: {},
     )
-    recorder = Recorder(config, RunDirectory.create(config), None)
+    recorder = Recorder(config, directory, None)
     source = PromptSource.from_config(config, prompts)
     stop = StopRequest(60.0)
     return Measured(config, roles, source, nothing, recorder, nothing, stop)

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ EARLY = 0.9  # fraction of the deadline after which the stacks are written
 LOOK_S = 2.0  # longest wait for stacks that are not there yet
 TAIL_BYTES = 256 * 1024
 DUMP, ENDED = "Timeout (", "the call that wrote its stacks has ended"
+WAITS_FOR_ROWS = "waits for rows"
 NO_STACK = "wrote no stack (stopped, gone, or its log is not on shared storage)"
 
 FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+ in (?P<function>.+)$', re.MULTILINE)
@@ -43,27 +44,28 @@ def stacks_when_late(timeout_s: float) -> Iterator[None]:
 
 
 def explain_timeout(
-    error: RuntimeTimeout, late: Sequence[Origin], producers: Sequence[Origin]
+    error: RuntimeTimeout, late: Sequence[Origin], lacks_rows: Mapping[Origin, bool]
 ) -> RuntimeTimeout:
     """Return a new RuntimeTimeout that says what the late ranks do and names the ones to blame.
 
     Those are the late ranks that do not wait for others; if all wait, the producers that do not;
     else all late ranks.
 
-    late:      the missing ranks
-    producers: ranks that have not made the rows yet which the missing ranks read
+    late:       the missing ranks
+    lacks_rows: the missing ranks, then those that have not made rows yet which ranks before them
+                read; whether each waits for such rows itself, so that its call has not begun
     """
-    ranks = list(dict.fromkeys([*late, *producers]))
+    ranks = list(lacks_rows)
     deadline = time.monotonic() + LOOK_S
     while True:
-        stacks = {each: read_stack(each.log) for each in ranks}
+        stacks = {each: read_stack(each.log) for each in ranks if not lacks_rows[each]}
         if all(stacks.values()) or time.monotonic() >= deadline:
             break
         time.sleep(0.1)
-    silent = NO_STACK, False
-    states = {each: describe_stack(s) if s else silent for each, s in stacks.items()}
+    states = dict.fromkeys(ranks, (WAITS_FOR_ROWS, True))
+    states |= {e: describe_stack(s) if s else (NO_STACK, False) for e, s in stacks.items()}
     blamed = [each for each in late if not states[each][1]]
-    blamed = blamed or [each for each in producers if not states[each][1]] or list(late)
+    blamed = blamed or [each for each in ranks if not states[each][1]] or list(late)
     blamed = list({each.rank: each for each in blamed if each.call == blamed[0].call}.values())
     by_state: dict[tuple[str, str], list[str]] = {}
     for each in ranks:
@@ -89,9 +91,8 @@ def read_stack(log: str) -> str:
 
 
 def describe_stack(stack: str) -> tuple[str, bool]:
-    """Return what the thread that runs roles does, in words, and whether it waits for other ranks.
+    """Return what the thread that runs roles does, and whether it waits in torch.distributed.
 
-    It waits if it is in `fetch_rows` or in torch.distributed.
     stack: the stacks of all threads, as `faulthandler` writes them
     """
     threads = THREAD.split(stack)[1:]
@@ -99,8 +100,6 @@ def describe_stack(stack: str) -> tuple[str, bool]:
     if ours is None:
         return "has no call to work on", False
     frames = [(f["file"], f["function"]) for f in FRAME.finditer(ours)]
-    if any(name == "fetch_rows" for _, name in frames):
-        return "waits for rows", True
     collective = [name for file, name in frames if "torch/distributed/" in file]
     if collective:
         named = [name for name in collective if not name.startswith(("wrapper", "_", "<"))]

@@ -170,7 +170,6 @@ class Place:
     pid: int = 0
     node: str = ""  # Ray's id of the node
     oom_kills: int = 0  # processes of the host killed for lack of memory before this one started
-    process: str = ""  # name of the Ray actor, by which other workers find it
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:

@@ -55,7 +55,6 @@ class Reply:
     seconds: float  # in the method, without waiting for its inputs
     rank: int = 0  # in the pool
     started: float = 0.0  # start of the method, epoch seconds by the clock of the rank's host
-    fetch_s: float = 0.0  # seconds before `started` that it waited for its inputs and fetched them
     memory: int = 0  # peak of the device in the method, bytes; on CPU resident memory after it
 
 

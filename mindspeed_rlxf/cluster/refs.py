@@ -47,6 +47,10 @@ class RowsRef:
             return len(self.selection)
         return sum(piece.num_rows for piece in self.pieces)
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        return _first_rows(self.pieces)
+
     def take(self, rows: Sequence[int]) -> RowsRef:
         """Return a reference to these rows, in the given order.
 
@@ -59,7 +63,7 @@ class RowsRef:
             rule = f"rows must be in 0..{self.num_rows - 1}"
             raise IndexError(f"{rule}, got {min(rows)}..{max(rows)}")
         wanted = rows if self.selection is None else [self.selection[row] for row in rows]
-        starts = _first_rows(self.pieces)
+        starts = self._starts
         owner = [bisect_right(starts, row) - 1 for row in wanted]
         used = sorted(set(owner))
         kept = [self.pieces[i] for i in used]
@@ -110,7 +114,7 @@ class RowsRef:
               ascending
         """
         everything = range(sum(piece.num_rows for piece in self.pieces))
-        starts = _first_rows(self.pieces)
+        starts = self._starts
         found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
         for position, row in enumerate(everything if self.selection is None else self.selection):
             owner = bisect_right(starts, row) - 1
@@ -192,7 +196,23 @@ def resolve_refs(value: Any, fetch: Fetch) -> Any:
         return value
     handles = list(dict.fromkeys(p.handle for ref in refs for p, _, _ in ref.by_piece()))
     known = dict(zip(handles, fetch(handles), strict=True))
-    return _replace_refs(value, lambda wanted: [known[handle] for handle in wanted])
+
+    def read(ref: RowsRef) -> Rows:
+        return resolve(ref, lambda wanted: [known[handle] for handle in wanted])
+
+    return _replace_refs(value, read)
+
+
+def number_handles(value: Any) -> tuple[Any, list[Handle]]:
+    """Return `value` with the handles in its RowsRefs replaced by indices, and their list."""
+    index: dict[Handle, int] = {}
+
+    def number(ref: RowsRef) -> RowsRef:
+        numbers = [index.setdefault(piece.handle, len(index)) for piece in ref.pieces]
+        pieces = map(Piece, numbers, (piece.num_rows for piece in ref.pieces))
+        return RowsRef(tuple(pieces), ref.selection)
+
+    return _replace_refs(value, number), list(index)
 
 
 def split_refs(value: Any, n: int) -> list[Any]:
@@ -215,22 +235,25 @@ def split_refs(value: Any, n: int) -> list[Any]:
     ]
 
 
-def _replace_refs(value: Any, fetch: Fetch) -> Any:
-    """Return the value with every RowsRef in it replaced by its rows.
+def _replace_refs(value: Any, replace: Callable[[RowsRef], Any]) -> Any:
+    """Return the value with every RowsRef in it replaced by what `replace` returns for it.
 
     Containers with a RowsRef are copied; values without one are returned as they are.
     """
     if isinstance(value, RowsRef):
-        return resolve(value, fetch)
-    if not find_refs(value):
+        return replace(value)
+    if isinstance(value, (Rows, *PLAIN)):
+        return value
+    items = list_items(value)
+    changed = [_replace_refs(item, replace) for item in items]
+    if all(new is old for new, old in zip(changed, items, strict=True)):
         return value
     if isinstance(value, dict):
-        return {key: _replace_refs(item, fetch) for key, item in value.items()}
+        return dict(zip(value, changed, strict=True))
     if isinstance(value, (list, tuple)):
-        items = [_replace_refs(item, fetch) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     names = [field.name for field in dataclasses.fields(value)]
-    return dataclasses.replace(value, **{n: _replace_refs(getattr(value, n), fetch) for n in names})
+    return dataclasses.replace(value, **dict(zip(names, changed, strict=True)))
 
 
 def _first_rows(pieces: Sequence[Piece]) -> list[int]:

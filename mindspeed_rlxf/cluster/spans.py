@@ -20,18 +20,14 @@ _ended: deque[Span] = deque(maxlen=20_000)
 def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:
     """Record spans of a call that has ended, for `take_all`.
 
-    They are the work of each rank, its wait for inputs, and the driver's wait until now. Waits
-    under 1 ms, and ranks from MOST_RANKS on, are left out.
+    They are the work of each rank, and the driver's wait until now if it is not under 1 ms. Ranks
+    from MOST_RANKS on are left out.
     names: `role.method` of each reply
     asked: when the driver began to wait, seconds since the epoch
     """
     for name, reply in zip(names, replies, strict=False):
-        if reply.rank >= MOST_RANKS:
-            continue
-        _ended.append(Span(name, pool, reply.rank, reply.started, reply.seconds))
-        if reply.fetch_s > LONGEST_UNSEEN_S:
-            role, began = name.partition(".")[0], reply.started - reply.fetch_s
-            _ended.append(Span(f"{role}.inputs", pool, reply.rank, began, reply.fetch_s, "wait"))
+        if reply.rank < MOST_RANKS:
+            _ended.append(Span(name, pool, reply.rank, reply.started, reply.seconds))
     waited = time.time() - asked
     if names and waited > LONGEST_UNSEEN_S:
         _ended.append(Span(f"wait for {names[0]}", "driver", 0, asked, waited, "wait"))

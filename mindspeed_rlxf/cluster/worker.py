@@ -49,13 +49,12 @@ class RoleHost:
         self._roles: dict[Role, Any] = {}
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """Fetch the inputs and run the method; return the rows to keep and the reply to the driver.
+        """Run the method on the rows it asks for; return its rows, and the reply to the driver.
 
         Any Exception becomes a WorkerError, whose traceback is printed; that of a rank whose rows
         are needed is raised unchanged. Only leaders (`keeps_rows`) return rows and a report.
         """
         try:
-            asked = time.perf_counter()
             args = resolve_refs(request.args, self._fetch)
             device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
@@ -71,8 +70,7 @@ class RoleHost:
             assert wanted is None or found in (None, wanted), (
                 f"returned {found} rows, its inputs say {wanted}"
             )
-            fetch_s, memory = started - asked, device.peak_memory()
-            reply = Reply(report, found, seconds, self._rank, began, fetch_s, memory)
+            reply = Reply(report, found, seconds, self._rank, began, device.peak_memory())
             return None if rows is None else to_host(rows), reply
         except WorkerError:
             raise

@@ -1,13 +1,19 @@
-"""A pool of Ray actors: one torch world, one process per device."""
+"""A pool of Ray actors: one torch world, one process per device.
+
+Rows are in Ray's object store. The driver passes Ray's references on as arguments of the calls that
+read the rows, so Ray brings the rows to a rank before its call begins, and forgets them when the
+driver has no reference any more. A call whose rows another rank failed to make fails with the error
+of that rank.
+"""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import os
+import pickle
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,12 +23,11 @@ from mindspeed_rlxf.cluster.diagnosis import explain_timeout, oom_kills
 from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
-from mindspeed_rlxf.cluster.ray.message import Message, make_messages, read_request
-from mindspeed_rlxf.cluster.ray.rows import CallRows, RayHandle, WorkerRows, find_missing
-from mindspeed_rlxf.cluster.ray.wait import gather
-from mindspeed_rlxf.cluster.refs import find_refs
+from mindspeed_rlxf.cluster.ray.wait import RankCall, gather
+from mindspeed_rlxf.cluster.refs import number_handles
 from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.data.batch import Rows
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.cluster.ray.pools import RayPools
@@ -30,80 +35,43 @@ if TYPE_CHECKING:
 RESET_S = 3.0  # longest wait for the processes of an ended pool to reset
 
 
-_keys = itertools.count()  # of the rows of calls, unique in this driver
-
-
 class RayWorker(WorkerProcess):
-    """The Ray actor class of a worker process.
-
-    `join` and `run_request` return errors and do not raise them, so that Ray does not report them
-    too. One thread runs all methods but `give_rows`, which answers while a role computes.
-    """
+    """The Ray actor class of a worker process."""
 
     def __init__(self) -> None:
-        self._rows = WorkerRows()
-        super().__init__(self._rows.fetch_rows)
+        self._rows: Sequence[Rows] = ()  # of the present call
+        super().__init__(lambda handles: [self._rows[i] for i in handles])
 
     def report_place(self, entry: int) -> Place:
-        """Return where this process runs; also store its actor name, by which others find its rows.
-
-        entry: index of its node in `processes_per_node`
-        """
+        """Return where this process runs. entry: index of its node in `processes_per_node`"""
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
         ip = ray.util.get_node_ip_address()
         node, kills = context.get_node_id(), oom_kills()
-        name = self._rows.process = context.get_actor_name() or ""
-        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills, name)
+        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills)
 
-    def join(
-        self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
-    ) -> WorkerError | None:
-        """Set `secrets` in os.environ and join the pool's world; return a WorkerError or None.
+    def join(self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]) -> None:
+        """Set `secrets` in os.environ and join the pool's world; raises WorkerError.
 
-        See `WorkerProcess.start`. An error of joining is returned, not raised.
+        See `WorkerProcess.start`.
         ip, port: of the pool's rendezvous store
         secrets:  environment variables that are not given to Ray as such: it would show them
         """
         os.environ.update(secrets)
-        self._rank, self._rows.timeout_s = setup.rank, setup.timeout_s
         try:
             self.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
-            return worker_error(error, setup.pool, setup.rank, "start")
-        return None
+            raise worker_error(error, setup.pool, setup.rank, "start") from None
 
-    def run_request(self, message: list[Any], built: Any = None) -> Reply | WorkerError:
-        """Drop the rows that the message names, run its request and keep the resulting rows.
-
-        Returns the reply, or the WorkerError of any failure, which is also kept in place of the
-        rows, so that their readers get it.
-        message, built: as `make_messages` returns them
-        """
-        asked = Message(*message)
-        self._rows.kept.drop(asked.dropped)
+    @ray.method(num_returns=2)
+    def run_request(self, message: bytes, *rows: Rows) -> tuple[Rows | None, Reply]:
+        """Run a pickled request (see `RoleHost.run`), whose handles are indices into `rows`."""
+        self._rows = rows
         try:
-            rows, reply = self.run(read_request(asked, built))
-            self._rows.kept.put(asked.key, rows)
-        except Exception as error:  # readers of the rows have to learn of any
-            failure = error if isinstance(error, WorkerError) else self._as_own(error, asked)
-            self._rows.kept.put(asked.key, failure)
-            return failure
-        return reply
-
-    def _as_own(self, error: Exception, asked: Message) -> WorkerError:
-        return worker_error(error, asked.role, self._rank, asked.method)
-
-    @ray.method(concurrency_group="rows")
-    def give_rows(self, keys: Sequence[int]) -> dict[int, Any]:
-        """Return to another worker what is kept under these keys (see `WorkerRows.give`)."""
-        return self._rows.give(keys)
-
-    def reset(self) -> None:
-        """Drop all rows and leave the pool; the process can join another one."""
-        self._rows.clear()
-        super().reset()
+            return self.run(pickle.loads(message))
+        finally:
+            self._rows = ()
 
 
 def assigned_device(kind: DeviceKind) -> str | None:
@@ -137,9 +105,9 @@ class RayWorkers:
         True = another pool can use them. A process is late after RESET_S seconds.
         """
         origins = [Origin("pool", rank, "", "reset") for rank in range(len(self.actors))]
-        tasks = [(a.reset.remote(), o) for a, o in zip(self.actors, origins, strict=True)]
+        pairs = zip(origins, self.actors, strict=True)
         try:
-            gather(tasks, RESET_S)
+            gather([RankCall(origin, actor.reset.remote()) for origin, actor in pairs], RESET_S)
         except (WorkerError, RuntimeTimeout):
             return False
         return True
@@ -148,37 +116,30 @@ class RayWorkers:
 class RayCall:
     """A method submitted to ranks of a pool; implements `Call`."""
 
-    def __init__(self, pool: RayPool, origins: Sequence[Origin], refs: list[Any], key: int) -> None:
-        """Describe a call that has been submitted."""
-        self._pool, self._origins, self._key = pool, origins, key
-        self._rows = CallRows(pool, key, origins[0].rank, refs)
-
-    @cached_property
-    def handles(self) -> list[RayHandle]:
-        return [RayHandle(self._rows, origin) for origin in self._origins]
+    def __init__(self, handles: Sequence[RankCall], timeout_s: float) -> None:
+        """Describe a call that has been submitted. handles: of its ranks, in order"""
+        self.handles, self._timeout_s = handles, timeout_s
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies of all ranks and return them in order; call it only once.
+        """Wait for the replies of all ranks and return them in order.
 
         The deadline counts from here. Raises WorkerError, or after the deadline RuntimeTimeout with
         what the late ranks do, as their logs show it.
         """
-        tasks = list(zip(self._rows.replies, self._origins, strict=True))
         try:
-            replies: list[Reply] = gather(tasks, self._pool.timeout_s)
+            replies: list[Reply] = gather(self.handles, self._timeout_s)
         except RuntimeTimeout as error:
-            requests = self._pool.under_way[self._key]
-            both = [
-                each
-                for each in zip(self._origins, requests, strict=True)
-                if each[0].rank in error.missing
-            ]
-            refs = [ref for _, request in both for ref in find_refs(request.args)]
-            inputs = find_missing([piece.handle for ref in refs for piece in ref.pieces])
-            producers = [handle.origin for handle in inputs]
-            raise explain_timeout(error, [origin for origin, _ in both], producers) from None
-        self._rows.replies.clear()
-        del self._pool.under_way[self._key]
+            late = [call for call in self.handles if call.origin.rank in error.missing]
+            lacks_rows: dict[Origin, bool] = {}
+            calls = list(late)
+            for call in calls:  # which grows by the calls that they wait for
+                if call.origin not in lacks_rows:
+                    inputs = call.late_inputs()
+                    lacks_rows[call.origin] = bool(inputs)
+                    calls += inputs
+            raise explain_timeout(error, [call.origin for call in late], lacks_rows) from None
+        for call in self.handles:
+            call.inputs.clear()
         return replies
 
 
@@ -195,36 +156,24 @@ class RayPool:
     ) -> None:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
         self.timeout_s, self._setups, self.owner = timeout_s, setups, owner
-        # Requests by key, until their call has ended without error: they keep the rows they read.
-        self.under_way: dict[int, Sequence[Request]] = {}
-        self._dropped: list[list[int]] = [[] for _ in workers.actors]  # keys, for the next message
         self._origins: dict[tuple[str, str], list[Origin]] = {}  # of all ranks, by role and method
         self._run = [actor.run_request.remote for actor in workers.actors]
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
-        """Start one request per rank without waiting; rank `first_rank` gets the first request.
-
-        The keys of rows to drop go with the messages.
-        """
-        key, ranks = next(_keys), range(first_rank, first_rank + len(requests))
-        self.under_way[key] = requests
-        messages = make_messages(requests, key, [self._take_dropped(rank) for rank in ranks])
-        refs = [self._run[rank](*message) for rank, message in zip(ranks, messages, strict=True)]
-        pairs = zip(ranks, requests, strict=True)
-        origins = [self._all_origins(r.role.value, r.method)[rank] for rank, r in pairs]
-        return RayCall(self, origins, refs, key)
-
-    def drop_rows(self, key: int, ranks: range) -> None:
-        """Tell these ranks with their next message to drop the rows of a call."""
-        for rank in ranks:
-            self._dropped[rank].append(key)
-
-    def _take_dropped(self, rank: int) -> list[int]:
-        """Remove and return the keys of rows that a rank has to drop."""
-        keys = self._dropped[rank]  # another thread, collecting garbage, may add to it
-        taken = keys[:]
-        del keys[: len(taken)]
-        return taken
+        """Start one request per rank without waiting; rank `first_rank` gets the first request."""
+        sent: dict[int, tuple[Any, list[RankCall]]] = {}  # ranks of a replica have the same args
+        calls = []
+        for rank, request in enumerate(requests, first_rank):
+            if id(request.args) not in sent:
+                sent[id(request.args)] = number_handles(request.args)
+            args, inputs = sent[id(request.args)]
+            # Ray's own pickler takes as long as the rest of a call. A factory may need it.
+            pickler = ray.cloudpickle if request.factory else pickle
+            message = pickler.dumps(dataclasses.replace(request, args=args))
+            rows, reply = self._run[rank](message, *[call.rows for call in inputs])
+            origin = self._all_origins(request.role.value, request.method)[rank]
+            calls.append(RankCall(origin, reply, rows, inputs))
+        return RayCall(calls, self.timeout_s)
 
     def _all_origins(self, role: str, phase: str) -> list[Origin]:
         """Return the Origin of `role` and `phase` on each rank, in order; later calls reuse it."""

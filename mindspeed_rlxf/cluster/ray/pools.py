@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
 from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorker, RayWorkers
-from mindspeed_rlxf.cluster.ray.rows import READERS
 from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, device_options, run_tasks
-from mindspeed_rlxf.cluster.ray.wait import gather
+from mindspeed_rlxf.cluster.ray.wait import RankCall, gather
 from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
@@ -164,17 +162,19 @@ class RayPools:
         groups: placement group of each pool
         """
         wants = device_options(self._resource, self._environment)
-        made = ray.remote(concurrency_groups={"rows": READERS})(RayWorker)
+        made = ray.remote(RayWorker)
         actors: dict[str, list[tuple[int, Any]]] = {name: [] for name in shapes}
         for name, shape in shapes.items():
             for entry, count in enumerate(shape):
                 where = PlacementGroupSchedulingStrategy(groups[name], entry)
                 options = {"scheduling_strategy": where, "max_restarts": 0, **wants}
                 for _ in range(count):
-                    actor = made.options(name=uuid.uuid4().hex, **options).remote()
-                    actors[name].append((entry, actor))
+                    actors[name].append((entry, made.options(**options).remote()))
         tasks = [
-            (actor.report_place.remote(entry), Origin(name, index, "a host not known yet", "start"))
+            RankCall(
+                Origin(name, index, "a host not known yet", "start"),
+                actor.report_place.remote(entry),
+            )
             for name, found in actors.items()
             for index, (entry, actor) in enumerate(found)
         ]
@@ -199,9 +199,9 @@ class RayPools:
         limit = self.start_timeout_s
         ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
         opening = [
-            (
-                w.actors[0].open_store.remote(ips[name], len(w.actors), limit),
+            RankCall(
                 Origin(name, 0, w.places[0].host, "start"),
+                w.actors[0].open_store.remote(ips[name], len(w.actors), limit),
             )
             for name, w in workers.items()
         ]
@@ -225,9 +225,9 @@ class RayPools:
             for name, w in workers.items()
         }
         starting = [
-            (
-                actor.join.remote(setups[name][rank], ips[name], ports[name], self._secrets),
+            RankCall(
                 Origin(name, rank, w.places[rank].host, "start"),
+                actor.join.remote(setups[name][rank], ips[name], ports[name], self._secrets),
             )
             for name, w in workers.items()
             for rank, actor in enumerate(w.actors)

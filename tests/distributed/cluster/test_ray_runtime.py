@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -90,13 +91,10 @@ def test_a_consumer_starts_when_its_own_rows_are_there(make_pools: MakePools) ->
     assert reply.started < late.started + late.seconds - 0.3
 
 
-def test_large_rows_reach_readers_that_wait_for_long_and_their_own_rank(
-    make_pools: MakePools,
-) -> None:
-    """Readers ask again after a second; the first answer moves the rows to shared memory."""
+def test_large_rows_reach_other_ranks_and_their_own(make_pools: MakePools) -> None:
     producer, consumer = [build(pool) for pool in make_pools(1, 2)]
-    numbers = Numbers(torch.arange(20_000))  # 160 kB
-    rows = producer.call(StandIn.make_late, Sharded([numbers]), 1.3).rows()
+    numbers = Numbers(torch.arange(20_000))  # 160 kB: Ray stores them in shared memory
+    rows = producer.call(StandIn.make, Sharded([numbers])).rows()
     halves = consumer.call(StandIn.read, rows).result()
     assert [n for half in halves for n in half.numbers] == list(range(20_000))
     own = producer.call(StandIn.read, rows.take([19_999, 0])).result()
@@ -108,30 +106,54 @@ def test_collections_of_the_driver_leave_its_imports_alone(make_pools: MakePools
     assert gc.get_freeze_count() > 100_000
 
 
-def test_ranks_drop_rows_that_nothing_refers_to_with_their_next_message(
-    make_pools: MakePools,
+@pytest.mark.parametrize("count", [2, 20_000], ids=["inline", "shared memory"])
+def test_a_role_may_change_its_rows_and_what_it_returned(make_pools: MakePools, count: int) -> None:
+    (pool,) = make_pools(1)
+    group = build(pool)
+    rows = group.call(StandIn.make, Sharded([Numbers(torch.arange(count))])).rows()
+    for _ in range(2):  # of which the second reads the rows anew
+        doubled = group.call(StandIn.double_in_place, rows)
+        assert group.call(StandIn.double_in_place, doubled.rows()).result() == [4 * (count - 1)]
+        assert doubled.result() == [2 * (count - 1)]
+
+
+def test_the_driver_hands_rows_on_and_never_reads_them(
+    make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray
+    def refuse(rows: Numbers, state: object) -> None:
+        raise AssertionError("the driver reads rows")
+
+    one, two = [build(pool) for pool in make_pools(1, 2)]
+    monkeypatch.setattr(Numbers, "__setstate__", refuse, raising=False)
+    with pytest.raises(AssertionError, match="the driver reads rows"):
+        pickle.loads(pickle.dumps(Numbers(torch.arange(1))))  # as Ray would
+    for count in (2, 20_000):
+        rows = one.call(StandIn.make, Sharded([Numbers(torch.arange(count))])).rows()
+        read = two.call(StandIn.read, rows.take([1, 0]))
+        assert [fetched.numbers for fetched in read.result()] == [[1], [0]]
+
+
+def test_rows_are_freed_when_the_driver_has_no_reference_to_them(make_pools: MakePools) -> None:
+    from ray._private.worker import global_worker
 
     (pool,) = make_pools(2)
     group = build(pool)
 
-    def count_kept() -> list[int]:
-        found: list[int] = ray.get([a.__ray_call__.remote(count) for a in pool.workers.actors])
-        return found
+    def held() -> int:
+        return len(global_worker.core_worker.get_all_reference_counts())
 
     group.call(StandIn.rank).result()
-    before = count_kept()
-    rows = [make_rows(group, 2) for _ in range(3)]
-    assert group.call(StandIn.read, rows[0].take([0, 1])).result()
-    assert [n - b for n, b in zip(count_kept(), before, strict=True)] == [3, 3]
-    del rows
-    group.call(StandIn.rank).result()
-    assert count_kept() == before
-
-
-def count(worker: Any) -> int:
-    return len(worker._rows.kept)
+    gc.collect()
+    before = held()
+    rows = make_rows(group, 2)
+    read = group.call(StandIn.read, rows.take([0, 1]))
+    assert held() > before
+    read.result()
+    del rows, read
+    deadline = time.monotonic() + 10
+    while held() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert held() == before
 
 
 def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(

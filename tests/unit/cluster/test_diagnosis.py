@@ -50,10 +50,6 @@ HOST = ("mindspeed_rlxf/cluster/worker.py:run", "default_worker.py:<module>")
             "is in decoder.decode from rules.score", False,
         ),
         (("mindspeed_rlxf/rewards/rules.py:score", *HOST), "is in rules.score", False),
-        (
-            ("ray/worker.py:wait", "mindspeed_rlxf/cluster/ray/wait.py:fetch_rows", *HOST),
-            "waits for rows", True,
-        ),
         (("default_worker.py:<module>",), "has no call to work on", False),
     ],
 )  # fmt: skip
@@ -105,16 +101,20 @@ def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive(
         ([WAITS, BUSY, WAITS], [1]),
         ([WAITS, WAITS], [0, 1]),
     ):
-        found = explain_timeout(late(0, 1, 2), ranks(tmp_path, "critic.values", *stacks), [])
+        origins = ranks(tmp_path, "critic.values", *stacks)
+        found = explain_timeout(late(0, 1, 2), origins, dict.fromkeys(origins, False))
         assert (found.missing, found.role) == (missing, "critic")
         assert found.hosts == [f"host{rank}" for rank in missing]
 
 
 def test_ranks_that_wait_for_rows_name_the_rank_that_makes_them(tmp_path: Path) -> None:
-    waits = ranks(tmp_path, "critic.values", frames("x/rows.py:fetch_rows", *HOST))
+    """Also through a rank that waits for rows itself; both have no call that could have a stack."""
+    waits = [*ranks(tmp_path, "critic.values", ""), *ranks(tmp_path, "ref.log_probs", "")]
     makers = ranks(tmp_path, "actor.generate", WAITS, BUSY)
-    found = explain_timeout(late(0), waits, makers)
+    lacks_rows = {**dict.fromkeys(waits, True), **dict.fromkeys(makers, False)}
+    found = explain_timeout(late(0), waits[:1], lacks_rows)
     assert (found.what, found.missing) == ("actor.generate", [1])
+    assert "critic.values rank 0: waits for rows; ref.log_probs rank 0: waits for" in found.hint
 
 
 def test_a_death_on_a_host_without_memory_says_so() -> None:

@@ -17,6 +17,7 @@ from mindspeed_rlxf.cluster.refs import (
     check_report,
     find_refs,
     holds_array,
+    number_handles,
     resolve,
     resolve_refs,
     split_refs,
@@ -152,6 +153,15 @@ def test_references_are_found_and_resolved_inside_containers_with_one_fetch() ->
     assert resolved[0].scale == 0.5
     assert isinstance(resolved[1][0], Pair) and numbers(resolved[1][0].left) == [0]
     assert resolved[2] == "text"
+
+
+def test_handles_are_replaced_by_their_places_in_a_list() -> None:
+    ref = Store([3, 2]).ref  # rows 0 1 2 | 3 4
+    value = (Inputs(ref.take([4]), {"more": (ref.take([3, 0]),)}, 0.5), "text")
+    (inputs, text), handles = number_handles(value)
+    assert handles == ["piece 1", "piece 0"] and (inputs.scale, text) == (0.5, "text")
+    assert inputs.first == RowsRef((Piece(0, 2),), (1,))
+    assert inputs.rest["more"] == (RowsRef((Piece(1, 3), Piece(0, 2)), (3, 0)),)
 
 
 def test_a_value_without_references_is_left_as_it_is() -> None:

@@ -16,17 +16,16 @@ def _nothing_of_others() -> None:
     spans.take_all()
 
 
-def reply(rank: int, fetch_s: float = 0.0) -> Reply:
-    return Reply(None, None, 2.0, rank, 100.0, fetch_s)
+def reply(rank: int) -> Reply:
+    return Reply(None, None, 2.0, rank, 100.0)
 
 
-def test_a_call_is_work_of_its_ranks_waits_for_inputs_and_the_wait_of_the_driver() -> None:
+def test_a_call_is_work_of_its_ranks_and_the_wait_of_the_driver() -> None:
     asked = time.time() - 5.0
-    spans.record_call("main", ["critic.values"] * 2, [reply(0), reply(1, 0.5)], asked)
-    first, second, inputs, driver = spans.take_all()
+    spans.record_call("main", ["critic.values"] * 2, [reply(0), reply(1)], asked)
+    first, second, driver = spans.take_all()
     assert first == Span("critic.values", "main", 0, 100.0, 2.0)
     assert second == Span("critic.values", "main", 1, 100.0, 2.0)
-    assert inputs == Span("critic.inputs", "main", 1, 99.5, 0.5, "wait")
     assert (driver.name, driver.pool, driver.kind) == ("wait for critic.values", "driver", "wait")
     assert driver.seconds == pytest.approx(5.0, abs=1.0)
     assert spans.take_all() == [], "they are taken once"
@@ -39,7 +38,7 @@ def test_each_part_of_a_split_pool_has_its_own_name() -> None:
 
 
 def test_ranks_that_are_not_drawn_and_short_waits_are_left_out() -> None:
-    replies = [reply(rank, 0.0001) for rank in range(500)]
+    replies = [reply(rank) for rank in range(500)]
     asked = time.time() + 60  # a busy host may take more than 1 ms to get to the end of the call
     spans.record_call("main", ["ref.log_probs"] * 500, replies, asked)
     assert len(spans.take_all()) == 64
