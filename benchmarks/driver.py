@@ -38,7 +38,6 @@ import torch
 
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.refs import number_handles, resolve_refs
-from mindspeed_rlxf.cluster.worker import freeze_imports
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
@@ -222,7 +221,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="print a cProfile of the driver")
     arguments = parser.parse_args()
-    from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
+    from mindspeed_rlxf.cluster.ray.runtime import RayRuntime, freeze_imports
 
     began = time.monotonic()
     runtime = RayRuntime(
@@ -257,27 +256,20 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
     import ray
 
     from mindspeed_rlxf.cluster.nodes import Place
-    from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorkers
-    from mindspeed_rlxf.cluster.worker import ProcessSetup
+    from mindspeed_rlxf.cluster.ray.pool import RayPool
 
     ManyRanks.run_request = ray.method(num_returns=2)(ManyRanks.run_request)  # type: ignore[method-assign]
     many = ray.remote(num_cpus=0)(ManyRanks)
     processes = [many.remote(length) for _ in range(-(-size // RANKS_PER_PROCESS))]
     actors = tuple(processes[rank // RANKS_PER_PROCESS] for rank in range(size))
     places = tuple(Place("host", "127.0.0.1", 0, ()) for _ in range(size))
-    workers = RayWorkers((size,), None, actors, places)
-    setups = [
-        ProcessSetup("main", rank, size, DeviceKind.CPU, 1, 60.0, 60.0, None, "127.0.0.1")
-        for rank in range(size)
-    ]
-    pools = runtime.pools
-    return RayPool("main", workers, setups, pools.timeout_s, pools)
+    return RayPool("main", actors, places, None, None, runtime.timeout_s)
 
 
 def memory_mib(pool: Any) -> int:
     """Return the median proportional set size of the workers: shared pages count in part."""
     found = []
-    for place in pool.workers.places:
+    for place in pool.places:
         lines = Path(f"/proc/{place.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
         found.append(int(next(line for line in lines if line.startswith("Pss:")).split()[1]))
     return int(statistics.median(found)) // 1024
@@ -287,7 +279,7 @@ def end_stand_ins(pool: Any) -> None:
     """Kill the processes of a pool of stand-ins."""
     import ray
 
-    for process in set(pool.workers.actors):
+    for process in set(pool.actors):
         ray.kill(process)
 
 
@@ -302,7 +294,7 @@ def measure(pool: Any, length: int, arguments: argparse.Namespace) -> dict[str, 
         built_s = time.monotonic() - began
         with contextlib.redirect_stdout(sys.stderr):  # the recorder keeps it
             trainer = make_trainer(config, roles)
-        processes = len(set(pool.workers.actors))
+        processes = len(set(pool.actors))
         actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(processes)]
         ray.get([actor.same.remote(0) for actor in actors])
         trainer.prepare(actors, ray)

@@ -8,11 +8,11 @@ values = critic.call(CriticRole.values, rollouts).rows()
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.protocol import BUILD, Call, Pool, Reply, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, list_items, split_refs
 from mindspeed_rlxf.config.enums import Role
@@ -20,6 +20,12 @@ from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.reporting.timeline import MOST_RANKS, Span
+
+LONGEST_UNSEEN_S = 0.001  # of a wait that is left out
+# Spans of calls that have ended, until they are written to the timeline. A process that writes none
+# keeps the newest ones only.
+_ended: deque[Span] = deque(maxlen=20_000)
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class Pending:
             asked = time.time()
             with phase(self.what[0] if self.what else "", prints=False):
                 self._replies = self._call.wait()
-            spans.record_call(self.pool, self.what, self._replies, asked)
+            record_call(self.pool, self.what, self._replies, asked)
         return self._replies
 
 
@@ -212,3 +218,27 @@ def _find_num_rows(value: Any) -> int | None:
         return value.num_rows
     counts = (_find_num_rows(item) for item in list_items(value))
     return next((count for count in counts if count is not None), None)
+
+
+def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:
+    """Record spans of a call that has ended, for `take_spans`.
+
+    They are the work of each rank, and the driver's wait until now if it is not under 1 ms. Ranks
+    from MOST_RANKS on are left out.
+    names: `role.method` of each reply
+    asked: when the driver began to wait, seconds since the epoch
+    """
+    for name, reply in zip(names, replies, strict=False):
+        if reply.rank < MOST_RANKS:
+            _ended.append(Span(name, pool, reply.rank, reply.started, reply.seconds))
+    waited = time.time() - asked
+    if names and waited > LONGEST_UNSEEN_S:
+        _ended.append(Span(f"wait for {names[0]}", "driver", 0, asked, waited, "wait"))
+
+
+def take_spans() -> list[Span]:
+    """Remove and return the recorded spans, in the order of recording."""
+    found = []
+    while _ended:
+        found.append(_ended.popleft())
+    return found

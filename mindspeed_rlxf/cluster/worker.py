@@ -1,18 +1,13 @@
-"""One worker process: its log, device and torch.distributed world, and the roles of its rank."""
+"""The roles of one rank, and how their methods are run."""
 
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
-import gc
-import os
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +15,11 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster.diagnosis import STDERR, stacks_when_late
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.protocol import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
-from mindspeed_rlxf.config.enums import DeviceKind, Role
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
-from mindspeed_rlxf.device import worlds
-from mindspeed_rlxf.engine import residency, shared_groups
 from mindspeed_rlxf.reporting.sample_tokens import write_tokens
 
 # Messages of collectives that have lost another rank.
@@ -143,96 +135,3 @@ def to_host(rows: Rows) -> Rows:
             if found.untyped_storage().nbytes() != found.numel() * found.element_size():
                 columns[name] = found.clone()
     return type(rows)(**columns)
-
-
-@dataclass(frozen=True)
-class ProcessSetup:
-    """The rank of a process in its pool, and the settings with which it starts."""
-
-    pool: str
-    rank: int
-    world_size: int
-    device_kind: DeviceKind
-    threads: int
-    timeout_s: float  # the driver's deadline of a call
-    collective_timeout_s: float  # longest wait of ranks for each other
-    log_dir: str | None  # of the run; None leaves stdout and stderr alone
-    ip: str  # of this process's node, as the cluster knows it: collectives use its interface
-    parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
-
-
-def log_of(setup: ProcessSetup) -> str | None:
-    """Return the path of a process's log on its host; None where output is not redirected."""
-    if setup.log_dir is None:
-        return None
-    return f"{setup.log_dir}/{setup.pool}/rank_{setup.rank:05d}.log"
-
-
-class WorkerProcess:
-    """One process of a pool; free of Ray."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
-        self._host: RoleHost | None = None
-        self._store: dist.TCPStore | None = None
-        self._timeout_s = 0.0
-
-    def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
-        """Open and keep the rendezvous store of the pool on rank 0, at `ip`; return its port."""
-        timeout = timedelta(seconds=timeout_s)
-        self._store, port = worlds.open_store(ip, world_size, timeout)
-        return port
-
-    def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
-        """Redirect output, set up network and device, and join the world of the pool or part.
-
-        Waits until all ranks of the pool join. Raises ValueError if the device cannot be set up.
-        ip, port: of the rendezvous store, which rank 0 opened
-        assigned: number on the host of the device that Ray gave this process; None = none
-        """
-        if (log := log_of(setup)) is not None:
-            redirect_output(Path(log))
-        for name, value in device.network_environment(setup.device_kind, setup.ip).items():
-            os.environ.setdefault(name, value)
-        faulthandler.enable(STDERR)
-        deadline_s = setup.collective_timeout_s
-        device.setup(setup.device_kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
-        timeout = timedelta(seconds=deadline_s)
-        store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
-        parts = setup.parts or (setup.world_size,)
-        worlds.join(device.backend(setup.device_kind), store, setup.rank, parts, timeout)
-        self._host, self._timeout_s = RoleHost(setup.rank, self._fetch), setup.timeout_s
-
-    def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """Run a request (see `RoleHost.run`); a late one writes the stacks to the log."""
-        assert self._host is not None, "this process belongs to no pool"
-        with stacks_when_late(self._timeout_s):
-            return self._host.run(request)
-
-    def reset(self) -> None:
-        """Leave the pool: drop all roles, the store, groups and the torch world."""
-        self._host = self._store = None
-        shared_groups.forget()
-        residency.forget()
-        gc.collect()
-        worlds.leave()
-        freeze_imports()
-
-
-def freeze_imports() -> None:
-    """Exempt all present objects, chiefly modules, once from garbage collection: it is slow."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
-
-
-def redirect_output(path: Path) -> None:
-    """Append all further stdout and stderr of this process, C++ included, to the file `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        getattr(sys, name).flush()
-        os.dup2(log, number)
-        stream = os.fdopen(number, "w", 1, "utf-8", "replace", closefd=False)
-        setattr(sys, name, stream)
-    os.close(log)

@@ -59,11 +59,4 @@ def holding(
         yield
     finally:
         for hold in holds:
-            if hold in _holds:
-                _holds.remove(hold)
-
-
-def forget() -> None:
-    """Forget all engines and open blocks, before the process serves another pool."""
-    _known.clear()
-    _holds.clear()
+            _holds.remove(hold)

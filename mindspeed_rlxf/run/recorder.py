@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.cluster import spans
+from mindspeed_rlxf.cluster.group import take_spans
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.enums import KlControl
@@ -51,7 +51,7 @@ class Recorder:
         self._health_file = open_lines(directory.health)
         self._timeline = Timeline(directory.timeline) if writes else None
         self._directory, self._logging = directory, config.logging
-        spans.take_all()  # those of another run of this process
+        take_spans()  # those of another run of this process
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
         self.health = Health(config.logging.stop_on, _kl_limit(config))
@@ -162,14 +162,14 @@ class Recorder:
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
         """Write phases of the driver and recorded calls to ranks to the timeline.
 
-        Takes the spans of `cluster.spans`, so the next call has only later ones. Does nothing with
+        Takes the spans of `take_spans`, so the next call has only later ones. Does nothing with
         `writes` False.
         driver: phase -> (start in seconds of the epoch, seconds)
         """
         if self._timeline is None:
             return
         own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
-        self._timeline.write(iteration, own + spans.take_all())
+        self._timeline.write(iteration, own + take_spans())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
         """Return which samples of this iteration the ranks log token by token.

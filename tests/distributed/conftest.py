@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_DEVICES = 4  # size of the largest pool
-WARM_DEVICES = 10  # enough that four pools, of 4, 2 or 1 workers, can be open at the same time
+WARM_DEVICES = 10  # of shared pools: enough for four at a time, of 4, 2 or 1 workers
+ALL_DEVICES = WARM_DEVICES + 3  # with those of a test that makes its own
 
 
 @pytest.fixture(scope="session")
 def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A RayRuntime on a cluster of its own with WARM_DEVICES CPU devices.
+    """A RayRuntime on a cluster of its own with ALL_DEVICES CPU devices.
 
-    When a test ends a pool, its processes stay, and the next pool of the same shape takes them over
-    with all imports done. Pools that no test ends are ended with the session.
+    Pools that no test ends are ended with the session.
     """
     from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
@@ -32,9 +32,8 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     runtime = RayRuntime(
         DeviceConfig(kind=DeviceKind.CPU),
         RuntimeConfig(timeout_s=300.0, start_timeout_s=120.0),
-        WARM_DEVICES,
+        ALL_DEVICES,
         log_dir=tmp_path_factory.mktemp("logs"),
-        keep_warm=True,
     )
     try:
         yield runtime
@@ -51,7 +50,7 @@ class KeptPools:
     """A Runtime that returns the same open pools when the same pools are requested again.
 
     A new role then replaces the one before it on running workers, without a new process group.
-    Another request ends pools of the shapes that it needs, and so takes over their processes.
+    Another request ends the oldest pools where devices lack.
     """
 
     def __init__(self, runtime: Any) -> None:
@@ -59,26 +58,21 @@ class KeptPools:
         self._kept: dict[str, dict[str, Any]] = {}
 
     def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
-        """Return pools by name, as `Runtime.create_pools` does; end others where devices lack."""
+        """Return pools by name, as `Runtime.create_pools` does."""
         request = f"{dict(processes_per_node)} {parts or {}}"
         if request not in self._kept:
-            shapes = {tuple(shape) for shape in processes_per_node.values()}
-            self.end_pools(shapes)
-            in_use = sum(p.world_size for pools in self._kept.values() for p in pools.values())
-            if in_use + sum(map(sum, processes_per_node.values())) > WARM_DEVICES:
-                self.end_pools()
+            self.end_pools(WARM_DEVICES - sum(map(sum, processes_per_node.values())))
             self._kept[request] = self._runtime.create_pools(processes_per_node, parts)
         return self._kept[request]
 
-    def end_pools(self, shapes: Set[tuple[int, ...]] | None = None) -> None:
-        """End all pools of every request that has a pool of one of these shapes; None = all pools.
+    def end_pools(self, left: int = 0) -> None:
+        """End the oldest pools, until at most `left` devices are in use.
 
-        Tests that leave ranks dead, or waiting for each other, call it.
+        Tests that leave ranks dead, or waiting for each other, end all.
         """
-        for request, pools in list(self._kept.items()):
-            if shapes is None or shapes & {p.workers.processes_per_node for p in pools.values()}:
-                for pool in self._kept.pop(request).values():
-                    pool.shutdown()
+        while sum(p.world_size for pools in self._kept.values() for p in pools.values()) > left:
+            for pool in self._kept.pop(next(iter(self._kept))).values():
+                pool.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,6 @@ def main() -> None:
         RuntimeConfig(timeout_s=60.0, start_timeout_s=120.0),
         1,
         log_dir=Path(tempfile.mkdtemp()),
-        keep_warm=True,
     )
     runtime = KeptPools(ray_runtime)
     try:

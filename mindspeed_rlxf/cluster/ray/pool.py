@@ -9,38 +9,68 @@ of that rank.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import os
 import pickle
 import socket
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import ray
+import torch.distributed as dist
+from ray.exceptions import (
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
-from mindspeed_rlxf import device as device_facade
-from mindspeed_rlxf.cluster.diagnosis import explain_timeout, oom_kills
-from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
+from mindspeed_rlxf import device
+from mindspeed_rlxf.cluster.diagnosis import STDERR, explain_timeout, oom_kills, stacks_when_late
+from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
-from mindspeed_rlxf.cluster.ray.wait import RankCall, gather
 from mindspeed_rlxf.cluster.refs import number_handles
-from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
+from mindspeed_rlxf.cluster.worker import RoleHost, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.device import worlds
 
-if TYPE_CHECKING:
-    from mindspeed_rlxf.cluster.ray.pools import RayPools
+# How long to wait for the first failure after a lost connection was reported.
+FIRST_CAUSE_S = 5.0
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two polls of running calls
 
-RESET_S = 3.0  # longest wait for the processes of an ended pool to reset
+
+@dataclass(frozen=True)
+class ProcessSetup:
+    """The rank of a process in its pool, and the settings with which it starts."""
+
+    pool: str
+    rank: int
+    world_size: int
+    device_kind: DeviceKind
+    threads: int
+    timeout_s: float  # the driver's deadline of a call
+    collective_timeout_s: float  # longest wait of ranks for each other
+    log: str  # file for its output; empty leaves stdout and stderr alone
+    ip: str  # of this process's node, as the cluster knows it: collectives use its interface
+    parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
 
 
-class RayWorker(WorkerProcess):
-    """The Ray actor class of a worker process."""
+class RayWorker:
+    """The Ray actor class of one process of a pool."""
 
     def __init__(self) -> None:
         self._rows: Sequence[Rows] = ()  # of the present call
-        super().__init__(lambda handles: [self._rows[i] for i in handles])
+        self._host: RoleHost | None = None
+        self._store: dist.TCPStore | None = None
+        self._timeout_s = 0.0
 
     def report_place(self, entry: int) -> Place:
         """Return where this process runs. entry: index of its node in `processes_per_node`"""
@@ -51,25 +81,49 @@ class RayWorker(WorkerProcess):
         node, kills = context.get_node_id(), oom_kills()
         return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills)
 
-    def join(self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]) -> None:
-        """Set `secrets` in os.environ and join the pool's world; raises WorkerError.
+    def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
+        """Open and keep the rendezvous store of the pool on rank 0, at `ip`; return its port."""
+        timeout = timedelta(seconds=timeout_s)
+        self._store, port = worlds.open_store(ip, world_size, timeout)
+        return port
 
-        See `WorkerProcess.start`.
-        ip, port: of the pool's rendezvous store
-        secrets:  environment variables that are not given to Ray as such: it would show them
+    def join(self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]) -> None:
+        """Redirect output, set up network and device, and join the world of the pool or part.
+
+        Waits until all ranks of the pool join. Raises WorkerError, as where the device cannot be
+        set up.
+        ip, port: of the rendezvous store, which rank 0 opened
+        secrets:  variables for os.environ that are not given to Ray as such: it would show them
         """
         os.environ.update(secrets)
         try:
-            self.start(setup, ip, port, assigned_device(setup.device_kind))
+            if setup.log:
+                redirect_output(Path(setup.log))
+            kind, deadline_s = setup.device_kind, setup.collective_timeout_s
+            for name, value in device.network_environment(kind, setup.ip).items():
+                os.environ.setdefault(name, value)
+            faulthandler.enable(STDERR)
+            device.setup(kind, setup.threads, assigned=assigned_device(kind), deadline_s=deadline_s)
+            timeout = timedelta(seconds=deadline_s)
+            store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
+            parts = setup.parts or (setup.world_size,)
+            worlds.join(device.backend(kind), store, setup.rank, parts, timeout)
         except Exception as error:
             raise worker_error(error, setup.pool, setup.rank, "start") from None
+        self._host = RoleHost(setup.rank, lambda handles: [self._rows[i] for i in handles])
+        self._timeout_s = setup.timeout_s
 
     @ray.method(num_returns=2)
     def run_request(self, message: bytes, *rows: Rows) -> tuple[Rows | None, Reply]:
-        """Run a pickled request (see `RoleHost.run`), whose handles are indices into `rows`."""
+        """Run a pickled request (see `RoleHost.run`), whose handles are indices into `rows`.
+
+        A late one writes the stacks to the log.
+        """
+        assert self._host is not None, "this process belongs to no pool"
         self._rows = rows
         try:
-            return self.run(pickle.loads(message))
+            with stacks_when_late(self._timeout_s):
+                return self._host.run(pickle.loads(message))
         finally:
             self._rows = ()
 
@@ -79,38 +133,158 @@ def assigned_device(kind: DeviceKind) -> str | None:
 
     An id is the device's number on the host, or on CUDA a UUID. Logical devices have none.
     """
-    resource = device_facade.ray_resource(kind)
+    resource = device.ray_resource(kind)
     found = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
     return str(found[0]) if found else None
 
 
-@dataclass(frozen=True)
-class RayWorkers:
-    """The processes of a pool in the order of ranks, with their placement group."""
+def redirect_output(path: Path) -> None:
+    """Append all further stdout and stderr of this process, C++ included, to the file `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).flush()
+        os.dup2(log, number)
+        stream = os.fdopen(number, "w", 1, "utf-8", "replace", closefd=False)
+        setattr(sys, name, stream)
+    os.close(log)
 
-    processes_per_node: tuple[int, ...]
-    placement_group: Any
-    actors: tuple[Any, ...]
-    places: tuple[Place, ...]
 
-    def kill(self) -> None:
-        """Kill the processes and release their devices."""
-        for actor in self.actors:
-            ray.kill(actor)
-        ray.util.remove_placement_group(self.placement_group)
+@dataclass(frozen=True, eq=False)
+class RankCall:
+    """A call of one rank; also the driver's handle of the rows that it returns.
 
-    def reset(self) -> bool:
-        """Make the processes leave their pool and wait; return False if one fails or is late.
+    reply:  Ray's reference to the reply
+    rows:   Ray's reference to the rows, which the driver hands on and never reads
+    inputs: calls whose rows this one reads; empty once all ranks have replied
+    """
 
-        True = another pool can use them. A process is late after RESET_S seconds.
-        """
-        origins = [Origin("pool", rank, "", "reset") for rank in range(len(self.actors))]
-        pairs = zip(origins, self.actors, strict=True)
+    origin: Origin
+    reply: Any
+    rows: Any = None
+    inputs: list[RankCall] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return self.origin.rows
+
+    def late_inputs(self) -> list[RankCall]:
+        """Return the calls that have not made the rows yet which this one reads."""
+        calls = {call.rows: call for call in self.inputs}
+        if not calls:
+            return []
+        late = ray.wait(list(calls), num_returns=len(calls), timeout=0, fetch_local=False)[1]
+        return [calls[ref] for ref in late]
+
+
+def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
+    """Wait for all calls; return their replies in order.
+
+    A failed call is noticed within LONGEST_LOOK_S. Then raises the WorkerError that
+    `_find_first_cause` chooses, which may wait FIRST_CAUSE_S for others. At the deadline raises
+    RuntimeTimeout with the late ranks.
+    """
+    by_ref = {call.reply: call for call in calls}
+    values: dict[Any, Any] = {}
+    waiting = list(by_ref)
+    deadline = time.monotonic() + timeout_s
+    patience_s = FIRST_LOOK_S
+    while waiting:
+        # Ranks mostly end together. Waiting in slices finds an early failure.
+        left_s = max(min(patience_s, deadline - time.monotonic()), 0)
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=left_s)
+        patience_s = min(2 * patience_s, LONGEST_LOOK_S)
+        if not ready and time.monotonic() < deadline:
+            continue
+        if not ready:
+            late = sorted((by_ref[ref].origin for ref in waiting), key=lambda origin: origin.rank)
+            ranks, hosts = [o.rank for o in late], [o.host for o in late]
+            raise RuntimeTimeout(late[0].call, timeout_s, ranks, hosts=hosts)
+        found = _read_values(ready, by_ref)
+        values.update(found)
+        failed = [value for value in found.values() if isinstance(value, WorkerError)]
+        if failed:
+            raise _find_first_cause(failed, waiting, by_ref)
+    return [values[call.reply] for call in calls]
+
+
+def _read_values(refs: Sequence[Any], by_ref: dict[Any, RankCall]) -> dict[Any, Any]:
+    """Return the reply of each ended call by its reference; of a failed one its WorkerError."""
+    try:
+        return dict(zip(refs, ray.get(list(refs)), strict=True))
+    except RayError:
+        values: dict[Any, Any] = {}
+    for ref in refs:
         try:
-            gather([RankCall(origin, actor.reset.remote()) for origin, actor in pairs], RESET_S)
-        except (WorkerError, RuntimeTimeout):
-            return False
-        return True
+            values[ref] = ray.get(ref)
+        except RayError as error:
+            values[ref] = as_worker_error(error, by_ref[ref])
+    return values
+
+
+def as_worker_error(error: RayError, call: RankCall) -> WorkerError:
+    """Return the WorkerError for what Ray raised for a call.
+
+    That of a rank which raised, also if this call only reads its rows; else a new one of the rank
+    whose process died, with its log, or whose rows were lost.
+    """
+    cause: Any = error
+    while isinstance(cause, RayTaskError) and cause.cause is not None:
+        cause = cause.cause
+    if isinstance(cause, WorkerError):
+        return cause
+    lost = getattr(cause, "object_ref_hex", None) or getattr(cause, "actor_id", None)
+    ids = ((each, {each.rows.hex(), _actor_id(each)}) for each in call.inputs)
+    origin = next((each for each, known in ids if lost in known), call).origin
+    text = describe_end(cause)
+    if not text.startswith(DIED):
+        return origin.make_error(text)
+    if origin.log:
+        text += f"; its last output is in {origin.log}"
+    return origin.make_error(text, remote_traceback=str(cause))
+
+
+def _actor_id(call: RankCall) -> str:
+    return str(call.reply.task_id().actor_id().hex())
+
+
+def describe_end(cause: Exception) -> str:
+    """Return what a task raised, as `ValueError: text`, or why it has no result.
+
+    The text begins with DIED if the process of the task has died.
+    """
+    text = str(cause)
+    if not isinstance(cause, RayError):
+        return f"{type(cause).__name__}: {text}"
+    if isinstance(cause, RayTaskError):
+        return text
+    if not isinstance(cause, (RayActorError, OutOfMemoryError, OwnerDiedError)):
+        return f"its result was lost ({type(cause).__name__})"
+    if "creation task" in text:  # the process is alive, our actor class could not be made in it
+        return text.strip().splitlines()[-1]
+    reason = "killed, crashed or out of memory"
+    if isinstance(cause, OutOfMemoryError) or "low on memory" in text:
+        reason = "killed by Ray because its host ran out of memory"
+    elif "node has died" in text or "raylet" in text.lower():
+        reason = "Ray on its host ended, or the host"
+    return f"{DIED} ({reason})"
+
+
+def _find_first_cause(
+    failed: list[WorkerError], waiting: list[Any], by_ref: dict[Any, RankCall]
+) -> WorkerError:
+    """Return the failure that caused the others: of those that are no aftermath the lowest rank's.
+
+    While all are aftermath, waits up to FIRST_CAUSE_S for more; then the lowest rank's is returned.
+    waiting: replies that are not there yet
+    """
+    deadline = time.monotonic() + FIRST_CAUSE_S
+    while waiting and all(error.is_aftermath for error in failed):
+        if not ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0))[0]:
+            break
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        values = _read_values(ready, by_ref).values()
+        failed = failed + [value for value in values if isinstance(value, WorkerError)]
+    return min(failed, key=lambda error: (error.is_aftermath, error.rank))
 
 
 class RayCall:
@@ -149,15 +323,18 @@ class RayPool:
     def __init__(
         self,
         name: str,
-        workers: RayWorkers,
-        setups: Sequence[ProcessSetup],
+        actors: Sequence[Any],
+        places: Sequence[Place],
+        placement_group: Any,
+        log_dir: Path | None,
         timeout_s: float,
-        owner: RayPools,
     ) -> None:
-        self.name, self.world_size, self.workers = name, len(workers.actors), workers
-        self.timeout_s, self._setups, self.owner = timeout_s, setups, owner
+        """Describe processes that run. actors, places: of the ranks, in order"""
+        self.name, self.world_size, self.timeout_s = name, len(actors), timeout_s
+        self.actors, self.places = actors, places
+        self._placement_group, self._log_dir = placement_group, log_dir
         self._origins: dict[tuple[str, str], list[Origin]] = {}  # of all ranks, by role and method
-        self._run = [actor.run_request.remote for actor in workers.actors]
+        self._run = [actor.run_request.remote for actor in actors]
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
         """Start one request per rank without waiting; rank `first_rank` gets the first request."""
@@ -184,9 +361,14 @@ class RayPool:
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
         """Return where a call runs, for messages. phase: name of the method"""
-        host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
-        return Origin(role, rank, host, phase, log, self.name)
+        return Origin(role, rank, self.places[rank].host, phase, self.log_of(rank), self.name)
+
+    def log_of(self, rank: int) -> str:
+        """Return the path of a rank's log on its host; empty if its output is not redirected."""
+        if self._log_dir is None:
+            return ""
+        return str(self._log_dir.absolute() / self.name / f"rank_{rank:05d}.log")
 
     def shutdown(self) -> None:
-        """Kill the processes, or give them to the runtime if it keeps warm processes."""
-        self.owner.release(self)
+        """Kill the processes and release their devices; does nothing a second time."""
+        ray.util.remove_placement_group(self._placement_group)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.cluster.environment import offload_environment
-from mindspeed_rlxf.cluster.protocol import Pool
-from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster, resource_name
-from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.cluster.diagnosis import explain_death, oom_kills
+from mindspeed_rlxf.cluster.environment import offload_environment, worker_environment
+from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError
+from mindspeed_rlxf.cluster.node_check import NodeCheck
+from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
+from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S
+from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, open_cluster, resource_name
+from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
-from mindspeed_rlxf.config.secrets import Secret
+from mindspeed_rlxf.config.secrets import Secret, reveal
 from mindspeed_rlxf.device import resolve_kind
 
+if TYPE_CHECKING:
+    from mindspeed_rlxf.cluster.ray.pool import RayPool
+
+logger = logging.getLogger(__name__)
+
 FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; our own cluster declares others
+ANSWER_S = 30.0  # of a host, which may have to start a process first
 
 
 class RayRuntime:
@@ -25,7 +38,6 @@ class RayRuntime:
         settings: RuntimeConfig,
         num_devices: int,
         log_dir: Path | None = None,
-        keep_warm: bool = False,
         pool_settings: PoolSettings | None = None,
         read_by_workers: Mapping[str, str] | None = None,
         run_file: Path | None = None,
@@ -34,27 +46,36 @@ class RayRuntime:
 
         num_devices: devices of the run; our own cluster declares as many of a kind unknown to Ray
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
-        keep_warm: keep the processes of ended pools for later pools of the same shape (tests)
         pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`
         read_by_workers: folder -> the configuration keys that name it; compared on every node
         run_file: a file of the run directory; hosts that see it share the directory
         Raises UserError where the cluster cannot or must not be joined.
         """
-        resource = resource_name(device)
-        declared = {} if resource in FOUND_BY_RAY else {resource: float(num_devices)}
-        self.cluster: RayCluster = open_cluster(settings.address, declared)
+        self._resource, self._threads = resource_name(device), device.cpu_threads
+        own = {} if self._resource in FOUND_BY_RAY else {self._resource: float(num_devices)}
+        self.cluster: RayCluster = open_cluster(settings.address, own)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
-        from mindspeed_rlxf.cluster.node_check import NodeCheck
-        from mindspeed_rlxf.cluster.ray.pools import RayPools
-        from mindspeed_rlxf.cluster.ray.tasks import ask_nodes
+        from mindspeed_rlxf.cluster.ray.nodes import DeviceClaim, ask_nodes
 
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
-        probe = resolve_kind(device.kind) if pool_settings.bad_nodes == "leave_out" else None
+        self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
+        self.log_dir = log_dir
+        self._kind = resolve_kind(device.kind)
+        environment = worker_environment(pool_settings.env, inherits=self.cluster.own)
+        # Ray shows and logs what it sets itself.
+        self._environment = reveal({n: v for n, v in environment.items() if v.is_open})
+        self._secrets = reveal({n: v for n, v in environment.items() if not v.is_open})
+        probe = self._kind if pool_settings.bad_nodes == "leave_out" else None
         wait_s = settings.start_timeout_s
-        check = NodeCheck(ask_nodes, read_by_workers or {}, run_file, wait_s, probe)
-        arguments = (self.cluster, device, settings, num_devices, log_dir, keep_warm)
-        self.pools = RayPools(*arguments, pool_settings, check)
-        self.explain_death = self.pools.explain_death
+        self.check = NodeCheck(ask_nodes, read_by_workers or {}, run_file, wait_s, probe)
+        self.claim = DeviceClaim(
+            self.cluster.address,
+            self._resource,
+            logical=self.cluster.own and self._kind is DeviceKind.CPU,
+            wait_s=None if self.cluster.own else pool_settings.wait_s,
+            check=self.check,
+        )
+        self._pools: list[RayPool] = []
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path | None) -> RayRuntime:
@@ -76,13 +97,116 @@ class RayRuntime:
         self,
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
-    ) -> dict[str, Pool]:
-        """Create all pools at the same time and wait; see `RayPools.create`."""
-        from mindspeed_rlxf.cluster.worker import freeze_imports
+    ) -> dict[str, RayPool]:
+        """Create all pools at the same time and wait; return them by name.
 
-        pools: dict[str, Pool] = dict(self.pools.create(processes_per_node, parts or {}))
+        After an error no process of these pools is left.
+        processes_per_node: pool -> number of processes on each node
+        parts:              pool -> sizes of its parts, where it is split
+        Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
+        UserError where nodes differ (see `DeviceClaim.reserve`), WorkerError where a process cannot
+        start, RuntimeTimeout where it does not answer.
+        """
+        import ray
+
+        shapes = {name: tuple(shape) for name, shape in processes_per_node.items()}
+        groups = self.claim.reserve(shapes)
+        try:
+            pools = self._start_processes(shapes, groups)
+            self._join_worlds(pools, parts or {})
+        except BaseException:
+            for group in groups.values():
+                ray.util.remove_placement_group(group)
+            raise
+        self._pools += pools.values()
         freeze_imports()
         return pools
+
+    def _start_processes(
+        self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
+    ) -> dict[str, RayPool]:
+        """Start the processes of pools on their reserved devices and wait; return the pools.
+
+        On a joined cluster logs the placement, and raises UserError if a host does not see the run.
+        groups: placement group of each pool
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from mindspeed_rlxf.cluster.ray.nodes import device_options
+        from mindspeed_rlxf.cluster.ray.pool import RankCall, RayPool, RayWorker, gather
+
+        options = {"max_restarts": 0, **device_options(self._resource, self._environment)}
+        actors: dict[str, list[Any]] = {}
+        starts = []
+        for name, shape in shapes.items():
+            actors[name] = []
+            for entry, count in enumerate(shape):
+                where = PlacementGroupSchedulingStrategy(groups[name], entry)
+                made = ray.remote(RayWorker).options(scheduling_strategy=where, **options)
+                for _ in range(count):
+                    origin = Origin(name, len(actors[name]), "a host not known yet", "start")
+                    actors[name].append(made.remote())
+                    starts.append(RankCall(origin, actors[name][-1].report_place.remote(entry)))
+        places = iter(gather(starts, self.start_timeout_s))
+        pools = {}
+        for name, found in actors.items():
+            ordered = order_ranks([(actor, next(places)) for actor in found])
+            pools[name] = RayPool(name, *ordered, groups[name], self.log_dir, self.timeout_s)
+            if not self.cluster.own:
+                logger.info("pool %s: %s", name, describe_places(pools[name].places))
+        if not self.cluster.own:
+            self.check.require_shared_folder(
+                {p.host for pool in pools.values() for p in pool.places}
+            )
+        return pools
+
+    def _join_worlds(
+        self, pools: Mapping[str, RayPool], parts: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Make each pool, or each of its parts, a torch.distributed world, and wait."""
+        from mindspeed_rlxf.cluster.ray.pool import ProcessSetup, RankCall, gather
+
+        limit = self.start_timeout_s
+        ips = {n: LOOPBACK if self.cluster.own else p.places[0].ip for n, p in pools.items()}
+        opening = [
+            RankCall(
+                pool.origin(0, name, "start"),
+                pool.actors[0].open_store.remote(ips[name], pool.world_size, limit),
+            )
+            for name, pool in pools.items()
+        ]
+        ports = gather(opening, limit)
+        joining = []
+        for (name, pool), port in zip(pools.items(), ports, strict=True):
+            for rank, actor in enumerate(pool.actors):
+                setup = ProcessSetup(
+                    pool=name,
+                    rank=rank,
+                    world_size=pool.world_size,
+                    device_kind=self._kind,
+                    threads=self._threads,
+                    timeout_s=self.timeout_s,
+                    collective_timeout_s=max(self.timeout_s, limit) + COLLECTIVE_MARGIN_S,
+                    log=pool.log_of(rank),
+                    ip=LOOPBACK if self.cluster.own else pool.places[rank].ip,
+                    parts=tuple(parts.get(name, ())),
+                )
+                reply = actor.join.remote(setup, ips[name], port, self._secrets)
+                joining.append(RankCall(pool.origin(rank, name, "start"), reply))
+        gather(joining, limit)
+
+    def explain_death(self, error: WorkerError) -> WorkerError:
+        """Return `error`, or a new one if the process died and its host ran out of memory."""
+        from mindspeed_rlxf.cluster.ray.nodes import Failed, Task, run_tasks
+
+        there = [p for pool in self._pools for p in pool.places if p.host == error.host]
+        if not error.cause.startswith(DIED) or not there:
+            return error
+        (kills,) = run_tasks([Task(there[0].node, oom_kills)], {}, ANSWER_S)
+        if isinstance(kills, Failed):  # the host went away
+            return error
+        return explain_death(error, max(kills - place.oom_kills for place in there))
 
     def shutdown(self) -> None:
         """Kill all processes of the pools, then leave the cluster, even if killing fails.
@@ -90,9 +214,17 @@ class RayRuntime:
         If the cluster is our own, it ends.
         """
         try:
-            self.pools.end()
+            for pool in self._pools:
+                pool.shutdown()
         finally:
             self.cluster.close()
+
+
+def freeze_imports() -> None:
+    """Exempt all present objects, chiefly modules, once from garbage collection: it is slow."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def folders_of_workers(config: RunConfig) -> dict[str, str]:

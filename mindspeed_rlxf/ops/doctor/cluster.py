@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster import installed
+from mindspeed_rlxf.cluster import node_check
 from mindspeed_rlxf.cluster.environment import forwarded_environment
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.cluster.ray.cluster import open_cluster
@@ -33,8 +33,8 @@ def survey_host(subject: Subject) -> tuple[list[Finding], dict[str, str]]:
 
 def versions() -> dict[str, str]:
     """Return name -> version of what must be equal on all hosts: packages, `python`, `cann`."""
-    cann = npu_versions.cann_version() or installed.NONE
-    found = installed.versions(npu_versions.PACKAGES)
+    cann = npu_versions.cann_version() or node_check.NONE
+    found = node_check.versions(npu_versions.PACKAGES)
     return {**found, "python": platform.python_version(), "cann": cann}
 
 
@@ -65,7 +65,7 @@ def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
 def _check_joined(subject: Subject, found: list[Finding]) -> None:
     """Check each host, compare the hosts, and all-reduce; append to `found`."""
     # Imported after Ray's environment is set.
-    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, live_nodes, run_tasks
+    from mindspeed_rlxf.cluster.ray.nodes import Failed, Task, live_nodes, run_tasks
 
     kind = device.resolve_kind(subject.kind)
     resource = subject.resource or device.ray_resource(kind)
@@ -106,7 +106,7 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """
     check, remedy = "cluster.versions", "install the same there, and start Ray there again"
     found = []
-    for d in installed.find_differences(by_host.items()):
+    for d in node_check.find_differences(by_host.items()):
         value = f"{d.name} {d.value}, on {d.others} other hosts {d.expected}"
         found.append(Finding(check, Status.ERROR, value, remedy, d.hosts))
     return found or [ok(check, f"the same on {len(by_host)} hosts")]
@@ -158,7 +158,7 @@ def _all_reduce(
 
     groups: the node of each rank
     """
-    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, node_address, run_tasks
+    from mindspeed_rlxf.cluster.ray.nodes import Failed, Task, node_address, run_tasks
     from mindspeed_rlxf.ops.doctor.all_reduce import all_reduce, arrival_key
 
     ip = node_address()

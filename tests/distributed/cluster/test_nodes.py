@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.errors import DevicesMissing
+from mindspeed_rlxf.cluster.ray import runtime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
@@ -103,13 +104,13 @@ def nodes(ray_runtime: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
+def make_pools(
+    ray_runtime: Any, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
     """Pools of one more run on the cluster, as if it had joined."""
-    from mindspeed_rlxf.cluster.node_check import NodeCheck
-    from mindspeed_rlxf.cluster.ray.pools import RayPools
-    from mindspeed_rlxf.cluster.ray.tasks import ask_nodes
-
-    runs: list[Any] = []
+    made: list[Any] = []
+    joined = dataclasses.replace(ray_runtime.cluster, own=False)
+    monkeypatch.setattr(runtime, "open_cluster", lambda *_: joined)
 
     def make(
         wait_s: float,
@@ -117,24 +118,20 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
         leave_out: Set[str] = frozenset(),
         **environment: str,
     ) -> Any:
-        check = NodeCheck(ask_nodes, {}, None, 60.0)
-        check.left_out |= leave_out
-        run = RayPools(
-            dataclasses.replace(ray_runtime.cluster, own=False),
+        run = runtime.RayRuntime(
             DeviceConfig(kind=DeviceKind.CPU, resource_name="lab"),
             RuntimeConfig(timeout_s=60.0, start_timeout_s=120.0),
             num_devices=0,
-            log_dir=None,
-            keep_warm=False,
             pool_settings=PoolSettings(wait_s=wait_s, env=environment),
-            node_check=check,
         )
-        runs.append(run)
-        return run.create(shapes, {})
+        run.check.left_out |= leave_out
+        pools = run.create_pools(shapes)
+        made.extend(pools.values())
+        return pools
 
     yield make
-    for run in runs:
-        run.end()
+    for pool in made:
+        pool.shutdown()
 
 
 def test_two_runs_share_the_nodes_and_the_second_waits_for_the_first(
@@ -171,7 +168,7 @@ def test_a_group_that_is_placed_is_not_late(nodes: Nodes) -> None:
     """Also if the wait for another has taken the whole time."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from mindspeed_rlxf.cluster.ray.claim import _find_late_pools
+    from mindspeed_rlxf.cluster.ray.nodes import _find_late_pools
 
     wait_until_free(3)
     groups = {name: placement_group([{"lab": count}]) for name, count in (("big", 3), ("fits", 2))}
@@ -190,10 +187,10 @@ def test_a_late_node_is_waited_for_and_ranks_follow_the_list(
     large = make_pools(JOIN_S, {"main": [2, 2]})["main"]
     assert build(large).call(StandIn.rank).result() == [(rank, 4) for rank in range(4)]
     large.shutdown()
-    left_out = large.workers.places[0].node
+    left_out = large.places[0].node
     other = make_pools(JOIN_S, {"main": [2]}, leave_out={left_out})["main"]
-    assert {place.node for place in other.workers.places} == {large.workers.places[-1].node}
+    assert {place.node for place in other.places} == {large.places[-1].node}
     other.shutdown()
     pools = make_pools(JOIN_S, {"one": [1], "main": [2, 1]})
     assert build(pools["main"]).call(StandIn.rank).result() == [(0, 3), (1, 3), (2, 3)]
-    assert [place.entry for place in pools["main"].workers.places] == [0, 0, 1]
+    assert [place.entry for place in pools["main"].places] == [0, 0, 1]

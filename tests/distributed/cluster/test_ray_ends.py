@@ -112,3 +112,4 @@ def test_a_joined_cluster_is_left_as_it_was(ray_runtime: Any) -> None:
     pool = ray_runtime.create_pools({"after": [1]})["after"]
     assert build(pool).call(StandIn.rank).result() == [(0, 1)]
     pool.shutdown()
+    pool.shutdown()  # a second time does nothing

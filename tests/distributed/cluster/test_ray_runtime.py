@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
-import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,18 +23,28 @@ from tests.distributed.cluster.group_checks import (
     make_rows,
 )
 from tests.distributed.cluster.stand_ins import Numbers, StandIn
-from tests.distributed.conftest import WARM_DEVICES
+from tests.distributed.conftest import ALL_DEVICES
 
 MakePools = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def make_pools(ray_runtime: Any) -> Iterator[MakePools]:
-    """Pools of the given sizes, ended after the test."""
+def make_pools(warm_runtime: Any) -> MakePools:
+    """Pools of the given sizes, which other tests use too."""
+    return lambda *sizes: list(
+        warm_runtime.create_pools({f"pool_{i}": [n] for i, n in enumerate(sizes)}).values()
+    )
+
+
+@pytest.fixture
+def make_hasty(ray_runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePools]:
+    """Pools whose workers write their stacks after 1.8 s; the driver's deadline is 2 s."""
     made: list[Any] = []
 
     def make(*sizes: int) -> list[Any]:
-        pools = ray_runtime.create_pools({f"pool_{i}": [n] for i, n in enumerate(sizes)})
+        with monkeypatch.context() as patch:
+            patch.setattr(ray_runtime, "timeout_s", 2.0)
+            pools = ray_runtime.create_pools({f"hasty_{i}": [n] for i, n in enumerate(sizes)})
         made.extend(pools.values())
         return list(pools.values())
 
@@ -167,54 +174,25 @@ def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
     assert caught.value.cause == "ValueError: no rows today"
 
 
-def make_hasty(
-    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch, *sizes: int
-) -> list[Any]:
-    """Pools whose workers write their stacks after 1.8 s; the driver's deadline stays long."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ray_runtime.pools, "timeout_s", 2.0)
-        pools = make_pools(*sizes)
-    for pool in pools:
-        pool.timeout_s = ray_runtime.pools.timeout_s
-    return pools
-
-
-def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
-    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    one, two = make_hasty(ray_runtime, make_pools, monkeypatch, 1, 2)
+def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(make_hasty: MakePools) -> None:
+    one, two = make_hasty(1, 2)
     producer, consumer = build(one), build(two, Role.CRITIC)
-    one.timeout_s = two.timeout_s = 2.0
-    parts, end = Sharded([Numbers(torch.arange(2))]), tmp_path / "end"
-    rows = producer.call(StandIn.make_late, parts, 20.0, str(end)).rows()
+    rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
     with pytest.raises(RuntimeTimeout) as hang:
         consumer.call(StandIn.read, rows).result()
     hang.match(r"^actor_rollout\.make_late: rank 0 did not arrive within 2 s; ")
     hang.match(r"critic\.read ranks 0, 1: waits for rows; actor_rollout\.make_late rank 0: is in ")
     assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
-    end.touch()  # so that the processes can be used again
-
-
-def test_processes_of_an_ended_pool_are_used_again_with_a_new_world(ray_runtime: Any) -> None:
-    pids = []
-    for _ in range(2):
-        pool = ray_runtime.create_pools({"again": [2]})["again"]
-        group = build(pool)
-        pids.append(group.call(StandIn.process).result())
-        assert make_rows(group, 1).num_rows == 2
-        pool.shutdown()
-        pool.shutdown()  # a second time does nothing
-    assert sorted(pids[0]) == sorted(pids[1])
 
 
 def test_a_joined_cluster_without_the_devices_says_what_is_missing(
     ray_runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_runtime.pools.claim, "_wait_s", 1.0)
+    monkeypatch.setattr(ray_runtime.claim, "_wait_s", 1.0)
     with pytest.raises(DevicesMissing) as missing:
         ray_runtime.create_pools({"big": [99]})
     message = r"waited 1 s .*: resource_pool\.big needs rlxf_cpu: 99 on one node; the cluster at "
-    message += rf".* \(127\.0\.0\.1\): \d+ of {WARM_DEVICES} free"
+    message += rf".* \(127\.0\.0\.1\): \d+ of {ALL_DEVICES} free"
     missing.match(message)
 
 
@@ -224,7 +202,7 @@ def test_output_of_workers_goes_to_one_file_per_rank(
     (pool,) = make_pools(2)
     build(pool).call(StandIn.say, "hällo").result()
     for rank in range(2):
-        log = ray_runtime.pools.log_dir / "pool_0" / f"rank_{rank:05d}.log"
+        log = ray_runtime.log_dir / "pool_0" / f"rank_{rank:05d}.log"
         assert log.read_text(encoding="utf-8").endswith("hällo\nfrom C\n")
 
 
@@ -247,22 +225,20 @@ def test_an_exception_arrives_as_one_worker_error(
 
 
 def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
-    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
+    ray_runtime: Any, make_hasty: MakePools
 ) -> None:
-    (pool,) = make_hasty(ray_runtime, make_pools, monkeypatch, 2)
+    (pool,) = make_hasty(2)
     group = build(pool)
-    pool.timeout_s = 2.0
     with pytest.raises(RuntimeTimeout) as hang:
         group.call(StandIn.stop_on, 1).result()
     hang.match(r"stop_on: rank 1 did not arrive within 2 s; .* rank 0: waits for others in barrier")
     assert hang.value.missing == [1]
-    log = ray_runtime.pools.log_dir / "pool_0" / "rank_00000.log"
+    log = ray_runtime.log_dir / "hasty_0" / "rank_00000.log"
     assert "in stop_on" in log.read_text(encoding="utf-8")
-    os.kill(pool.workers.places[1].pid, signal.SIGCONT)  # so that the processes can be used again
 
 
 def test_a_killed_worker_is_named_by_its_call_and_by_calls_that_wait_for_its_rows(
-    make_pools: MakePools, capfd: pytest.CaptureFixture[str]
+    make_pools: MakePools, kept_pools: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     producer, consumer = [build(pool) for pool in make_pools(2, 1)]
     dying = producer.call(StandIn.die_on, 1)  # rank 0 sees its connection close
@@ -275,3 +251,4 @@ def test_a_killed_worker_is_named_by_its_call_and_by_calls_that_wait_for_its_row
         reading.result()
     assert (lost.value.rank, lost.value.phase) == (1, "make")
     assert "ray" not in "".join(capfd.readouterr())
+    kept_pools.end_pools()

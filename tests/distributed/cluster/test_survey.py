@@ -37,7 +37,7 @@ def fail() -> None:
 
 
 def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any) -> None:
-    from mindspeed_rlxf.cluster.ray.tasks import Failed, Task, live_nodes, run_tasks
+    from mindspeed_rlxf.cluster.ray.nodes import Failed, Task, live_nodes, run_tasks
 
     (node,) = live_nodes("rlxf_cpu")
     tasks = [Task(node.id, function) for function in (own_pid, die, fail)]
@@ -48,7 +48,7 @@ def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any)
 
 
 def test_groups_of_real_processes_pass_and_one_that_never_comes_is_named(ray_runtime: Any) -> None:
-    from mindspeed_rlxf.cluster.ray.tasks import live_nodes
+    from mindspeed_rlxf.cluster.ray.nodes import live_nodes
 
     (node,) = live_nodes("rlxf_cpu")
     there = Node(node.id, "host-0", node.ip, 0, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster import local
-from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess
+from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 
@@ -31,10 +31,15 @@ def setups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_worker_hands_on_its_device_and_how_long_it_waits(setups: list[Any]) -> None:
-    setup = ProcessSetup("main", 0, 1, DeviceKind.NPU, 2, 1800.0, 1860.0, None, "")
-    with pytest.raises(Stop):
-        WorkerProcess(lambda handles: []).start(setup, "127.0.0.1", 1, "5")
+def test_a_worker_hands_on_its_device_and_how_long_it_waits(
+    setups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mindspeed_rlxf.cluster.ray import pool as ray_pool
+
+    monkeypatch.setattr(ray_pool, "assigned_device", lambda kind: "5")
+    setup = ray_pool.ProcessSetup("main", 0, 1, DeviceKind.NPU, 2, 1800.0, 1860.0, "", "")
+    with pytest.raises(WorkerError, match=r"main rank 0 on .* failed in start: Stop"):
+        ray_pool.RayWorker().join(setup, "127.0.0.1", 1, {})
     # longer than the driver waits, whose message names the ranks
     assert setups == [((DeviceKind.NPU, 2), {"assigned": "5", "deadline_s": 1860.0})]
 

@@ -21,7 +21,7 @@ from mindspeed_rlxf.cluster.errors import Origin
 def test_a_lost_worker_is_reported_with_its_reason(said: str, reason: str) -> None:
     from ray.exceptions import RayActorError
 
-    from mindspeed_rlxf.cluster.ray.wait import RankCall, as_worker_error
+    from mindspeed_rlxf.cluster.ray.pool import RankCall, as_worker_error
 
     origin = Origin("critic", 3, "b", "values", "/logs/rank_00003.log")
     error = as_worker_error(RayActorError(error_msg=said), RankCall(origin, "reply"))
@@ -33,7 +33,7 @@ def test_a_lost_worker_is_reported_with_its_reason(said: str, reason: str) -> No
 def test_lost_rows_and_a_dead_producer_are_named_by_the_call_that_made_the_rows() -> None:
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
-    from mindspeed_rlxf.cluster.ray.wait import RankCall, as_worker_error
+    from mindspeed_rlxf.cluster.ray.pool import RankCall, as_worker_error
 
     makers = [RankCall(Origin("ref", i, "b", "log_probs"), Mock(), Mock()) for i in range(2)]
     for number, maker in enumerate(makers):

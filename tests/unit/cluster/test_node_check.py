@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster import node_check
-from mindspeed_rlxf.cluster.installed import OURS, build_id, find_differences, hash_sources
-from mindspeed_rlxf.cluster.node_check import NodeCheck, NodeReport, find_node_problems, report_node
+from mindspeed_rlxf.cluster.node_check import (
+    OURS,
+    NodeCheck,
+    NodeReport,
+    build_id,
+    find_differences,
+    find_node_problems,
+    hash_sources,
+    report_node,
+)
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from mindspeed_rlxf.cluster import spans
+from mindspeed_rlxf.cluster.group import record_call, take_spans
 from mindspeed_rlxf.cluster.protocol import Reply
 from mindspeed_rlxf.reporting.timeline import Span
 
 
 @pytest.fixture(autouse=True)
 def _nothing_of_others() -> None:
-    spans.take_all()
+    take_spans()
 
 
 def reply(rank: int) -> Reply:
@@ -22,23 +22,23 @@ def reply(rank: int) -> Reply:
 
 def test_a_call_is_work_of_its_ranks_and_the_wait_of_the_driver() -> None:
     asked = time.time() - 5.0
-    spans.record_call("main", ["critic.values"] * 2, [reply(0), reply(1)], asked)
-    first, second, driver = spans.take_all()
+    record_call("main", ["critic.values"] * 2, [reply(0), reply(1)], asked)
+    first, second, driver = take_spans()
     assert first == Span("critic.values", "main", 0, 100.0, 2.0)
     assert second == Span("critic.values", "main", 1, 100.0, 2.0)
     assert (driver.name, driver.pool, driver.kind) == ("wait for critic.values", "driver", "wait")
     assert driver.seconds == pytest.approx(5.0, abs=1.0)
-    assert spans.take_all() == [], "they are taken once"
+    assert take_spans() == [], "they are taken once"
 
 
 def test_each_part_of_a_split_pool_has_its_own_name() -> None:
     names = ["actor_rollout.send_weights", "rollout.update_weights"]
-    spans.record_call("main", names, [reply(0), reply(1)], time.time())
-    assert [span.name for span in spans.take_all()] == names
+    record_call("main", names, [reply(0), reply(1)], time.time())
+    assert [span.name for span in take_spans()] == names
 
 
 def test_ranks_that_are_not_drawn_and_short_waits_are_left_out() -> None:
     replies = [reply(rank) for rank in range(500)]
     asked = time.time() + 60  # a busy host may take more than 1 ms to get to the end of the call
-    spans.record_call("main", ["ref.log_probs"] * 500, replies, asked)
-    assert len(spans.take_all()) == 64
+    record_call("main", ["ref.log_probs"] * 500, replies, asked)
+    assert len(take_spans()) == 64

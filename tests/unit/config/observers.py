@@ -437,14 +437,12 @@ def started(config: RunConfig) -> Any:
 def joined(config: RunConfig) -> Any:
     """Return how the Ray runtime opens a cluster, checks nodes, and sets deadlines, threads and
     environment."""
-    from mindspeed_rlxf.cluster import node_check
     from mindspeed_rlxf.cluster.ray import runtime as ray_runtime
 
     cluster = SimpleNamespace(own=False, address="head:1")
     opens = patch.object(ray_runtime, "open_cluster", return_value=cluster)
-    with opens as opened, patch.object(node_check, "NodeCheck") as check:
-        made = ray_runtime.RayRuntime.from_config(config, Path("logs"), Path("file"))
-    pools: Any = made.pools
-    waits = pools.timeout_s, pools.start_timeout_s, pools.claim._wait_s
-    environment = sorted(pools._environment.items())
-    return opened.call_args, check.call_args.args[3:], waits, pools._threads, environment
+    with opens as opened, patch.object(ray_runtime, "NodeCheck") as check:
+        made: Any = ray_runtime.RayRuntime.from_config(config, Path("logs"), Path("file"))
+    waits = made.timeout_s, made.start_timeout_s, made.claim._wait_s
+    environment = sorted(made._environment.items())
+    return opened.call_args, check.call_args.args[3:], waits, made._threads, environment

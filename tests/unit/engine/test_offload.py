@@ -215,13 +215,3 @@ def test_a_collected_engine_is_not_kept_by_residency() -> None:
     del model
     gc.collect()
     assert len(residency._known) == 0
-
-
-def test_a_process_that_serves_another_pool_holds_nothing() -> None:
-    one, two = Model(1), Model(2)
-    with residency.holding((one.offload, Part)):
-        residency.forget()
-        assert not residency._holds
-        with residency.holding((two.offload, Part)):
-            assert one.held() == WHOLE  # no longer known
-    assert not residency._holds and not residency._known

@@ -33,12 +33,12 @@ DRIVER = """
 from types import SimpleNamespace
 from mindspeed_rlxf.config.errors import Problem, UserError
 main([*line, "dry_run=true", f"training.output_dir={sys.argv[2]}/dry"])
-from mindspeed_rlxf.cluster.ray import pools as ray_pools, runtime as ray_runtime
+from mindspeed_rlxf.cluster.ray import runtime as ray_runtime
 def no_cluster(*args):
     return SimpleNamespace(own=True, address="", close=lambda: None)
 def reached(*args):
     raise UserError(Problem("", "as far as the pools"))
-ray_runtime.open_cluster, ray_pools.RayPools.create = no_cluster, reached
+ray_runtime.open_cluster, ray_runtime.RayRuntime.create_pools = no_cluster, reached
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor import checks

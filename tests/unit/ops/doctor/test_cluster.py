@@ -48,7 +48,7 @@ def collectives(
 
     With them the sizes of the groups that were tried. silent: the host whose ranks do not come
     """
-    from mindspeed_rlxf.cluster.ray import tasks as ray_tasks
+    from mindspeed_rlxf.cluster.ray import nodes as ray_nodes
 
     left, sizes, stores = list(replies), [], []
 
@@ -63,8 +63,8 @@ def collectives(
         return SimpleNamespace(check=lambda keys: came), 1
 
     monkeypatch.setattr(worlds, "open_store", open_store)
-    monkeypatch.setattr(ray_tasks, "run_tasks", run)
-    monkeypatch.setattr(ray_tasks, "node_address", lambda: "10.0.0.0")
+    monkeypatch.setattr(ray_nodes, "run_tasks", run)
+    monkeypatch.setattr(ray_nodes, "node_address", lambda: "10.0.0.0")
     return cluster._check_collectives(DeviceKind.CPU, "rlxf_cpu", NODES, {}), sizes
 
 
@@ -78,7 +78,7 @@ def test_all_hosts_pass_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_host_that_fails_alone_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_rlxf.cluster.ray.tasks import Failed
+    from mindspeed_rlxf.cluster.ray.nodes import Failed
 
     found, sizes = collectives(
         monkeypatch, "", "", Failed("no reply"), Failed("no reply"), silent="h1"

@@ -14,9 +14,9 @@ from mindspeed_rlxf.cluster.nodes import Node
 @pytest.fixture
 def claim() -> Any:
     """The module. It imports Ray, which must not happen before an own cluster is started."""
-    from mindspeed_rlxf.cluster.ray import claim
+    from mindspeed_rlxf.cluster.ray import nodes
 
-    return claim
+    return nodes
 
 
 def make_nodes(free: int) -> list[Node]:
