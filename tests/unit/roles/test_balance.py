@@ -9,7 +9,6 @@ import pytest
 
 from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
-from mindspeed_rlxf.cluster.role_groups import balanced_steps, call_balanced
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
