@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,44 +64,16 @@ def versions(names: Sequence[str]) -> dict[str, str]:
     return {OURS: build_id(), **{name: packages.version(name) or NONE for name in names}}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A version of one package that differs from the expected one, and the hosts that have it.
-
-    value:  the differing version
-    hosts:  hosts with that version
-    others: number of hosts with the expected version
-    """
-
-    name: str
-    value: str
-    hosts: tuple[str, ...]
-    expected: str
-    others: int
-
-
 def find_differences(
-    by_host: Iterable[tuple[str, Mapping[str, str]]], expected: Mapping[str, str] | None = None
-) -> list[Difference]:
-    """Return a Difference for each package and each version of it that is not the expected one.
+    installed: Mapping[str, str], expected: Mapping[str, str]
+) -> list[tuple[str, str, str]]:
+    """Return (package, version, expected version) of each package with another version.
 
-    It lists the hosts with that version. A host that does not list a package has version NONE of
-    it; a package that no host lists is not compared. What follows a `+` does not count: 2.7.1+cpu,
-    as on a head node without devices, equals 2.7.1.
-    by_host:  (host, its versions by package name)
-    expected: version by package name; a package not in it is expected as on most hosts
+    A package that is not in `installed` has version NONE. What follows a `+` does not count:
+    2.7.1+cpu, as on a head node without devices, equals 2.7.1.
     """
-    by_host, found = list(by_host), []
-    usual = usual_versions([installed for _, installed in by_host])
-    for name in usual:
-        values = [(host, installed.get(name, NONE)) for host, installed in by_host]
-        counts = Counter(_public(version) for _, version in values)
-        wanted = (expected or {}).get(name, usual[name])
-        odd = dict.fromkeys(v for _, v in values if _public(v) != _public(wanted))
-        for value in odd:
-            hosts = tuple(dict.fromkeys(host for host, version in values if version == value))
-            found.append(Difference(name, value, hosts, wanted, counts[_public(wanted)]))
-    return found
+    found = [(name, installed.get(name, NONE), wanted) for name, wanted in expected.items()]
+    return [each for each in found if _public(each[1]) != _public(each[2])]
 
 
 def usual_versions(all_installed: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -203,36 +175,29 @@ def list_files(folder: str) -> dict[str, str] | None:
 
 def find_node_problems(
     driver: NodeReport,
-    nodes: Sequence[NodeReport],
+    node: NodeReport,
     keys: Mapping[str, str],
     usual: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return texts on differences in versions and files that would change or fail a run, once each.
+    """Return texts on differences in versions and files that would change or fail a run.
 
-    Versions of our package and of PACKAGES are compared with the driver's, those of other packages
-    with `usual`. Files are compared in folders that exist on the driver.
+    Versions of our package and of PACKAGES are compared with the driver's, those of other packages,
+    which a driver without devices may lack, with `usual`. Files are compared in folders that exist
+    on the driver.
     keys:  folder -> the configuration keys that name it
-    usual: version by package name; None = those that most of `nodes` have
+    usual: version by package name, that of most nodes
     """
-    expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
-    if usual is None:
-        usual = usual_versions([node.versions for node in nodes])
-    found = [  # packages for devices are compared among the nodes: a driver may lack them
-        f"{d.name} on {host} must be that of "
-        f"{'the driver' if d.name in expected else 'the other nodes'} ({d.expected}), not "
-        f"{d.value}; install the same there, and start Ray on that host again"
-        for d in find_differences(
-            ((node.host, node.versions) for node in nodes), {**usual, **expected}
-        )
-        for host in d.hosts
+    own = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
+    found = [
+        f"{name} on {node.host} must be that of the {'driver' if name in own else 'other nodes'} "
+        f"({wanted}), not {value}; install the same there, and start Ray on that host again"
+        for name, value, wanted in find_differences(node.versions, {**(usual or {}), **own})
     ]
-    for node in nodes:
-        for folder, files in driver.files.items():
-            if files is not None:  # None = a name of the hub; weights are looked at before
-                found += _compare_folder(
-                    f"{keys[folder]}={folder}", node, files, node.files[folder]
-                )
-    return list(dict.fromkeys(found))
+    for folder, files in driver.files.items():
+        if files is not None:  # None = a name of the hub; weights are looked at before
+            title = f"{keys[folder]}={folder}"
+            found += _compare_folder(title, node, files, node.files[folder])
+    return found
 
 
 def _compare_folder(
@@ -323,14 +288,14 @@ class NodeCheck:
                 faults[node.id] = [silent[node.id]]
                 continue
             seen = self._seen[node.id]
-            found = [*seen.sick, *find_node_problems(self._driver, [seen], self._keys)]
+            found = [*seen.sick, *find_node_problems(self._driver, seen, self._keys)]
             if seen.devices is not None and seen.devices < node.count:
                 found.append(f"its driver lists {seen.devices} of {node.count} devices")
             faults[node.id] = found
         good = {key: self._seen[key] for key, found in faults.items() if not found}
         usual = usual_versions([report.versions for report in good.values()])
         for key, report in good.items():  # the others have no vote
-            faults[key] = find_node_problems(self._driver, [report], self._keys, usual)
+            faults[key] = find_node_problems(self._driver, report, self._keys, usual)
         return faults
 
     def require_shared_folder(self, hosts: set[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mindspeed_rlxf import device
@@ -105,10 +106,12 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     by_host: host -> package -> version
     """
     check, remedy = "cluster.versions", "install the same there, and start Ray there again"
-    found = []
-    for d in node_check.find_differences(by_host.items()):
-        value = f"{d.name} {d.value}, on {d.others} other hosts {d.expected}"
-        found.append(Finding(check, Status.ERROR, value, remedy, d.hosts))
+    usual = node_check.usual_versions(list(by_host.values()))
+    odd = defaultdict[str, list[str]](list)
+    for host, there in by_host.items():
+        for name, value, wanted in node_check.find_differences(there, usual):
+            odd[f"{name} {value}, on most hosts {wanted}"].append(host)
+    found = [Finding(check, Status.ERROR, value, remedy, tuple(odd[value])) for value in odd]
     return found or [ok(check, f"the same on {len(by_host)} hosts")]
 
 
