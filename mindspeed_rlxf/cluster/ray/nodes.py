@@ -31,7 +31,6 @@ from mindspeed_rlxf.config.errors import Problem
 logger = logging.getLogger(__name__)
 
 OWN_WAIT_S = 30.0  # longest wait on our own cluster, which never grows
-FIRST_S = 3.0  # before the first warning of missing devices on a joined cluster
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
 PLACE_S = 0.5  # shortest wait for groups: Ray needs a moment to place one that fits
@@ -169,12 +168,10 @@ class DeviceClaim:
         """
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
         deadline = time.monotonic() + limit
-        patience = SAY_MISSING_EVERY_S if self._wait_s is None else FIRST_S
         while True:
             left = max(deadline - time.monotonic(), 0)
             before = live_nodes(self._resource)
-            groups, late = self._try_to_reserve(shapes, min(left, patience))
-            patience = SAY_MISSING_EVERY_S
+            groups, late = self._try_to_reserve(shapes, min(left, SAY_MISSING_EVERY_S))
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
@@ -292,13 +289,10 @@ def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
         time.sleep(LOOK_EVERY_S)
 
 
-def _nodes_of(group: Any) -> set[str]:
-    return set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
-
-
 def _find_pools_on(groups: Mapping[str, Any], nodes: set[str]) -> list[str]:
     """Return the names of pools that Ray placed on any of these nodes. nodes: their ids"""
-    return [name for name, group in groups.items() if nodes and _nodes_of(group) & nodes]
+    tables = {name: ray.util.placement_group_table(group) for name, group in groups.items()}
+    return [n for n, found in tables.items() if nodes & {*found["bundles_to_node_id"].values()}]
 
 
 def _remove(groups: Mapping[str, Any]) -> None:
