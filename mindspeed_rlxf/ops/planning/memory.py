@@ -7,13 +7,14 @@ so only the largest phase counts. Offloaded state counts only in the phases that
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
-from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import received_numbers, shard_sizes
 from mindspeed_rlxf.ops.planning.available import rollout_memory
 from mindspeed_rlxf.ops.planning.stage import (
@@ -26,7 +27,7 @@ from mindspeed_rlxf.ops.planning.stage import (
     itemsize,
     layer_bytes,
 )
-from mindspeed_rlxf.rollout.transfer import BUCKET_BYTES
+from mindspeed_rlxf.rollout.transfer import make_buckets
 
 TRAINS, GENERATES = "ranks that train", "ranks that generate"
 
@@ -126,7 +127,7 @@ def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
         State(weights, 0, 0),
         groups * device.communicator_bytes(config.device.kind),
         (
-            Phase("receive weights", other=min(BUCKET_BYTES, weights)),
+            Phase("receive weights", other=bucket_bytes(config)),
             _generate_phase(config, 0),
         ),
         OffloadConfig(),
@@ -142,6 +143,14 @@ def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
             GENERATES,
         ),
     ]
+
+
+def bucket_bytes(config: RunConfig) -> int:
+    """Return the bytes of the largest bucket in which a split pool sends weights."""
+    actor = config.actor_rollout
+    shapes = hf_shapes(actor.architecture, Head.LANGUAGE_MODEL)
+    buckets = make_buckets(shapes, itemsize(actor))
+    return itemsize(actor) * max(sum(map(prod, bucket.values())) for bucket in buckets)
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
@@ -177,8 +186,9 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
     stage = PipelineStage(config, role, pp_rank)
     phases = list(stage.phases())
     if role is Role.ACTOR_ROLLOUT and config.parts:
-        sent = min(BUCKET_BYTES, stage.numbers * stage.itemsize)
-        phases.append(Phase("send weights", other=sent))
+        # The first rank has the tensors of a bucket, and the bucket; the others make its tensors.
+        copies = 2 if pp_rank == 0 else 1
+        phases.append(Phase("send weights", other=copies * bucket_bytes(config)))
     elif role is Role.ACTOR_ROLLOUT:
         # Weights of other stages, received by a rank that also generates.
         phases.append(_generate_phase(config, received_numbers(*stage.shard)))

@@ -292,7 +292,7 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., 
     saved = all_experts.roles[0].state.weights - shared.roles[0].state.weights
     assert saved == expert_bytes(config(EXPERTS), 2)
     [receive, generate] = rollout.phases
-    assert (receive.name, receive.total) == ("receive weights", rollout.state.weights)
+    assert (receive.name, receive.total) == ("receive weights", whole.state.weights)
     # all 96 samples on one replica, 4 layers, 2 of 4 groups of width 8, 24 tokens, keys and values
     assert generate.kv_cache == 96 * 4 * 2 * 8 * 24 * 2 * 4
     assert (trains.rank, trains.processes) == (0, (6,))
