@@ -50,14 +50,10 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response; raise UserError for a data source without a rule."""
-        if self._verifiers:
-            pairs = zip(response_texts, ground_truths, strict=True)
-            return [verify(self._verifiers, response, truth) for response, truth in pairs]
-        unknown = Counter(source for source in data_sources if source not in self._rules)
-        if unknown:
-            raise UserError(self._unknown_sources(unknown))
+        """Score each response; without verifiers, each data source must have a rule (`check`)."""
         rows = zip(response_texts, ground_truths, data_sources, strict=True)
+        if self._verifiers:
+            return [verify(self._verifiers, response, truth) for response, truth, _ in rows]
         return [self._rules[source](response, truth) for response, truth, source in rows]
 
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
@@ -66,50 +62,34 @@ class RewardManager:
         A ground truth must be accepted by the rule's function in ACCEPTS, else score above 0 as a
         response to itself. With verifiers it must be there, if one of them reads it.
         """
-        if self._verifiers:
-            return self._without_truth(prompts)
-        unknown: Counter[str] = Counter()
-        unscorable: Counter[str] = Counter()
-        firsts: dict[str, tuple[Prompt, str]] = {}  # of the unscorable ones
+        counts: Counter[str] = Counter()
+        firsts: dict[str, tuple[Prompt, str]] = {}
         for prompt in prompts:  # once, since they may be read from a disk
-            if prompt.data_source not in self._rules:
-                unknown[prompt.data_source] += 1
-            elif (reason := self._refuse(prompt)) is not None:
-                unscorable[prompt.data_source] += 1
+            if (reason := self._refuse(prompt)) is not None:
+                counts[prompt.data_source] += 1
                 firsts.setdefault(prompt.data_source, (prompt, reason))
-        problems = self._unknown_sources(unknown)
-        for source, count in unscorable.items():
-            first, reason = firsts[source]
-            problems.append(
-                Problem(
-                    f"every row of data source {source!r}",
-                    f"must have a ground truth that its rule {self._rules[source].__name__} "
-                    f"accepts as an answer; {count} have not, the first is prompt {first.index} "
-                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}{reason}",
-                    remedy="correct the rows, data.ground_truth_key or reward.rules",
+        problems = []
+        for source, (first, reason) in firsts.items():
+            rule = f"must have a rule; known are {', '.join(sorted(self._rules))}"
+            remedy = f"set reward.rules.{source} to one of {', '.join(sorted(RULES))}"
+            if self._verifiers or source in self._rules:
+                found = (
+                    f"{first.index} ({first.text!r:.40}) with {first.ground_truth!r:.40}{reason}"
                 )
-            )
+                rule = (
+                    f"must have ground truths to compare with; the first without is prompt {found}"
+                )
+                remedy = "correct the rows, data.ground_truth_key or reward.rules"
+            name = f"data source {source!r} ({counts[source]} rows)"
+            problems.append(Problem(name, rule, remedy=remedy))
         return problems
-
-    def _without_truth(self, prompts: Iterable[Prompt]) -> list[Problem]:
-        names = [rule.value for rule, _ in self._verifiers if rule in NEED_TRUTH]
-        empty = (prompt for prompt in prompts if names and not prompt.ground_truth.strip())
-        first = next(empty, None)
-        if first is None:
-            return []
-        count = 1 + sum(1 for _ in empty)
-        return [
-            Problem(
-                "every row",
-                f"must have a ground truth with algorithm.verifier_function={names[0]}; "
-                f"{count} have none, the first is prompt {first.index} ({first.text!r:.40})",
-                remedy="correct the rows or data.ground_truth_key",
-            )
-        ]
 
     def _refuse(self, prompt: Prompt) -> str | None:
         """Return ": REASON" or "" if the prompt cannot be scored, None if it can."""
-        truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
+        truth, rule = prompt.ground_truth, self._rules.get(prompt.data_source)
+        if self._verifiers:
+            is_read = any(verifier in NEED_TRUTH for verifier, _ in self._verifiers)
+            return "" if is_read and not truth.strip() else None
         if rule in ACCEPTS:
             try:
                 return None if ACCEPTS[rule](truth) else ""
@@ -117,15 +97,5 @@ class RewardManager:
                 return f": {error}"
         if rule in _WITHOUT_TRUTH:
             return None
-        good = truth.strip() and (rule in _SLOW or rule(truth, truth).score > 0)
+        good = rule and truth.strip() and (rule in _SLOW or rule(truth, truth).score > 0)
         return None if good else ""
-
-    def _unknown_sources(self, counts: Mapping[str, int]) -> list[Problem]:
-        return [
-            Problem(
-                f"data source {source!r} ({count} rows)",
-                f"must have a rule; known are {', '.join(sorted(self._rules))}",
-                remedy=f"set reward.rules.{source} to one of {', '.join(sorted(RULES))}",
-            )
-            for source, count in counts.items()
-        ]

@@ -112,12 +112,7 @@ def read_cases(ground_truth: str) -> list[Case]:
     return [Case("", _join_lines(i), _join_lines(o)) for i, o in zip(inputs, outputs, strict=True)]
 
 
-def accepts(ground_truth: str) -> bool:
-    """Return True if a ground truth has test cases. Raises ValueError with the reason if not."""
-    return bool(read_cases(ground_truth))
-
-
-@register_rule("code", accepts)
+@register_rule("code", read_cases)
 def code(response: str, ground_truth: str) -> RewardResult:
     """Score the share of cases that the last Markdown block of a response passes; 0 without."""
     cases = read_cases(ground_truth)
@@ -127,7 +122,7 @@ def code(response: str, ground_truth: str) -> RewardResult:
     return RewardResult(share, {"accuracy": float(passed == len(cases)), "passed": share})
 
 
-@register_rule("code_all", accepts)
+@register_rule("code_all", read_cases)
 def code_all(response: str, ground_truth: str) -> RewardResult:
     """Score as `code`, but 1 if all cases pass, else 0."""
     result = code(response, ground_truth)

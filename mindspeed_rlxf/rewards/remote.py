@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 import threading
 import time
 import weakref
@@ -12,7 +11,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -29,14 +28,6 @@ READ = 2**16
 Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
 
 
-@dataclass(frozen=True)
-class Server:
-    """Address of a server, and the headers of each request."""
-
-    url: Secret
-    headers: dict[str, str] = field(repr=False)
-
-
 class RemoteRewards:
     """Sends samples to a server in batches, in threads that start with the first sample.
 
@@ -50,7 +41,7 @@ class RemoteRewards:
     ) -> None:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._arguments = Server(url, reveal(headers)), batch_size, timeout_s, self._queue
+        self._arguments = url, reveal(headers), batch_size, timeout_s, self._queue
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, sample: Sample) -> Future[Outcome]:
@@ -65,7 +56,11 @@ class RemoteRewards:
 
 
 def _post_tasks(
-    server: Server, size: int, timeout_s: float, queue: SimpleQueue[Task | None]
+    url: Secret,
+    headers: Mapping[str, str],
+    size: int,
+    timeout_s: float,
+    queue: SimpleQueue[Task | None],
 ) -> None:
     """Post batches of the queue until it has None, which is left for the other threads."""
     while (task := queue.get()) is not None:
@@ -77,48 +72,46 @@ def _post_tasks(
                     break
                 tasks.append(task)
         try:
-            outcomes = _ask_server(server, [sample for sample, _ in tasks], timeout_s)
+            outcomes = _ask_server(url, headers, [sample for sample, _ in tasks], timeout_s)
         except Exception as error:  # a bad address or sample
-            text = f"{server.url} cannot be asked: {type(error).__name__}"
+            text = f"{url} cannot be asked: {type(error).__name__}"
             outcomes = [Outcome(None, Cause.REMOTE, text)] * len(tasks)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
     queue.put(None)
 
 
-def _ask_server(server: Server, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+def _ask_server(
+    url: Secret, headers: Mapping[str, str], samples: Sequence[Sample], timeout_s: float
+) -> list[Outcome]:
     """Send samples until the server answers or timeout_s passes; return their outcomes."""
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
     reason, tries = "", 0
     while (left := deadline - time.monotonic()) > 0:
         try:
-            return _parse_answer(_post_once(server, body, deadline), len(samples))
+            return _parse_answer(_post_once(url, headers, body, deadline), len(samples))
         except ScoreFailure as failure:
             return [Outcome(None, failure.cause, failure.message)] * len(samples)
         except (OSError, http.client.HTTPException) as error:
             reason = f"{type(error).__name__}: {error}"[:200]
         time.sleep(min(RETRY_S[min(tries, len(RETRY_S) - 1)], max(left, 0.0)))
         tries += 1
-    text = f"{server.url} gave no score within {timeout_s:g} s"
-    if reason and "timed out" not in reason:
-        said = f"did not answer within {timeout_s:g} s, the last of {tries} tries: {reason}"
-        text = f"{server.url} {said}"
+    text = f"{url} gave no score within {timeout_s:g} s (try {tries}: {reason})"
     return [Outcome(None, Cause.REMOTE, text)] * len(samples)
 
 
-def _post_once(server: Server, body: bytes, deadline: float) -> bytes:
+def _post_once(url: Secret, given: Mapping[str, str], body: bytes, deadline: float) -> bytes:
     """Return the body of an answer; raise OSError or HTTPException if a retry may help."""
-    parts = urlsplit(server.url.get_secret_value())
-    headers = {"Content-Type": "application/json", **server.headers}
+    parts = urlsplit(url.get_secret_value())
+    headers = {"Content-Type": "application/json", **given}
     user, at, host = parts.netloc.rpartition("@")
     if at:
         headers["Authorization"] = f"Basic {b64encode(unquote(user).encode()).decode()}"
     left = max(deadline - time.monotonic(), 0.001)
-    connection = http.client.HTTPConnection(host, timeout=left)
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        connection = http.client.HTTPSConnection(host, timeout=left, context=context)
+    is_https = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+    connection = kind(host, timeout=left)
     try:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("POST", path, body, headers)
@@ -128,14 +121,12 @@ def _post_once(server: Server, body: bytes, deadline: float) -> bytes:
         while chunk := answer.read1(READ):
             content += chunk
             if len(content) > MAX_ANSWER:
-                raise ScoreFailure(
-                    Cause.OUTPUT, f"{server.url} answered more than {MAX_ANSWER} bytes"
-                )
+                raise ScoreFailure(Cause.OUTPUT, f"{url} answered more than {MAX_ANSWER} bytes")
             _set_deadline(connection, deadline)
         if answer.status >= 500 or answer.status == 429:
             raise http.client.HTTPException(f"status {answer.status} {answer.reason}")
         if answer.status != 200:
-            text = f"{server.url} answered with status {answer.status} {answer.reason}"
+            text = f"{url} answered with status {answer.status} {answer.reason}"
             raise ScoreFailure(Cause.REMOTE, text)
         return bytes(content)
     finally:
@@ -153,13 +144,11 @@ def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> No
 def _parse_answer(answer: bytes, count: int) -> list[Outcome]:
     try:
         scores = json.loads(answer)["scores"]
-        num_scores = len(scores)
+        if not isinstance(scores, list) or len(scores) != count:
+            raise ValueError(f"not {count} scores")
     except (ValueError, KeyError, TypeError, RecursionError):
-        rule = f"the answer must be {{'scores': [...]}}, it is {answer[:60]!r}"
+        rule = f"the answer must be {{'scores': [...]}} with {count} scores, it is {answer[:60]!r}"
         raise ScoreFailure(Cause.WRONG_RESULT, rule) from None
-    if num_scores != count or not isinstance(scores, list):
-        rule = f"the answer must have {count} scores, it has {num_scores}"
-        raise ScoreFailure(Cause.WRONG_RESULT, rule)
     return [_to_outcome(score) for score in scores]
 
 

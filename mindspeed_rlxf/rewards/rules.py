@@ -10,8 +10,15 @@ from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.registry import register_part
 from mindspeed_rlxf.config.reward_calls import RULES_OF_PROGRAMS
-from mindspeed_rlxf.rewards.answers import format_score, length_score, math_score, multiple_choice
-from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
+from mindspeed_rlxf.rewards.answers import (
+    final_number,
+    format_score,
+    last_number,
+    length_score,
+    marked_number,
+    math_score,
+    multiple_choice,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ BUILTIN_SOURCES = {
 BUILTIN_RULES: dict[str, Rule] = {source: RULES[name] for source, name in BUILTIN_SOURCES.items()}
 
 
-ACCEPTS: dict[Rule, Callable[[str], bool]] = {}
+ACCEPTS: dict[Rule, Callable[[str], object]] = {}
 """Rule whose ground truths are no answers (test cases) -> whether it accepts a ground truth.
 
 The function may raise ValueError in place of returning False: the text is shown as the reason.
@@ -114,7 +121,7 @@ The function may raise ValueError in place of returning False: the text is shown
 
 
 def register_rule(
-    name: str, accepts: Callable[[str], bool] | None = None
+    name: str, accepts: Callable[[str], object] | None = None
 ) -> Callable[[Rule], Rule]:
     """Return a decorator that adds a function to RULES, as a choice of `reward.rules`.
 

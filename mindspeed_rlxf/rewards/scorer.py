@@ -17,9 +17,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any
 
 from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.reward_calls import BY_SOURCE, find_function, keywords_of
@@ -29,8 +28,6 @@ from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringB
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 
 MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
-
-Score: TypeAlias = Callable[[Sample], RewardResult]
 
 
 @dataclass(frozen=True)
@@ -77,25 +74,31 @@ class SampleScorer:
         for source in plan.plugins:
             plugins.load(source)
         self._plan = plan
-        self._parts = [(part, self._make_score_function(part)) for part in plan.parts]
-
-    def _make_score_function(self, part: Part) -> Score:
-        if part.source is not None:
-            function = find_function(run_as_module(part.source), part.function)
-            return partial(_call_function, function, keywords_of(function), part.arguments)
-        if part.function == BY_SOURCE:
-            return self._by_source
-        return partial(_apply_rule, part.function, part.arguments)
-
-    def _by_source(self, sample: Sample) -> RewardResult:
-        return _apply_rule(self._plan.rules[sample.data_source], {}, sample)
+        self._parts = [
+            (p, find_function(run_as_module(p.source), p.function) if p.source else None)
+            for p in plan.parts
+        ]
 
     def score(self, sample: Sample) -> RewardResult:
         """Score by the functions that apply to the data source, else by its rule."""
-        wanted = [(p, score) for p, score in self._parts if p.applies_to(sample.data_source)]
+        wanted = [part for part in self._parts if part[0].applies_to(sample.data_source)]
         if not wanted:
-            return self._by_source(sample)
-        return weighted_sum([(part.name, part.weight, score(sample)) for part, score in wanted])
+            return self._score_part(Part("", BY_SOURCE), None, sample)
+        results = [(p.name, p.weight, self._score_part(p, call, sample)) for p, call in wanted]
+        return weighted_sum(results)
+
+    def _score_part(
+        self, part: Part, function: Callable[..., Any] | None, sample: Sample
+    ) -> RewardResult:
+        if function is not None:
+            given = {name: getattr(sample, name) for name in keywords_of(function)}
+            value = function(**given, **part.arguments)
+            return to_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
+        rule, arguments = part.function, part.arguments
+        if rule == BY_SOURCE:
+            rule, arguments = self._plan.rules[sample.data_source], {}
+        result = RULES[rule](sample.response, sample.ground_truth, **arguments)
+        return to_result({**result.parts, "score": result.score})
 
 
 def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
@@ -109,23 +112,6 @@ def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardRe
         parts[name] = result.score
         parts.update({f"{name}/{key}": value for key, value in result.parts.items()})
     return RewardResult(sum(weight * result.score for _, weight, result in results), parts)
-
-
-def _apply_rule(rule: str, arguments: dict[str, Any], sample: Sample) -> RewardResult:
-    result = RULES[rule](sample.response, sample.ground_truth, **arguments)
-    return to_result({**result.parts, "score": result.score})
-
-
-def _call_function(
-    function: Callable[..., Any],
-    keywords: Sequence[str],
-    arguments: dict[str, Any],
-    sample: Sample,
-) -> RewardResult:
-    value = function(**{name: getattr(sample, name) for name in keywords}, **arguments)
-    if inspect.iscoroutine(value):
-        value = asyncio.run(value)
-    return to_result(value)
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
@@ -52,7 +51,6 @@ class StreamingRewards:
         self._plan = make_plan(reward)
         memory = int(reward.worker_memory_gib * 2**30)
         self._pool = WorkerPool(self._plan, reward.processes, reward.timeout_s, memory)
-        self._by_rule = reward.kind is RewardKind.RULE
         self._remote = [
             (part, RemoteRewards(part.url, part.headers, part.batch_size, reward.timeout_s))
             for part in reward.parts

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from mindspeed_rlxf.config.enums import Verifier
-from mindspeed_rlxf.rewards.numbers import find_boxed
+from mindspeed_rlxf.rewards.answers import find_boxed, format_score
 from mindspeed_rlxf.rewards.rules import RewardResult
 
 Score = float
 STEPS_FOR_ALL = 3  # number of steps that give the full score
 MAX_DIGITS = 200  # longer "numbers" are compared as text
 
-_FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "\\boxed{", "</answer>")
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
 _SAID = re.compile(r"(?:the|final) answer is:?\s*(.+?)(?:\.?\s*$|\.\s|\n)", re.IGNORECASE)
@@ -46,11 +45,6 @@ def base_accuracy(response: str, ground_truth: str) -> Score:
     return 1.0 if is_same_answer(find_answer(response), ground_truth) else 0.0
 
 
-def think_format(response: str, ground_truth: str = "") -> Score:
-    """Score 1 when the response is a <think> element and then an <answer> element, else 0."""
-    return 1.0 if _FORMAT.fullmatch(response) else 0.0
-
-
 def strict_format(response: str, ground_truth: str = "") -> Score:
     """Score 1 if the response has each of _TAGS once, in order, from end to end; else -1."""
     text = response.strip()
@@ -68,7 +62,7 @@ def steps(response: str, ground_truth: str = "") -> Score:
 FUNCTIONS: dict[Verifier, Callable[[str, str], Score]] = {
     Verifier.ACC: accuracy,
     Verifier.BASE_ACC: base_accuracy,
-    Verifier.FORMAT: think_format,
+    Verifier.FORMAT: format_score,
     Verifier.STRICT_FORMAT: strict_format,
     Verifier.STEP: steps,
 }

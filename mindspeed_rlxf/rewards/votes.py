@@ -11,8 +11,14 @@ from fractions import Fraction
 from functools import partial
 
 from mindspeed_rlxf.config.enums import Verifier
-from mindspeed_rlxf.rewards.answers import CHOICES, find_choice
-from mindspeed_rlxf.rewards.numbers import final_number, find_boxed, last_number, marked_number
+from mindspeed_rlxf.rewards.answers import (
+    CHOICES,
+    final_number,
+    find_boxed,
+    find_choice,
+    last_number,
+    marked_number,
+)
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
 from mindspeed_rlxf.rewards.verifiers import find_answer, normalise, to_number
 
@@ -83,13 +89,12 @@ class AnswerFinder:
 
     def find(self, responses: Sequence[str], data_sources: Sequence[str]) -> list[str | None]:
         """Return each response's answer, None without one; a hash ends those over LONGEST."""
-        rows = zip(responses, data_sources, strict=True)
-        return [self._find_one(response, source) for response, source in rows]
-
-    def _find_one(self, response: str, source: str) -> str | None:
-        extract = self._for_all or self._by_source.get(source, whole_text)
-        answer = extract(response)
-        if not answer or len(answer) <= LONGEST:
-            return answer or None
-        digest = hashlib.sha256(answer.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        return f"{answer[: LONGEST - len(digest) - 3]}...{digest}"
+        found: list[str | None] = []
+        for response, source in zip(responses, data_sources, strict=True):
+            extract = self._for_all or self._by_source.get(source, whole_text)
+            answer = extract(response) or None
+            if answer and len(answer) > LONGEST:
+                digest = hashlib.sha256(answer.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+                answer = f"{answer[: LONGEST - len(digest) - 3]}...{digest}"
+            found.append(answer)
+        return found

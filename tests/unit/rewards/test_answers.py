@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.rewards.answers import format_score, length_score, math_score, multiple_choice
-from mindspeed_rlxf.rewards.numbers import final_number
+from mindspeed_rlxf.rewards.answers import (
+    final_number,
+    format_score,
+    length_score,
+    math_score,
+    multiple_choice,
+)
 from mindspeed_rlxf.rewards.rules import RULES, gsm8k, gsm8k_flexible, gsm8k_strict
 
 REPO = Path(__file__).parents[3]

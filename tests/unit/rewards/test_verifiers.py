@@ -7,6 +7,7 @@ import pytest
 
 from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.rewards.answers import format_score
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.verifiers import (
     FUNCTIONS,
@@ -17,7 +18,6 @@ from mindspeed_rlxf.rewards.verifiers import (
     is_same_answer,
     steps,
     strict_format,
-    think_format,
 )
 
 GOOD = "<think>2 + 2</think>\n<answer>It is \\boxed{4}.</answer>"
@@ -86,7 +86,7 @@ def test_a_number_of_a_million_digits_costs_nothing() -> None:
     ],
 )
 def test_formats(response: str, loose: float, strict: float) -> None:
-    assert (think_format(response), strict_format(response)) == (loose, strict)
+    assert (format_score(response), strict_format(response)) == (loose, strict)
 
 
 def test_three_marks_of_steps_are_the_whole_score() -> None:
@@ -107,6 +107,6 @@ def test_the_score_is_the_weighted_sum_for_whatever_data_source() -> None:
 def test_rows_without_a_ground_truth_are_found_before_the_run() -> None:
     prompts = [Prompt(0, "2+2", np.array([1]), "4", "x"), Prompt(1, "2+3", np.array([1]), " ", "x")]
     problem = str(*RewardManager({}, [(Verifier.ACC, 1.0)]).check(prompts))
-    assert problem.startswith("every row must have a ground truth with algorithm.verifier_function")
-    assert "1 have none, the first is prompt 1" in problem
+    assert problem.startswith("data source 'x' (1 rows) must have ground truths")
+    assert "the first without is prompt 1" in problem
     assert RewardManager({}, [(Verifier.STEP, 1.0)]).check(prompts) == []
