@@ -34,28 +34,29 @@ from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.files import fault
-from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
-from mindspeed_rlxf.data.preprocessing.map_keys import default_keys, parse_map_keys
-from mindspeed_rlxf.data.preprocessing.merge import merge
-from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.data.preprocessing.row_source import Counts
+from mindspeed_rlxf.data.handlers import (
+    DEFAULT_HANDLER,
+    HANDLERS,
+    REFUSED_HANDLERS,
+    Keys,
+    MapKeys,
+    parse_map_keys,
+)
+from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.writer import merge
 from mindspeed_rlxf.data.templates import TEMPLATES
 
 TOKENIZER_TYPE = "PretrainedFromHF"
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}
 CUTS = ("keep-head", "keep-tail", "keep-ends")
 LINE_S = 5.0  # shortest time between lines of progress
-MAX_UNKNOWN = 0.02  # share of unknown tokens above which a note is printed
 EPILOG = (
     "Text that spells a special token is ordinary text, unless --allow-special-tokens is given. "
     "Other flags of the older toolkit are refused, or accepted with a note that says why they have "
     "no effect."
 )
 
-DEFAULT_KEYS = ", ".join(
-    f"{key}={column or ''!r}"
-    for key, column in asdict(default_keys(HANDLERS[DEFAULT_HANDLER])).items()
-)
+DEFAULT_KEYS = ", ".join(f"{key}={column or ''!r}" for key, column in asdict(MapKeys()).items())
 OPTIONS = (
     option("--input", nargs="+", help="parquet, json or jsonl files, or folders"),
     option("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)"),
@@ -155,7 +156,7 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
     problems = _flag_problems(arguments)
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
-    keys = default_keys(handler)
+    keys: Keys = handler.keys()
     try:
         keys = parse_map_keys(arguments.map_keys, handler)
     except UserError as error:
@@ -242,26 +243,16 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 def _print_counts(counts: Counts, prefix: str) -> None:
     """Print the counts of rows and the paths of the data set and, if any, of the dropped rows.
 
-    Notes on odd input go to stderr: skipped and empty files, many unknown tokens, a fast tokenizer
-    in spite of the flag.
+    Notes go to stderr: skipped files, and a fast tokenizer in spite of the flag.
     """
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
     if counts.not_slow:
         why = f"the fast tokenizer is used ({counts.not_slow})"
         _note(f"--tokenizer-not-use-fast has no effect: {why}")
-    for file in counts.empty_files:
-        _note(f"{file} holds no rows")
-    if counts.unknown_tokens > MAX_UNKNOWN * counts.num_tokens:
-        share = counts.unknown_tokens / counts.num_tokens
-        _note(
-            f"{share:.0%} of the tokens are the unknown token: the tokenizer does not fit the "
-            "text; give the tokenizer of the model to train"
-        )
     lines = {"rows read": counts.rows_read, "rows written": counts.rows_written}
     lines |= {f"dropped, {reason}": number for reason, number in counts.dropped.most_common()}
-    notes = {"cut to --seq-length": counts.cut, "with an id seen before": counts.repeated_ids}
-    lines |= {name: number for name, number in notes.items() if number}
+    lines |= {"cut to --seq-length": counts.cut} if counts.cut else {}
     for name, number in lines.items():
         print(f"{name:<24} {number:>10}")
     print(f"written: {prefix}_packed_*")

@@ -147,8 +147,7 @@ def describe_keys(names: Iterable[str]) -> str:
     "none" for no keys.
     """
     keys = list(names)
-    more = ["..."] if len(keys) > MAX_KEYS_SHOWN else []
-    return ", ".join([*keys[:MAX_KEYS_SHOWN], *more]) or "none"
+    return ", ".join(keys[:MAX_KEYS_SHOWN] + ["..."] * (len(keys) > MAX_KEYS_SHOWN)) or "none"
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
@@ -165,15 +164,9 @@ def _parse_line(line: bytes) -> Row | BadRow:
     rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
     try:
         row = json.loads(line.decode("utf-8").rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        bad = line[error.start]
-        problem = fault(f"text must be UTF-8, byte 0x{bad:02x} is not", "save the file as UTF-8")
-        return BadRow("invalid unicode", problem, raw)
-    except json.JSONDecodeError as error:
-        found = f"{error.msg.removesuffix(' at')} at column {error.colno}: {raw[:40]!r}"
-        return BadRow("not JSON", fault(f"{rule} not JSON ({found})", remedy), raw)
     except (ValueError, RecursionError) as error:
-        return BadRow("not JSON", fault(f"{rule} too long or too deep ({error})", remedy), raw)
+        problem = fault(f"{rule} not JSON in UTF-8 ({error}): {raw[:40]!r}", remedy)
+        return BadRow("not JSON", problem, raw)
     if isinstance(row, dict):
         return row
     return BadRow("not an object", fault(f"{rule} {type(row).__name__}", remedy), raw)

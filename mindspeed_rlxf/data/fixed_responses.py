@@ -30,24 +30,10 @@ class FixedResponses:
     """Token ids of the response to each sample of a run, by sample id.
 
     prompts: token ids of the prompts that the responses answer, where the file has them
-    texts:   texts of these prompts, where the file has texts in place of ids
     """
 
     by_sample_id: Mapping[int, list[int]]
     prompts: Mapping[int, list[int]] = field(default_factory=dict)
-    texts: Mapping[int, str] = field(default_factory=dict)
-
-    def look_up(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-        """Return the token ids of the responses to these samples, in the order of `sample_ids`.
-
-        prompts: token ids of each sample's prompt in this run
-        Raises UserError for the first sample whose response in the file answers another prompt
-        (`differs`), KeyError for a sample that the file lacks.
-        """
-        for sample_id, prompt in zip(sample_ids, prompts, strict=True):
-            if self.differs(sample_id, prompt):
-                raise UserError(other_prompt_problem(sample_id))
-        return [self.by_sample_id[sample_id] for sample_id in sample_ids]
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
         """Whether the token ids of the file's prompt of this sample are not exactly `prompt`.
@@ -56,20 +42,6 @@ class FixedResponses:
         """
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
-
-
-def other_prompt_problem(sample_id: int, count: int = 1) -> Problem:
-    """Make the problem of a sample whose response in the file answers another prompt.
-
-    count: number of such samples, this one included; the message names the others' number
-    """
-    more = f" ({count - 1} more samples differ)" if count > 1 else ""
-    return Problem(
-        KEY,
-        f"the response to sample {sample_id} must answer its prompt, the file says another{more}",
-        remedy="use the data, seed, shuffle and batch size of the run it is from",
-        colon=True,
-    )
 
 
 def load_fixed_responses(
@@ -93,7 +65,6 @@ def load_fixed_responses(
     problems = FileProblems(f"{KEY}: {file}")
     found: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
-    texts: dict[int, str] = {}
     has_ids: set[bool] = set()
     for number, row in read_rows(file, problems, KEY):
         sample_id = row.get("sample_id", len(found))
@@ -109,8 +80,6 @@ def load_fixed_responses(
         found[key] = ids
         if "prompt_ids" in row:
             prompts[key] = row["prompt_ids"]
-        elif isinstance(row.get("prompt"), str):
-            texts[key] = row["prompt"]
     if len(has_ids) > 1:
         problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
     lacking = [i for i in range(num_samples) if i not in found]
@@ -122,7 +91,7 @@ def load_fixed_responses(
         problems.add(0, fault(rule, remedy))
     if located := problems.list_problems():
         raise UserError(located)
-    return FixedResponses(found, prompts, texts)
+    return FixedResponses(found, prompts)
 
 
 def _read_response(

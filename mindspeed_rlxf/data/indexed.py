@@ -74,13 +74,10 @@ class IndexedReader:
 
     def __init__(self, path: Path) -> None:
         index = Path(f"{path}.idx").read_bytes()
-        if len(index) < HEADER.size:
-            raise BrokenIndex(f"{path}.idx has {len(index)} bytes")
-        magic, version, code, size, bounds = HEADER.unpack_from(index)
-        if magic != MAGIC or version != 1 or code not in DTYPES:
-            raise BrokenIndex(f"{path}.idx starts with {index[:18]!r}")
-        if len(index) < HEADER.size + 12 * size + 8 * bounds:
-            raise BrokenIndex(f"{path}.idx ends before its {size} sequences do")
+        magic, version, code, size, bounds = HEADER.unpack_from(index.ljust(HEADER.size))
+        is_known = magic == MAGIC and version == 1 and code in DTYPES
+        if not is_known or len(index) < HEADER.size + 12 * size + 8 * bounds:
+            raise BrokenIndex(f"{path}.idx is no complete index, it starts with {index[:18]!r}")
         self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
         self._lengths = np.frombuffer(index, np.int32, size, HEADER.size)
         self._offsets = np.frombuffer(index, np.int64, size, HEADER.size + 4 * size)

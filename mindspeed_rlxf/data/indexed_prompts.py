@@ -22,10 +22,9 @@ from mindspeed_rlxf.config.suggest import format_value
 from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
 from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader
-from mindspeed_rlxf.data.lengths import LengthLimit
 from mindspeed_rlxf.data.prompt_encoder import IGNORED
-from mindspeed_rlxf.data.prompt_rows import read_labels
-from mindspeed_rlxf.data.prompt_store import Int64Array, Labels, Prompt, PromptStore
+from mindspeed_rlxf.data.prompt_rows import LengthLimit, read_labels
+from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
 from mindspeed_rlxf.data.prompts import ENCODE_CHUNK
 from mindspeed_rlxf.data.sidecar import (
     MASK,
@@ -155,7 +154,7 @@ class _DataSet:
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
         rows = self._read_rows(limit, problems)
         while chunk := list(islice(rows, ENCODE_CHUNK)):
-            ids = [ids.tolist() for ids, _ in chunk]
+            ids = [ids for ids, _ in chunk]
             texts = self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
             for text, (token_ids, labels) in zip(texts, chunk, strict=True):
                 prompts.add(text, token_ids, labels)
@@ -165,7 +164,7 @@ class _DataSet:
 
     def _read_rows(
         self, limit: LengthLimit, problems: FileProblems
-    ) -> Iterator[tuple[Int64Array, Labels]]:
+    ) -> Iterator[tuple[list[int], Labels]]:
         """Yield (prompt ids, labels) of each usable row.
 
         Invalid rows are added to `problems`. Raises UserError for a column that is not JSON.
@@ -183,7 +182,7 @@ class _DataSet:
                 continue
             row = {name: self._read_value(name, row_index) for name in self._columns}
             labels = read_labels(number, row, self._data, problems)
-            fitting = limit.fit(number, ids, problems)
+            fitting = limit.fit(number, ids.tolist(), problems)
             if fitting is not None and labels:
                 yield fitting, labels
 

@@ -75,25 +75,26 @@ class PromptEncoder:
         If the template has no special tokens, the start of a prompt gets those that the tokenizer
         adds to a text, except EOS.
         """
-        prompts = [render(self._template, turns) for turns in conversations]
-        opening = (p for pieces in prompts for p in pieces[:1])
-        rest = (p for pieces in prompts for p in pieces[1:])
-        first = self._tokenize_pieces(opening, opens_prompt=True)
-        other = self._tokenize_pieces(rest, opens_prompt=False)
-        return [
-            [i for n, piece in enumerate(pieces) for i in (other if n else first)[piece]]
-            for pieces in prompts
-        ]
+        prompts = [tuple(render(self._template, turns)) for turns in conversations]
+        return [each.token_ids for each in self._encode([[Segment(p, False)] for p in prompts])]
 
     def encode_labelled(self, conversations: Sequence[Sequence[Turn]]) -> list[Labelled]:
         """Return token ids and labels of conversations that end with the assistant's turn.
 
         Labels are the ids in responses, and IGNORED elsewhere.
         """
-        rendered = [render_segments(self._template, turns) for turns in conversations]
+        return self._encode([render_segments(self._template, turns) for turns in conversations])
+
+    def _encode(self, rendered: Sequence[Sequence[Segment]]) -> list[Labelled]:
         opening = [segments[0].pieces[0] for segments in rendered if segments[0].pieces]
         first = self._tokenize_pieces(opening, opens_prompt=True)
-        rest = [p for segments in rendered for s in segments if not s.is_response for p in s.pieces]
+        rest = [
+            piece
+            for segments in rendered
+            for n, segment in enumerate(segments)
+            if not segment.is_response
+            for piece in segment.pieces[0 if n else 1 :]
+        ]
         prompt_ids = self._tokenize_pieces(rest, opens_prompt=False)
         response_ids = self._tokenize_responses(
             {

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.config.suggest import shorten_value
@@ -100,56 +101,45 @@ def text_problem(text: str) -> Problem | None:
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
     """Return ground truth ("" if absent), data source and extra columns of a row.
 
-    Truth and source are turned into text. An absent data source is `data.default_data_source`. If
-    any field is invalid, returns None and adds a problem for each such field.
+    Truth and source are turned into text. An absent data source is `data.default_data_source`. An
+    object `extra_info` is replaced by its fields. A column of a type that JSON lacks is left out,
+    unless `data.extra_columns` names it. If any field is invalid, returns None and adds a problem
+    for each such field.
     number: of the row, for the problems
     """
-    truth = look_up(row, data.ground_truth_key)
-    truth = "" if truth is None else truth
+    truth, broken = look_up(row, data.ground_truth_key), list[Problem]()
+    if not isinstance(truth, (str, int, float, type(None))) or isinstance(truth, bool):
+        rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
+        broken.append(fault(rule, "write it as text"))
     source = look_up(row, data.data_source_key)
     source = data.default_data_source if source is None else source
-    extra, extra_problem = read_extra(row, data)
-    broken = [extra_problem] if extra_problem else []
     if not isinstance(source, str) or not source:
         rule = f"a row must name its data source in {data.data_source_key!r}"
         found = "it has none" if source is None else f"this one is {source!r:.60}"
         remedy = "add it to the rows or set data.default_data_source"
-        broken.insert(0, fault(f"{rule}, {found}", remedy))
-    if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
-        rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
-        broken.insert(0, fault(rule, "write it as text"))
-    for problem in broken:
-        problems.add(number, problem)
-    return None if broken else Labels(str(truth), str(source), extra)
-
-
-def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
-    """Return (columns for reward functions, None), or ({}, problem).
-
-    An object `extra_info` is replaced by its fields. A value of a type that JSON lacks is left out;
-    if extra_columns is set, it is the problem.
-    """
+        broken.append(fault(f"{rule}, {found}", remedy))
     extra: dict[str, Any] = {}
     named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
     others = [name for name in row if name not in named]
     for key in others if data.extra_columns is None else data.extra_columns:
         value = look_up(row, key)
-        if (kind := _foreign_type(value)) is not None and data.extra_columns is not None:
+        kind = _foreign_type(value)
+        if kind is not None and data.extra_columns is not None:
             rule = f"column {key!r} must hold text, numbers, lists and objects, not {kind}"
-            return {}, fault(rule, "convert it, or take it out of data.extra_columns")
-        if kind is None and value is not None:
+            broken.append(fault(rule, "convert it, or take it out of data.extra_columns"))
+        elif kind is None and value is not None:
             extra[key] = value
-    own = extra.get(EXTRA)
-    if isinstance(own, dict):
-        del extra[EXTRA]
-        extra |= own
+    if isinstance(extra.get(EXTRA), dict):
+        extra |= extra.pop(EXTRA)
     style = look_up(row, f"{STYLE}.style")
-    if style not in (*STYLES, None):
-        rule = f"{STYLE}.style must be rule or model, this one is {style!r:.60}"
-        return {}, fault(rule, "correct it, or remove it")
     if style is not None:
         extra[STYLE] = {**dict(extra.get(STYLE) or {}), "style": style}
-    return extra, None
+    if style not in (*STYLES, None):
+        rule = f"{STYLE}.style must be rule or model, this one is {style!r:.60}"
+        broken.append(fault(rule, "correct it, or remove it"))
+    for problem in broken:
+        problems.add(number, problem)
+    return None if broken else Labels("" if truth is None else str(truth), str(source), extra)
 
 
 def _foreign_type(value: Any) -> str | None:
@@ -158,3 +148,79 @@ def _foreign_type(value: Any) -> str | None:
         return next((kind for v in inner if (kind := _foreign_type(v)) is not None), None)
     plain = value is None or isinstance(value, (str, bool, int, float))
     return None if plain else type(value).__name__
+
+
+logger = logging.getLogger(__name__)
+
+KEPT = {
+    OverlongPrompts.KEEP_HEAD: "first",
+    OverlongPrompts.KEEP_TAIL: "last",
+    OverlongPrompts.KEEP_ENDS: "first and last",
+}
+"""Policy that cuts prompts -> which tokens it keeps."""
+NO_TOKEN = fault(
+    "a prompt must have a token, the tokenizer makes none of this one", "remove the row"
+)
+
+
+def cut(token_ids: list[int], max_length: int, policy: OverlongPrompts) -> list[int] | None:
+    """Return `max_length` of the token ids, or None if the policy is not one that cuts.
+
+    `token_ids` must be longer than `max_length`. KEEP_HEAD keeps the first ids, so that a chat
+    loses the header of the response; KEEP_TAIL the last ones, so that a prompt may lose its
+    beginning-of-text token. KEEP_ENDS keeps the first max_length // 2 ids and the rest from the
+    end.
+    """
+    if policy not in KEPT:
+        return None
+    heads = {OverlongPrompts.KEEP_HEAD: max_length, OverlongPrompts.KEEP_ENDS: max_length // 2}
+    head = heads.get(policy, 0)
+    return token_ids[:head] + token_ids[len(token_ids) - (max_length - head) :]
+
+
+class LengthLimit:
+    """Applies `max_prompt_length` to one file or data set, and counts the prompts over it."""
+
+    def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
+        self._name, self._max_length, self._policy = name, max_length, policy
+        self._num_over = 0
+
+    def fit(self, row: int, token_ids: list[int], problems: FileProblems) -> list[int] | None:
+        """Return a prompt's ids: unchanged up to the limit, cut over it; None if not kept.
+
+        Prompts without ids, and those over the limit with the policy ERROR, are added to `problems`
+        and not kept. With the other policies, those over the limit are counted, then dropped or
+        cut.
+        """
+        length = len(token_ids)
+        if length == 0:
+            problems.add(row, NO_TOKEN)
+            return None
+        if length <= self._max_length:
+            return token_ids
+        if self._policy is OverlongPrompts.ERROR:
+            limit = f"actor_rollout.max_prompt_length={self._max_length}"
+            rule = f"a prompt must fit {limit}, this one has {length} tokens"
+            problems.add(row, fault(rule, "raise it or set data.overlong_prompts=drop"))
+            return None
+        self._num_over += 1
+        return cut(token_ids, self._max_length, self._policy)
+
+    def report(self, num_rows: int, problems: FileProblems) -> None:
+        """Log how many of `num_rows` prompts were over the limit, and whether dropped or cut.
+
+        Logs nothing if there are none. If all `num_rows` were dropped, adds a problem of the whole
+        file to `problems` instead.
+        """
+        if not self._num_over:
+            return
+        count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"
+        dropped = self._policy is OverlongPrompts.DROP
+        if dropped and self._num_over == num_rows:
+            problems.add(
+                0, fault(f"{count} and none is left", "raise actor_rollout.max_prompt_length")
+            )
+            return
+        done = "dropped" if dropped else f"cut to their {KEPT[self._policy]} {self._max_length}"
+        key = f"data.overlong_prompts={self._policy.value}"
+        logger.warning("%s: %s and %s (%s)", self._name, count, done, key)

@@ -7,15 +7,12 @@ import os
 import struct
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
-
-from mindspeed_rlxf.config.errors import Problem, UserError
 
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -70,22 +67,19 @@ class PromptStore(Sequence[Prompt]):
     def __init__(self) -> None:
         self._ends = array("q", [0])  # positions in the file
         self._parts = [0]
-        with _report_full_disk():
-            self._file = tempfile.TemporaryFile(prefix="rlxf-prompts-")  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(prefix="rlxf-prompts-")  # noqa: SIM115
 
     def add(self, text: str, token_ids: Sequence[int] | Int64Array, labels: Labels) -> None:
-        """Append a prompt, readable after the next `end_part`. Raises UserError on a full disk."""
+        """Append a prompt, readable after the next `end_part`."""
         ids = np.asarray(token_ids, dtype="<i4").tobytes()
         rest = [text, labels.ground_truth, labels.data_source, labels.extra_info]
         record = HEAD.pack(len(token_ids)) + ids + json.dumps(rest).encode("ascii")
-        with _report_full_disk():
-            self._file.write(record)
+        self._file.write(record)
         self._ends.append(self._ends[-1] + len(record))
 
     def end_part(self) -> None:
         """Flush the prompts and mark the end of a file or data set, which `sizes` counts."""
-        with _report_full_disk():
-            self._file.flush()
+        self._file.flush()
         self._parts.append(len(self))
 
     @property
@@ -111,15 +105,3 @@ class PromptStore(Sequence[Prompt]):
         ids = np.frombuffer(record[HEAD.size : split], "<i4").astype(np.int64)
         text, truth, source, extra_info = json.loads(record[split:])
         return Prompt(index, text, ids, truth, source, extra_info)
-
-
-@contextmanager
-def _report_full_disk() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        rule = f"must take the tokenized prompts, it cannot be written: {reason}"
-        remedy = "free space there, or set TMPDIR to another folder"
-        folder = tempfile.tempdir or "the folder for temporary files"
-        raise UserError(Problem(folder, rule, remedy=remedy)) from error

@@ -11,10 +11,9 @@ from mindspeed_rlxf.config.enums import InvalidRows
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, fault
-from mindspeed_rlxf.data.lengths import LengthLimit
-from mindspeed_rlxf.data.prompt_rows import TextRow, read_text_rows, text_problem
+from mindspeed_rlxf.data.prompt_rows import LengthLimit, TextRow, read_text_rows, text_problem
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
-from mindspeed_rlxf.data.special_tokens import SpecialTokens
+from mindspeed_rlxf.data.tokenizer import SpecialTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +113,16 @@ class _Reader:
             row.text, problem = str(row.prompt), None
             try:
                 if row.is_chat:
-                    row.text = self._fill_template(row.prompt)
+                    hides = not self._data.allow_special_tokens
+                    given: Any = self._special.hide(row.prompt) if hides else row.prompt
+                    row.text = str(
+                        self._tokenizer.apply_chat_template(
+                            [{k: v for k, v in m.items() if v is not None} for m in given],
+                            tokenize=False,
+                            add_generation_prompt=True,
+                            **self._data.chat_template_kwargs,
+                        )
+                    )
                 problem = text_problem(row.text)
             except Exception as error:  # of any type, because a template is a program
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -129,23 +137,12 @@ class _Reader:
                 good.append(row)
         return good
 
-    def _fill_template(self, messages: Any) -> str:
-        if not self._data.allow_special_tokens and self._special.are_in(messages):
-            messages = self._special.hide(messages)
-        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        variables = self._data.chat_template_kwargs
-        return str(
-            self._tokenizer.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=True, **variables
-            )
-        )
-
     def _tokenize(self, rows: list[TextRow]) -> Iterator[tuple[TextRow, list[int]]]:
         """Yield each row and its token ids, in order, without an EOS that the tokenizer appends."""
         encoded: dict[int, list[int]] = {}
         split = not self._data.allow_special_tokens
         for row in rows:
-            if row.is_chat and self._special.has_words(row.text):
+            if row.is_chat and self._special.restore(row.text) != row.text:
                 encoded[row.row] = self._special.token_ids(row.text)
         for is_chat in (False, True):
             alike = [row for row in rows if row.is_chat is is_chat and row.row not in encoded]

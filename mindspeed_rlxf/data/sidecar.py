@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, ValidationError
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.fields import Integers, Section
 
-FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
 MAX_NAME = 80  # characters of a column in a file name, which may have 255 bytes
+
+Encoding: TypeAlias = Literal["token_ids", "labels", "mask", "json"]
 
 
 class Column(Section):
@@ -29,7 +30,7 @@ class Column(Section):
     name: str
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,120}$")]
     dtype: Literal["int32", "uint8"]
-    encoding: Literal["token_ids", "labels", "mask", "json"]
+    encoding: Encoding
 
 
 class TokenizerId(Section):
@@ -46,7 +47,7 @@ class Sidecar(Section):
     stop_token_ids:       tokens that end a response in the template
     """
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[1] = 1
     handler: str
     template: str
     allow_special_tokens: bool = False
@@ -108,21 +109,15 @@ def file_name(column: str, taken: set[str]) -> str:
 def read_sidecar(prefix: Path) -> Sidecar | None:
     """Read the sidecar of a data set; None where there is none, as in sets of the older toolkit.
 
-    Raises UserError for a sidecar that cannot be read, is not valid or of another version.
+    Raises UserError for a sidecar that is not valid or of another version.
     """
     file = sidecar_path(prefix)
-    try:
-        text = file.read_text(encoding="utf-8")
-        tree = json.loads(text)
-        version = tree.get("format_version") if isinstance(tree, dict) else None
-        if version == FORMAT_VERSION:
-            return Sidecar.model_validate_json(text)
-        rule = f"format_version must be {FORMAT_VERSION}, this one is {version!r}"
-    except FileNotFoundError:
+    if not file.exists():
         return None
+    try:
+        return Sidecar.model_validate_json(file.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
-        rule = f"{'.'.join(map(str, first['loc']))} is not valid ({first['msg']})"
-    except (OSError, ValueError) as error:
-        rule = f"must be a JSON object ({error})"
-    raise UserError(Problem(f"{file}", rule, remedy="run preprocess_data.py again", colon=True))
+        rule = f"{'.'.join(map(str, first['loc'])) or 'it'} is not valid ({first['msg']})"
+        remedy = "run preprocess_data.py again"
+        raise UserError(Problem(f"{file}", rule, remedy=remedy, colon=True)) from error

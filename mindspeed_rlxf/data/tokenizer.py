@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+import secrets
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 
@@ -113,15 +116,11 @@ def describe_stop_tokens(
         "template of the data set": data_set_ids,
         "stop_token_ids": configured_ids,
     }
-    named: dict[int, list[str]] = {}
-    for source, ids in sources.items():
-        for token_id in ids:
-            named.setdefault(token_id, []).append(source)
-    vocabulary = tokenizer.get_vocab().items()
-    tokens = {token_id: repr(token) for token, token_id in vocabulary if token_id in named}
+    tokens = {token_id: repr(token) for token, token_id in tokenizer.get_vocab().items()}
     shown = [
-        f"{token_id} {tokens.get(token_id, 'not in the vocabulary')} ({', '.join(names)})"
-        for token_id, names in sorted(named.items())
+        f"{token_id} {tokens.get(token_id, 'not in the vocabulary')} "
+        f"({', '.join(source for source, ids in sources.items() if token_id in ids)})"
+        for token_id in sorted(set(chain(*sources.values())))
     ]
     return f"responses end with: {'; '.join(shown) or 'nothing but max_new_tokens'}"
 
@@ -172,3 +171,115 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(" .:")
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer.
+
+    While a chat template is filled in, each special token that a user's text spells is replaced by
+    a random word, which no text can contain.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        names = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)} - {""}
+        self._names = sorted(names, key=lambda name: (-len(name), name))
+        self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._tokenizer, self._nonce = tokenizer, secrets.token_hex(12)
+        self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
+
+    def are_in(self, value: Any) -> bool:
+        """Whether a text, or a text inside lists and dicts (keys too), contains a special token."""
+        return bool(self.hide(value) != value)
+
+    def hide(self, value: Any) -> Any:
+        """Return `value` with each special token in its texts replaced by the token's random word.
+
+        value: text, or lists and dicts (also their keys) with texts; other values are returned
+               unchanged
+        """
+        if isinstance(value, str):
+            number = self._names.index
+            return self._pattern.sub(lambda found: f"zq{self._nonce}n{number(found[0])}z", value)
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, list) else value
+
+    def restore(self, text: str) -> str:
+        """Replace every random word in a text by its special token."""
+        return self._words.sub(lambda found: self._names[int(found[1])], text)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Tokenize a filled-in chat template; no special tokens are added.
+
+        Special tokens become their ids. The text between two of them is tokenized alone. Words that
+        `hide` inserted become the spelling of their special token, tokenized as plain text.
+        """
+        ids, start = [], 0
+        for found in self._pattern.finditer(text):
+            ids += self._text_ids(text[start : found.start()])
+            ids.append(int(self._tokenizer.convert_tokens_to_ids(found[0])))
+            start = found.end()
+        return ids + self._text_ids(text[start:])
+
+    def _text_ids(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids: list[int] = self._tokenizer(
+            self.restore(text), add_special_tokens=False, split_special_tokens=True
+        )["input_ids"]
+        return ids
+
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
+
+
+class TokenPieces:
+    """Splits responses into the texts of their tokens.
+
+    A token that ends inside a character has "" as its text, and the token that completes the
+    character has all of it. Handles byte-level tokens (GPT-2), and byte tokens and U+2581 for a
+    space (SentencePiece); other tokens are decoded one by one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._bytes_of = tokenizer, cache(self._find_bytes)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._bytes: dict[str, int] = {}
+        if "ByteLevel" in repr(getattr(backend, "decoder", "")):
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+            self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token id; bytes that are not UTF-8 become U+FFFD.
+
+        A character that spans several tokens is the text of the last of them; the others get "".
+        Bytes that are not UTF-8 after MAX_TOKENS tokens, or at the end of `ids`, are decoded as
+        they are.
+        """
+        pieces, left, waiting = [], b"", 0
+        for count, token_id in enumerate(ids, 1):
+            left, waiting = left + self._bytes_of(token_id), waiting + 1
+            try:
+                pieces.append(left.decode("utf-8"))
+            except UnicodeDecodeError:
+                if waiting < MAX_TOKENS and count < len(ids):
+                    pieces.append("")
+                    continue
+                pieces.append(left.decode("utf-8", "replace"))
+            left, waiting = b"", 0
+        return pieces
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):  # not in the vocabulary
+            return f"<{token_id}>".encode()
+        if byte := BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        if self._bytes and all(letter in self._bytes for letter in token):
+            return bytes(self._bytes[letter] for letter in token)
+        if "\u2581" in token:
+            return token.replace("\u2581", " ").encode("utf-8", "replace")
+        return str(self._tokenizer.decode([token_id])).encode("utf-8", "replace")

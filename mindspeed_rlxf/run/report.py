@@ -9,8 +9,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.printable import printable
-from mindspeed_rlxf.data.token_pieces import TokenPieces
-from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.data.tokenizer import TokenPieces, load_tokenizer
 from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter

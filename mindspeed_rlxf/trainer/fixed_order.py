@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.data.fixed_responses import FixedResponses, other_prompt_problem
+from mindspeed_rlxf.data.fixed_responses import KEY, FixedResponses
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
 
 def find_order_problems(
-    fixed: FixedResponses,
-    source: PromptSource,
-    iterations: int,
-    decode: Callable[[list[int]], str],
+    fixed: FixedResponses, source: PromptSource, iterations: int
 ) -> list[Problem]:
     """Compare the prompts of fixed responses with those of the next `iterations` batches.
 
     Returns [] if they agree, else one problem with the first sample that differs and the number of
     all such samples.
     source: at the position where the run starts; it is advanced by `iterations` batches
-    decode: token ids -> text
-    Token ids of a prompt in the file must be equal to those of the sample's prompt. A text must be
-    that prompt as written or as decoded; a text that is no prompt of the data set is ignored, as it
-    may be a chat before its template.
     """
-    forms: list[set[str]] = []  # texts of each prompt of the data set: as written, and as decoded
-    if fixed.texts:
-        forms = [{p.text, decode(p.token_ids.tolist())} for p in source.prompts]
-    known = set().union(*forms)
-    wrong = []
-    for sample_id, index in _number_samples(source, iterations):
-        text = fixed.texts.get(sample_id) if fixed.texts else None
-        is_other = text in known and text not in forms[index]
-        if is_other or fixed.differs(sample_id, source.prompts[index].token_ids):
-            wrong.append(sample_id)
-    return [other_prompt_problem(wrong[0], len(wrong))] if wrong else []
+    wrong = [
+        sample_id
+        for sample_id, index in _number_samples(source, iterations)
+        if fixed.differs(sample_id, source.prompts[index].token_ids)
+    ]
+    if not wrong:
+        return []
+    rule = f"the response to sample {wrong[0]} must answer its prompt, the file says another"
+    rule = f"{rule} ({len(wrong)} samples differ)"
+    remedy = "use the data, seed, shuffle and batch size of the run it is from"
+    return [Problem(KEY, rule, remedy=remedy, colon=True)]
 
 
 def _number_samples(source: PromptSource, iterations: int) -> Iterator[tuple[int, int]]:

@@ -331,9 +331,7 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
         except ValueError:  # other data or seed than those of the run: reported when it resumes
             return []
     remaining = config.training.train_iters - done
-    return find_order_problems(
-        prepared.fixed_responses, source, remaining, prepared.tokenizer.decode
-    )
+    return find_order_problems(prepared.fixed_responses, source, remaining)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:

@@ -126,6 +126,6 @@ def as_rows(
         token_ids=token_ids,
         ground_truths=[p.ground_truth for p in prompts],
         data_sources=[p.data_source for p in prompts],
-        responses=fixed.look_up(sample_ids, token_ids) if fixed else [[] for _ in prompts],
+        responses=[fixed.by_sample_id[i] if fixed else [] for i in sample_ids],
         extra_infos=[p.extra_info for p in prompts],
     )

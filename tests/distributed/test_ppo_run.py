@@ -18,7 +18,7 @@ from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
-from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
+from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.roles import objectives
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole

@@ -16,8 +16,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.indexed import IndexedReader
-from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.data.preprocessing.row_source import Counts
+from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
 

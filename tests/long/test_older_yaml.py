@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
+from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from tests.distributed.llamas import make_llama
 from tests.distributed.test_ppo_run import VOCAB, write_tokenizer

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.suggest import shorten_value
 from mindspeed_rlxf.data.files import Row, describe_keys, look_up, unicode_problem
-from mindspeed_rlxf.data.handlers import Handler, Output
-from mindspeed_rlxf.data.preprocessing.map_keys import Keys, MapKeys, ShareGptKeys, Tags
+from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Output, ShareGptKeys, Tags
 from mindspeed_rlxf.data.templates import Turn
 
 CHAT_TAGS = Tags("role", "content", "user", "assistant", observation_tag="", function_tag="")
@@ -90,15 +89,12 @@ def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Exam
 
 
 def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
-    pairs = look_up(row, keys.history) if keys.history else None
-    rule = "a history must be a list of [user, assistant] pairs of text"
-    if pairs is not None and not isinstance(pairs, list):
-        rule = f"{rule}, this one is {shorten_value(pairs)}"
-        raise UnusableRow("wrong type", rule, "write [[..., ...]]")
-    for pair in pairs or ():
+    pairs = (look_up(row, keys.history) if keys.history else None) or []
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
-            rule = f"{rule}, it has {shorten_value(pair)}"
-            raise UnusableRow("wrong type", rule, "repair the row")
+            rule = "a history must be a list of [user, assistant] pairs of text"
+            found = f"it has {shorten_value(pair)}"
+            raise UnusableRow("wrong type", f"{rule}, {found}", "write [[..., ...]]")
         yield from (Turn("user", pair[0]), Turn("assistant", pair[1]))
 
 
@@ -129,10 +125,9 @@ def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
     messages = _read_messages(value, CHAT_TAGS, "a response must be text or")
     _check_last(messages, "assistant", "complete the row")
     if messages[:-1] and messages[:-1] != turns:
-        problem = "messages of a response must begin with those of the prompt, or be one"
         raise UnusableRow(
             "another prompt",
-            f"{problem}, {column!r} begins otherwise",
+            f"messages of the response {column!r} must begin with those of the prompt, or be one",
             'name the column of the prompt, and its system and history, or "" for none',
         )
     return messages[-1].text
@@ -154,8 +149,7 @@ def _read_text(row: Row, column: str | None, part: str) -> str:
     value = look_up(row, column) if column else None
     if value is None or isinstance(value, str):
         return value or ""
-    rule = f"a {part} must be text, this one is {shorten_value(value)}"
-    raise UnusableRow("wrong type", rule, "write it as text")
+    raise UnusableRow("wrong type", f"a {part} must be text", f"repair {shorten_value(value)}")
 
 
 def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
@@ -166,8 +160,7 @@ def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
         _read_message(message, tags, f"message {number}") for number, message in enumerate(value, 1)
     ]
     if any(turn.role == "system" for turn in turns[1:]):
-        rule = "only the first message may be of the system, a later one is too"
-        raise UnusableRow("wrong roles", rule, "repair the row")
+        raise UnusableRow("wrong roles", "only the first message may be of the system", "repair it")
     return turns
 
 
@@ -199,11 +192,9 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 
 def _check_order(turns: Sequence[Turn]) -> None:
     roles = [turn.role for turn in turns if turn.role != "system"]
-    for number, role in enumerate(roles, 1):
-        expected = ("assistant", "user")[number % 2]
-        if role != expected:
-            rule = f"user and assistant must take turns, turn {number} is of the {role}"
-            raise UnusableRow("wrong roles", f"{rule}, not of the {expected}", "repair the row")
+    if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
+        rule = f"user and assistant must take turns, they are {', '.join(roles)}"
+        raise UnusableRow("wrong roles", rule, "repair the row")
 
 
 def _check_last(turns: Sequence[Turn], role: str, remedy: str) -> None:

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
-import threading
-import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.data.files import fault
-from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, LABELS, Output
-from mindspeed_rlxf.data.preprocessing.map_keys import Keys, MapKeys, missing_columns
+from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems, fault
+from mindspeed_rlxf.data.handlers import (
+    DEFAULT_HANDLER,
+    HANDLERS,
+    LABELS,
+    Keys,
+    MapKeys,
+    Output,
+    missing_columns,
+)
 from mindspeed_rlxf.data.preprocessing.row_encoder import (
     TOO_LONG,
     EncodedChunk,
     NumberedRow,
     RowEncoder,
-)
-from mindspeed_rlxf.data.preprocessing.row_source import (
-    Counts,
-    Progress,
-    find_files,
-    read_chunks,
 )
 from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
@@ -42,9 +44,122 @@ from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
 from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
 from mindspeed_rlxf.data.tokenizer import load_slow_tokenizer, load_tokenizer, vocabulary_hash
 
+CHUNK_ROWS = 512
+
+Progress = Callable[[int], None]
+
+
+@dataclass
+class Counts:
+    """How many rows were read, written, dropped and cut.
+
+    dropped:      reason -> number of rows
+    skipped:      entries of the input folders that are no data files
+    refusals:     (reason, file) -> the problems of these rows
+    columns:      names of the columns of all rows, in the order of their first row
+    not_slow:     why the fast tokenizer was used although the slow one was asked for, "" = it was
+                  not
+    """
+
+    rows_read: int = 0
+    rows_written: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
+    num_tokens: int = 0
+    skipped: list[str] = field(default_factory=list)
+    not_slow: str = ""
+    refusals: dict[tuple[str, str], FileProblems] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict)
+
+    def add(self, chunk: EncodedChunk) -> None:
+        """Add the counts of an encoded chunk; `rows_read` is counted by `read_chunks`."""
+        self.rows_written += chunk.num_rows
+        self.cut += chunk.num_cut
+        self.num_tokens += chunk.num_tokens
+        for row in chunk.rejected:
+            self.dropped[row.reason] += 1
+            found = self.refusals.setdefault((row.reason, row.file), FileProblems(row.file))
+            found.add(row.row, row.problem)
+
+    def list_problems(self, only: str | None = None) -> list[Problem]:
+        """Return the problems of dropped rows, keyed by `file:row`; equal ones of a file are one.
+
+        only: return those of rows dropped for this reason, None = for all reasons
+        """
+        chosen = [f for (reason, _), f in self.refusals.items() if only in (None, reason)]
+        return [problem for found in chosen for problem in found.list_problems()]
+
+    def as_dict(self) -> dict[str, int | dict[str, int]]:
+        """Return the counts for the sidecar."""
+        return {
+            "rows_read": self.rows_read,
+            "rows_written": self.rows_written,
+            "dropped": dict(sorted(self.dropped.items())),
+            "cut": self.cut,
+            "tokens": self.num_tokens,
+        }
+
+
+def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
+    """List the data files of `inputs`, which are files and folders, in that order.
+
+    A folder's own files are sorted by name; subfolders are not searched. Other entries of a folder
+    are appended to `skipped`. Raises UserError with every path that is no data file and no folder
+    of data files.
+    """
+    files, problems = list[str](), list[Problem]()
+    for name in inputs:
+        path = Path(name)
+        inside = sorted(map(str, path.iterdir())) if path.is_dir() else [name]
+        good = [e for e in inside if Path(e).suffix.lower() in READERS and Path(e).is_file()]
+        files += good
+        skipped += [entry for entry in inside if entry not in good]
+        if not good:
+            rule = "no such file or folder"
+            if path.exists():
+                rule = f"it must be a {', '.join(READERS)} file, or a folder that has some"
+            problems.append(_input_problem(name, rule, "correct the path"))
+    if problems:
+        raise UserError(problems)
+    return files
+
+
+def _input_problem(name: str, rule: str, remedy: str) -> Problem:
+    return Problem(f"--input {name}", rule, remedy=remedy, colon=True)
+
+
+def read_chunks(
+    files: Sequence[str], max_rows: int | None, counts: Counts, progress: Progress
+) -> Iterator[list[NumberedRow]]:
+    """Yield at most `max_rows` rows of all files, None = all, in lists of CHUNK_ROWS.
+
+    Adds to `counts`, and calls `progress` after each row.
+    """
+    rows = islice(_read_all(files, counts, progress), max_rows)
+    yield from iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
+
+
+def _read_all(files: Sequence[str], counts: Counts, progress: Progress) -> Iterator[NumberedRow]:
+    for file in files:
+        read = READERS[Path(file).suffix.lower()]
+        try:
+            for number, row in read(file) if os.path.getsize(file) else ():
+                counts.rows_read += 1
+                if not isinstance(row, BadRow):
+                    counts.columns |= dict.fromkeys(row)
+                yield NumberedRow(file, number, row)
+                progress(counts.rows_read)
+        except BrokenFile as error:
+            name = f"{file}:{error.row}" if error.row else file
+            found = _input_problem(name, error.problem.rule, error.problem.remedy)
+            raise UserError(found) from error
+        except OSError as error:
+            rule, remedy = f"cannot be read ({error})", "check the path and its rights"
+            raise UserError(_input_problem(file, rule, remedy)) from error
+
+
 TOKENIZER = "--tokenizer-name-or-path"
 CHUNKS_AHEAD = 2  # per process, so that memory stays bounded
-WATCH_S = 0.5
 
 _encoder: RowEncoder | None = None  # of a worker process
 
@@ -106,7 +221,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     else:
         tokenizer = load_tokenizer(options.tokenizer_path, TOKENIZER)
     handler = HANDLERS[options.handler]
-    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
+    eos = tokenizer.eos_token_id
     if options.append_eod and eos is None:
         rule = "needs the tokenizer's EOS token, it has none"
         remedy = "set eos_token in its tokenizer_config.json or leave --append-eod out"
@@ -121,7 +236,6 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
         options.overlong,
         None if options.additional_columns is None else {*options.additional_columns, LABELS},
         end_id=eos if options.append_eod else None,
-        unknown_id=None if unknown == eos else unknown,  # some tokenizers have one for both
     )
     rows = read_chunks(files, options.max_samples, counts, progress)
     with report_write_errors(str(prefix)), PromptSetWriter(prefix, handler) as writer:
@@ -171,13 +285,10 @@ def _start_worker(encoder: RowEncoder, parent: int) -> None:
     _encoder = encoder
     gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
-
-
-def _exit_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(WATCH_S)
-    os._exit(1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _encode_in_worker(rows: Sequence[NumberedRow]) -> EncodedChunk:

@@ -14,11 +14,10 @@ import numpy as np
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.data.files import BadRow, Row
-from mindspeed_rlxf.data.handlers import LABELS, Handler, Output
-from mindspeed_rlxf.data.lengths import NO_TOKEN, cut
+from mindspeed_rlxf.data.handlers import LABELS, Handler, Keys, Output
 from mindspeed_rlxf.data.preprocessing.examples import Example, UnusableRow, make_example
-from mindspeed_rlxf.data.preprocessing.map_keys import Keys
 from mindspeed_rlxf.data.prompt_encoder import IGNORED, PromptEncoder
+from mindspeed_rlxf.data.prompt_rows import NO_TOKEN, cut
 from mindspeed_rlxf.data.sidecar import TOKEN_IDS
 from mindspeed_rlxf.data.templates import Turn
 
@@ -58,7 +57,7 @@ class EncodedChunk:
     sequences:   column -> (int32 token ids or labels of these rows as bytes, lengths [rows])
     columns:     other column -> JSON bytes [rows]; None where the row lacks the column
     num_cut:     rows whose prompt was cut
-    num_unknown: tokens, out of `num_tokens`, that are the tokenizer's unknown token
+    num_tokens:  token ids of these rows, without labels
     """
 
     num_rows: int = 0
@@ -66,7 +65,6 @@ class EncodedChunk:
     columns: dict[str, list[bytes | None]] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
     num_cut: int = 0
-    num_unknown: int = 0
     num_tokens: int = 0
 
 
@@ -82,7 +80,6 @@ class RowEncoder:
     overlong:     whether longer prompts are cut; if not, their rows are rejected
     kept_columns: other columns of the rows to write, None = all
     end_id:       token appended to a conversation that does not end with it, None = none
-    unknown_id:   the tokenizer's unknown token, None = it has none
     """
 
     prompts: PromptEncoder
@@ -92,7 +89,6 @@ class RowEncoder:
     overlong: OverlongPrompts
     kept_columns: set[str] | None = None
     end_id: int | None = None
-    unknown_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
         """Encode rows; unusable ones are only listed in `rejected`, in the order of the rows.
@@ -119,8 +115,11 @@ class RowEncoder:
                 chunk.num_cut += len(kept[-1][0]) < len(ids[0])
                 written.append((cast("Row", rows[i].row), example))
         chunk.rejected = [rejected[i] for i in sorted(rejected)]
-        self._fill(chunk, kept)
-        chunk.columns = self._columns(written)
+        chunk.num_rows, chunk.columns = len(kept), self._columns(written)
+        for i, name in enumerate(self.handler.sequences):
+            items = np.asarray([item for ids in kept for item in ids[i]], dtype=np.int32)
+            chunk.sequences[name] = items.tobytes(), [len(ids[i]) for ids in kept]
+            chunk.num_tokens += len(items) if name.endswith(TOKEN_IDS) else 0
         return chunk
 
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
@@ -157,16 +156,6 @@ class RowEncoder:
             rule = f"a {name} must fit {limit}, this one has {longest} tokens"
             raise UnusableRow(TOO_LONG, rule, remedy)
         return (kept,)
-
-    def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
-        chunk.num_rows = len(kept)
-        for i, name in enumerate(self.handler.sequences):
-            items = np.asarray([item for ids in kept for item in ids[i]], dtype=np.int32)
-            chunk.sequences[name] = items.tobytes(), [len(ids[i]) for ids in kept]
-            if name.endswith(TOKEN_IDS):
-                chunk.num_tokens += len(items)
-                if self.unknown_id is not None:
-                    chunk.num_unknown += int(np.count_nonzero(items == self.unknown_id))
 
     def _columns(self, rows: Sequence[tuple[Row, Example]]) -> dict[str, list[bytes | None]]:
         """Return name -> JSON bytes of each row for the columns to write beside the tokens.

@@ -9,10 +9,9 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.handlers import HANDLERS
+from mindspeed_rlxf.data.handlers import HANDLERS, parse_map_keys
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
-from mindspeed_rlxf.data.preprocessing.map_keys import parse_map_keys
-from mindspeed_rlxf.data.preprocessing.row_source import Counts
+from mindspeed_rlxf.data.preprocessing.pipeline import Counts
 from mindspeed_rlxf.data.sidecar import column_files
 from tests.unit.data.bench import Bench
 from tests.unit.data.byte_tokenizer import byte_tokenizer

@@ -13,8 +13,8 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
-from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.data.sidecar import data_path, sidecar_path
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
@@ -241,9 +241,13 @@ def test_ids_that_the_tokenizer_lacks_and_empty_sequences_are_named(
         (
             "meta.json",
             lambda file: file.write_text('{"format_version": 2}'),
-            "format_version must be 1, this one is 2",
+            "format_version is not valid (Input should be 1)",
         ),
-        ("meta.json", lambda file: file.write_text("["), "meta.json: must be a JSON object"),
+        (
+            "meta.json",
+            lambda file: file.write_text("["),
+            "meta.json: it is not valid (Invalid JSON: ",
+        ),
         (
             "meta.json",
             lambda file: file.write_text('{"format_version": 1}'),

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.prompt_store import Labels, PromptStore
 
 
@@ -63,17 +62,3 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = filled(5)
     assert store[4].index == 4 and list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_a_users_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(UserError, match="absent must take the tokenized prompts, it cannot be"):
-        PromptStore()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    store = PromptStore()
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        store._file = full
-        with pytest.raises(UserError, match="No space left on device; free space there, or set T"):
-            store.add("a", [1], Labels("", ""))

@@ -128,7 +128,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jso
         ({"prompt": "a", "ground_truth": [1]}, "a ground truth must be text or a number"),
         ({"prompt": "a", "ground_truth": True}, "a ground truth must be text or a number"),
         ({"prompt": "a", "data_source": 3}, "a row must name its data source in 'data_source'"),
-        (b'{"prompt": "\xff"}', "text must be UTF-8, byte 0xff is not"),
+        (b'{"prompt": "\xff"}', "a line must be one JSON object, this one is not JSON in UTF-8"),
         ({"prompt": "a" * 101}, "a prompt must fit actor_rollout.max_prompt_length=100, this one"),
     ],
 )

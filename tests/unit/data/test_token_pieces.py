@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rlxf.data.token_pieces import TokenPieces
+from mindspeed_rlxf.data.tokenizer import TokenPieces
 
 TEXT = "Beijing 北京 is \U0001f600 \n the 首都, naïve \x85!"
 

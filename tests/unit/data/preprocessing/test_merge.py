@@ -8,7 +8,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data.preprocessing.merge import merge
+from mindspeed_rlxf.data.preprocessing.writer import merge
 from tests.unit.data.plain_pairs import write_pair
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data.handlers import HANDLERS
+from mindspeed_rlxf.data.handlers import HANDLERS, MapKeys, parse_map_keys
 from mindspeed_rlxf.data.preprocessing.examples import UnusableRow, make_example
-from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys, parse_map_keys
 
 PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
 KEYS = MapKeys("p", "q", "r", "h", "s")
@@ -108,14 +107,14 @@ ALPACA, SHAREGPT = "AlpacaStyleInstructionHandler", "SharegptStyleInstructionHan
         (PPO.name, "[1]", "--map-keys must be a JSON object such as"),
         (PPO.name, '{"promt": "x"}', "did you mean prompt?"),
         (PPO.name, '{"chosen": "x"}', "must be one of prompt, query, response, history, system"),
-        (PPO.name, '{"query": 3}', "query=3 must name a column"),
-        (PPO.name, '{"prompt": ""}', "prompt must name a column, it is empty"),
-        (PPO.name, '{"prompt": "a", "system": "a"}', "'a' is named twice"),
-        (PPO.name, '{"query": "instruction"}', "prompt must have a column, another key names its"),
-        (SHAREGPT, '{"system": "conversations"}', "messages must have a column, another key"),
+        (PPO.name, '{"query": 3}', "query=3 must be a text"),
+        (PPO.name, '{"prompt": ""}', "prompt must name a column for"),
+        (PPO.name, '{"query": "instruction"}', "prompt must name a column for"),
+        (SHAREGPT, '{"system": "conversations"}', "messages must name a column for"),
         (SHAREGPT, '{"mesages": "x"}', "did you mean messages?"),
         (SHAREGPT, '{"tags": {"user": "x"}}', "did you mean user_tag?"),
-        (SHAREGPT, '{"tags": {"user_tag": 1}}', "must be a word"),
+        (SHAREGPT, '{"tags": {"user_tag": 1}}', "user_tag=1 must be a text"),
+        (SHAREGPT, '{"tags": "user"}', "tags='user' must be an object"),
         (SHAREGPT, '{"tools": "tools"}', "descriptions of tools are not"),
         (SHAREGPT, '{"kto_tag": "k"}', "single judged responses"),
         (SHAREGPT, '{"messages": ""}', "messages must name a column"),
