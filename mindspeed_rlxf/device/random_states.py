@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ def to_text(state: Tensor) -> str:
 
 
 def from_text(text: str) -> Tensor:
-    """Return the state, [bytes] uint8, that `to_text` wrote; raise ValueError for other text."""
+    """Return the state, [bytes] uint8, that `to_text` wrote."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
@@ -39,65 +38,24 @@ def process_state() -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class ProcessStreams:
-    """Random states of a process. device: None if the process computed on a CPU"""
+def load_process_state(state: dict[str, Any]) -> bool:
+    """Set the random states that `process_state` returned.
 
-    torch: Tensor
-    device: Tensor | None
-    numpy: tuple[str, Any, int, int, float]
-    python: tuple[Any, ...]
-
-    @classmethod
-    def from_json(cls, state: Any) -> ProcessStreams:
-        """Convert a result of `process_state`; raise ValueError for anything else."""
-        try:
-            host, device = from_text(state["torch"]), state["device"]
-            check_host_state(host)
-            device = None if device is None else from_text(device)
-            words, *place = state["numpy"]
-            numpy_state = ("MT19937", np.array(words, dtype=np.uint32), *place)
-            np.random.RandomState().set_state(numpy_state)
-            version, words, normal = state["python"]
-            python = (version, tuple(words), normal)
-            random.Random().setstate(python)
-        except (LookupError, TypeError, OverflowError, RuntimeError) as error:
-            raise ValueError(
-                f"the streams of a process must be as it saved them: {error}"
-            ) from None
-        return cls(host, device, numpy_state, python)
-
-    @property
-    def is_of_this_device(self) -> bool:
-        """Return whether `device` was saved on the kind of device that this process uses.
-
-        None fits only a CPU process; other states fit if they have the size of the current one.
-        """
-        library = facade.active_library()
-        if library is None or self.device is None:
-            return library is self.device
-        return bool(library.get_rng_state().numel() == self.device.numel())
-
-    def load(self) -> None:
-        """Set the random states of this process's torch (host, device), numpy and Python.
-
-        The device's stays if `device` is None. Raises ValueError if the device refuses its state;
-        then no state is changed.
-        """
-        library = facade.active_library()
-        if self.device is not None:
-            try:
-                library.set_rng_state(self.device)
-            except RuntimeError as error:
-                raise ValueError(f"the device refuses the state of its stream: {error}") from None
-        torch.set_rng_state(self.torch)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
-
-
-def check_host_state(state: Tensor) -> None:
-    """Raise ValueError unless torch's generator on the host takes `state` ([bytes] uint8)."""
-    try:
-        torch.Generator().set_state(state)
-    except RuntimeError as error:
-        raise ValueError(f"torch refuses the state of its stream: {error}") from None
+    Changes nothing and returns False if they are of another kind of device: None is of a CPU, other
+    states of a device whose state has the same size.
+    """
+    library = facade.active_library()
+    device = None if state["device"] is None else from_text(state["device"])
+    if library is None or device is None:
+        if library is not device:
+            return False
+    elif library.get_rng_state().numel() != device.numel():
+        return False
+    else:
+        library.set_rng_state(device)
+    torch.set_rng_state(from_text(state["torch"]))
+    words, *place = state["numpy"]
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), *place))
+    version, words, normal = state["python"]
+    random.setstate((version, tuple(words), normal))
+    return True

@@ -55,7 +55,6 @@ from mindspeed_rlxf.weights.state_files import (
 
 STATE = "state.json"
 RANDOM = "random"
-MAX_STEPS = 1 << 53  # exact as a float
 Read = Callable[[Tensor, int, int], Tensor]
 """(tensor, start, stop) -> copy on the host of elements start to stop, flattened."""
 
@@ -199,7 +198,7 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     Raises ValueError where the folder has another model or no state, OSError where it cannot be
     read; the state may be loaded in part then.
     """
-    numbers = _checked_numbers(folder / STATE)
+    numbers = json.loads((folder / STATE).read_bytes())
     with state.groups.active():
         _load_tensors(state, folder, numbers["optimizer_steps"])
     state.scheduler.num_steps = numbers["scheduler_steps"]
@@ -207,45 +206,8 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     state.scheduler.step(increment=0)  # the rates of the configuration at this step
     if numbers["layout"] != _layout_numbers(state):
         return False
-    file = folder / _random_file(dist.get_rank())
-    content = _read_json(file)
-    try:
-        return _load_random_state(state.groups, content)
-    except ValueError as error:
-        raise ValueError(
-            f"{file} must hold the random streams of a rank ({error}); copy the whole folder again"
-        ) from None
-
-
-def _read_json(file: Path) -> Any:
-    """Read a JSON file of a checkpoint; return its content.
-
-    Raises ValueError where it is missing or no JSON, OSError where it cannot be read.
-    """
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} must be JSON, it is not ({error}); copy it again") from None
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing; copy the whole folder again") from None
-
-
-def _checked_numbers(file: Path) -> dict[str, Any]:
-    """Read `state.json`, as `saved_numbers` wrote it. Raises ValueError for any other content."""
-    numbers = _read_json(file)
-    steps = ("optimizer_steps", "scheduler_steps", "skipped_in_a_row")
-    if type(numbers) is not dict or numbers.keys() != {*steps, "layout"}:
-        raise ValueError(
-            f"{file} must have {', '.join(steps)} and layout; copy the whole folder again"
-        )
-    layout = numbers["layout"] if type(numbers["layout"]) is dict else {"layout": None}
-    for name, value in [*layout.items(), *((name, numbers[name]) for name in steps)]:
-        if type(value) is not int or not 0 <= value <= MAX_STEPS:
-            raise ValueError(
-                f"{file}: {name!r:.40} must be a number from 0 to {MAX_STEPS}, not {value!r:.40}; "
-                "copy the whole folder again"
-            )
-    return dict(numbers)
+    streams = folder / _random_file(dist.get_rank())
+    return _load_random_state(state.groups, json.loads(streams.read_bytes()))
 
 
 def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
@@ -357,27 +319,13 @@ def _random_state(groups: ParallelGroups) -> dict[str, Any]:
     }
 
 
-def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
+def _load_random_state(groups: ParallelGroups, state: dict[str, Any]) -> bool:
     """Set the random streams; change nothing and return False if another kind of device wrote them.
 
-    Raises ValueError where `state` is not what `_random_state` returns.
+    state: what `_random_state` returned
     """
-    if type(state) is not dict or state.keys() != {"process", "megatron"}:
-        raise ValueError("there must be streams of the process and of megatron")
-    process, texts = random_states.ProcessStreams.from_json(state["process"]), state["megatron"]
-    here = groups.random_states
-    if type(texts) is not dict or texts.keys() != here.keys():
-        raise ValueError(f"the streams of megatron must be {', '.join(here)}")
-    streams = {name: random_states.from_text(text) for name, text in texts.items()}
-    if not process.is_of_this_device:
+    if not random_states.load_process_state(state["process"]):
         return False
-    for name, stream in streams.items():
-        if stream.numel() != here[name].numel():
-            raise ValueError(
-                f"the stream {name} must have {here[name].numel()} bytes, not {stream.numel()}"
-            )
-        if process.device is None:  # a CPU has no stream of its own beside the host's
-            random_states.check_host_state(stream)
-    process.load()
-    groups.random_states = streams
+    texts = state["megatron"]
+    groups.random_states = {name: random_states.from_text(text) for name, text in texts.items()}
     return True

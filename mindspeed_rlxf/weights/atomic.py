@@ -1,11 +1,11 @@
-"""Replace files atomically, and keep names that a manifest lists inside its folder."""
+"""Replace files atomically and flush folders to disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -33,26 +33,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def is_plain_path(name: object) -> bool:
-    """Return whether a name read from a file is a relative path in normal form without `..`."""
-    if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
-        return False
-    path = PurePosixPath(name)
-    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-    return inside and path.as_posix() == name
-
-
-def locate_inside(folder: Path, name: str, manifest: str) -> Path:
-    """Return folder / name, for a file `name` that a manifest in `folder` lists.
-
-    Raises:
-        ValueError: for an absolute path and one with `..`.
-    """
-    if not is_plain_path(name):
-        raise ValueError(
-            f"{folder / manifest} must name files of its own folder, not {name[:200]!r}; "
-            "do not use this folder, or copy it again"
-        )
-    return folder / name

@@ -128,12 +128,10 @@ def _open_header(path: Path) -> dict[str, BoxedTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Read an index: return tensor name -> file name, in its order; names are not checked."""
+    """Read an index: return tensor name -> file name, in its order."""
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         return {str(name): str(file) for name, file in dict(found).items()}
-    except OSError as error:
-        raise ValueError(f"{index} cannot be read ({error.strerror}); copy it again") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
@@ -231,10 +229,7 @@ class SafetensorsFile:
         for name, about in header.items():
             shape, dtype = tuple(about["shape"]), OF_NAME[about["dtype"]]
             first, last = about["data_offsets"]
-            if {type(n) for n in (first, last, *shape)} != {int}:
-                raise ValueError(f"{name[:100]!r} has numbers of another kind")
-            fits = last - first == prod(shape) * dtype.itemsize and data + last <= end
-            if not fits or not name.isprintable() or min(first, *shape) < 0:
+            if last - first != prod(shape) * dtype.itemsize or data + last > end:
                 raise ValueError(f"{name[:100]!r} does not fit the file")
             yield name, dtype, shape, data + first
 

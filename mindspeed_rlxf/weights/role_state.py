@@ -19,7 +19,6 @@ from typing import Any
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.weights.atomic import locate_inside
 from mindspeed_rlxf.weights.boxes import (
     Box,
     BoxedTensor,
@@ -86,7 +85,7 @@ class RunState:
             if index is None
             else index["tensors"]
         )
-        self._files = [SafetensorsFile(locate_inside(folder, n, STATE_FILES)) for n in rows]
+        self._files = [SafetensorsFile(folder / name) for name in rows]
         for file in self._files:
             try:
                 self._add_boxes(file, rows[file.path.name])
@@ -99,9 +98,7 @@ class RunState:
     def _add_boxes(self, file: SafetensorsFile, rows: list[Row] | None) -> None:
         """Add the boxes of a rank's file to the tensors of their slots (weights, optimizer states).
 
-        A tensor's size is the largest end of its boxes. Raises ValueError for names that are not
-        slot/name@starts with one or two axes, and for boxes of one tensor that differ in dtype or
-        number of axes.
+        A tensor's size is the largest end of its boxes.
         rows: of the index; None = read the file's header
         """
         found = file.tensors()
@@ -110,15 +107,9 @@ class RunState:
         for key, dtype, shape, first_byte in found:
             slot, _, place = key.partition("/")
             name, _, corner = place.rpartition("@")
-            numbers = [n if n.isdecimal() and len(n) < 19 else "-1" for n in corner.split(",")]
-            box = Box(tuple(map(int, numbers)), shape)
-            axes = len(shape)
-            if not name or axes not in (1, 2) or axes != len(numbers) or min(box.starts) < 0:
-                raise ValueError(f"{key[:100]!r} is no box of a tensor")
+            box = Box(tuple(map(int, corner.split(","))), shape)
             tensors = self.slot(slot).tensors
             known = tensors.get(name) or BoxedTensor(f"{slot} of {name}", dtype, shape, [])
-            if len(known.size) != axes or known.dtype != dtype:
-                raise ValueError(f"{key[:100]!r} differs from other boxes in its axes or its dtype")
             known.boxes.append(file.stored_box(first_byte, dtype, box))
             tensors[name] = replace(known, size=tuple(map(max, known.size, box.stops)))
 

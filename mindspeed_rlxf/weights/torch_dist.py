@@ -50,7 +50,7 @@ from mindspeed_rlxf.weights.boxes import (
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.layout import ITERATION, MegatronLayout
 from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
-from mindspeed_rlxf.weights.pickled import read_metadata, read_torch_bytes, read_torch_file
+from mindspeed_rlxf.weights.pickled import read_metadata, read_torch_bytes
 
 LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -66,57 +66,40 @@ class Metadata:
     """The tensors of a sharded checkpoint by name."""
 
     def __init__(self, folder: Path, trust_files: bool = False) -> None:
-        """Read `.metadata` of the folder, and `common.pt` to check that it holds only data."""
+        """Read `.metadata` of the folder."""
         self.folder, self._trust_files = folder, trust_files
         self._last: tuple[Place, Tensor] | None = None  # several boxes are read from one
         content = read_metadata(folder / METADATA)
         try:
-            self._entries = {
-                str(name): entry.state
+            places = dict(map(_read_place, content.state["storage_data"].items()))
+            self.tensors = {
+                name: self._boxed(name, entry.state, places)
                 for name, entry in content.state["state_dict_metadata"].items()
                 if type(entry).__name__ == "TensorStorageMetadata"
             }
-            self._places = dict(map(_read_place, content.state["storage_data"].items()))
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
-            raise self._damaged(error) from None
+        except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"{folder / METADATA} is not as torch.distributed.checkpoint writes it "
+                f"({error!r:.200}); copy the folder again"
+            ) from None
         ends: dict[str, int] = {}
-        for file, offset, length in self._places.values():
+        for file, offset, length in places.values():
             ends[file] = max(ends.get(file, 0), offset + length)
         for file, end in ends.items():
             size = (folder / file).stat().st_size if (folder / file).is_file() else 0
             if size < end:
                 rule = f"{folder / file} is missing or truncated: {size} of {end} bytes are there"
                 raise ValueError(f"{rule}; copy it again")
-        if (folder / COMMON).exists():
-            read_torch_file(folder / COMMON, trust_files)
 
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    def tensor(self, name: str) -> BoxedTensor:
-        try:
-            entry = self._entries[name]
-            properties = entry["properties"].state
-            dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-            tensor = BoxedTensor(f"{name} of {self.folder}", dtype, tuple(entry["size"]), [])
-            for chunk in entry["chunks"]:
-                box = Box(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))
-                read = partial(self._read, self._places[name, box.starts], box, dtype)
-                tensor.boxes.append(StoredBox(box, read))
-            if not isinstance(dtype, torch.dtype) or any(
-                len(stored.box.starts) != len(tensor.size) for stored in tensor.boxes
-            ):
-                raise TypeError(f"the entry of {name}")
-        except (AttributeError, TypeError, KeyError, IndexError) as error:
-            raise self._damaged(error) from None
+    def _boxed(self, name: str, entry: dict[str, Any], places: dict[Any, Place]) -> BoxedTensor:
+        properties = entry["properties"].state
+        dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+        tensor = BoxedTensor(f"{name} of {self.folder}", dtype, tuple(entry["size"]), [])
+        for chunk in entry["chunks"]:
+            box = Box(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))
+            read = partial(self._read, places[name, box.starts], box, dtype)
+            tensor.boxes.append(StoredBox(box, read))
         return tensor
-
-    def _damaged(self, error: Exception) -> ValueError:
-        path = self.folder / METADATA
-        return ValueError(
-            f"{path} is not as torch.distributed.checkpoint writes it ({error!r:.200}); copy the "
-            "folder again"
-        )
 
     def _read(self, place: Place, box: Box, dtype: torch.dtype, wanted: Box) -> Tensor:
         """Return a copy of the box `wanted` of the tensor, from the place where `box` is stored."""
@@ -156,8 +139,8 @@ def read_torch_dist(
     Raises ValueError if the checkpoint is damaged or has another model.
     """
     tensors = {
-        name.removeprefix(prefix): metadata.tensor(name)
-        for name in metadata.names()
+        name.removeprefix(prefix): tensor
+        for name, tensor in metadata.tensors.items()
         if (name.startswith(prefix) if prefix else "optimizer" not in name)
     }
     weights = MegatronWeights(metadata.folder, architecture)

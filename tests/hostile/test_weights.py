@@ -99,7 +99,6 @@ PLACES: dict[str, tuple[str, Callable[[Path, bytes], Any]]] = {
         "legacy",
         lambda f, p: (f / "mp_rank_00/model_optim_rng.pt").write_bytes(older(p)),
     ),
-    "common.pt": ("sharded", lambda f, p: (f / "common.pt").write_bytes(archive(p))),
     ".metadata": ("sharded", lambda f, p: (f / ".metadata").write_bytes(p)),
     "a shard": ("sharded", replace_shard),
 }

@@ -142,8 +142,8 @@ def distributed(folder: Path, *saved: Any) -> Path:
 
 def test_what_torch_distributed_checkpoint_writes_is_read(tmp_path: Path) -> None:
     found = Metadata(distributed(tmp_path, torch.arange(4.0), random_state(), [None]))
-    assert list(found.names()) == ["item0"]
-    assert torch.equal(found.tensor("item0").read(whole((4,))), torch.arange(4.0))
+    assert list(found.tensors) == ["item0"]
+    assert torch.equal(found.tensors["item0"].read(whole((4,))), torch.arange(4.0))
 
 
 def test_metadata_that_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:
