@@ -280,8 +280,8 @@ class RunCheckpoints:
         where the run has other prompts.
         """
         path = found.checkpoint.path
-        iteration, positions = found.checkpoint.iteration, found.state["positions"]
-        if lacking := driver_state.find_shortened_file(self.directory, iteration, positions):
+        positions = found.state["positions"]
+        if lacking := driver_state.find_shortened_file(self.directory, positions):
             return Loaded(f"{path} cannot be resumed from: {lacking}")
         if found.state["prompts_digest"] != self.prompts_digest:
             raise UserError(
@@ -331,15 +331,11 @@ class RunCheckpoints:
         """Bring the run directory back to the checkpoint that the roles have loaded.
 
         The driver's state is not touched. Sets `newest`, removes later iterations from the token
-        files, and prints notes: where the run resumes, each removed samples file, each renamed
-        checkpoint, a layout that differs. The process that writes also renames later checkpoints to
-        NAME.unused, points to this checkpoint as latest and to the best of those left, and cuts
-        line files.
+        files, and prints notes: where the run resumes, each renamed checkpoint, a layout that
+        differs. The process that writes also renames later checkpoints to NAME.unused, points to
+        this checkpoint as latest and to the best of those left, and cuts line files.
         """
         checkpoint, positions = found.checkpoint, found.state["positions"]
-        removed = driver_state.find_removed_samples(self.directory, checkpoint.iteration, positions)
-        for path in removed:
-            note(f"warning: {path} was removed; it starts again with the next iteration")
         if self.writes:
             self.store.clear_unfinished()
             for other in self.store.newest_first():
@@ -348,8 +344,7 @@ class RunCheckpoints:
                     note(f"note: {other.path.name} is not resumed from; renamed to {aside.name}")
             self.store.point_to(checkpoint.iteration)
             self.store.point_to_best(self._find_best())
-            kept = {**positions, **dict.fromkeys((path.name for path in removed), 0)}
-            driver_state.cut_files(self.directory, kept)
+            driver_state.cut_files(self.directory, positions)
             cut_token_files(self.directory.samples_tokens, checkpoint.iteration)
         self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights replace those of `load`")

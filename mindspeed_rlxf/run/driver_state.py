@@ -182,67 +182,32 @@ def hash_prompts(
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
     """Truncate each line file (metrics, health, samples, consumed) to its length at the checkpoint.
 
-    positions: file name -> bytes; files that are not in it get 0. Missing files stay missing.
+    positions: file name -> bytes; files that are not in it get 0. Missing and shorter
+               files stay as they are.
     """
     for file in _line_files(directory):
         if file.exists():  # removed samples stay away
             with open(file, "r+b") as stream:
-                stream.truncate(positions.get(file.name, 0))
+                size = stream.seek(0, os.SEEK_END)
+                stream.truncate(min(size, positions.get(file.name, 0)))
                 os.fsync(stream.fileno())
 
 
-def find_shortened_file(directory: RunDirectory, iteration: int, positions: dict[str, int]) -> str:
+def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
     """Return a text on the first line file that is shorter than at the checkpoint.
 
-    "" if there is none. Sample files that were removed whole do not count.
-    iteration: of the checkpoint
+    "" if there is none. Files of samples may be: no state depends on them, and users remove them.
     positions: file name -> bytes at the checkpoint; 0 for files that are not in it
     """
-    cleared = find_removed_samples(directory, iteration, positions)
-    for file in _line_files(directory):
+    for file in (directory.metrics, directory.health, directory.consumed):
         wanted = positions.get(file.name, 0)
         try:
             there = readable(file.stat).st_size
         except FileNotFoundError:
             there = 0
-        if file not in cleared and there < wanted:
+        if there < wanted:
             return f"{file} has {there} bytes, the checkpoint counts {wanted}"
     return ""
-
-
-def find_removed_samples(
-    directory: RunDirectory, iteration: int, positions: dict[str, int]
-) -> list[Path]:
-    """Return the sample files that had lines at the checkpoint and were removed since.
-
-    They do not exist, or an earlier resume began them anew: then they have no whole line, or their
-    first line is of an iteration after the checkpoint.
-    iteration: of the checkpoint; positions: file name -> bytes at the checkpoint
-    """
-    samples = directory.samples, directory.val_samples
-    return [path for path in samples if positions.get(path.name) and _begins_after(path, iteration)]
-
-
-def _begins_after(path: Path, iteration: int) -> bool:
-    """Return whether a file of samples has no line of this iteration or an earlier one.
-
-    False if its first line cannot be read.
-    """
-    try:
-        first = readable(lambda: _first_line(path))
-    except FileNotFoundError:
-        return True
-    if not first.endswith(b"\n"):  # no line, or the only one was cut by a kill
-        return True
-    try:
-        return int(json.loads(first)["iteration"]) > iteration
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
-def _first_line(path: Path) -> bytes:
-    with open(path, "rb") as stream:
-        return stream.readline()
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
