@@ -1,28 +1,20 @@
-"""Megatron's checkpoints of one file per rank: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`.
-
-`torch.save` wants every tensor of a file at once. The file that is written here is the same: an
-uncompressed zip archive with the pickled object in `data.pkl` and the bytes of each tensor in a
-record of its own, aligned so that they can be mapped into memory.
-"""
+"""Megatron's checkpoints of one file per rank: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
 
 from __future__ import annotations
 
-import io
+import mmap
 import os
-import pickle
 import re
-import struct
-import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import EMBEDDING, RM_HEAD, Head
@@ -47,11 +39,6 @@ from mindspeed_rlxf.weights.layout import (
 )
 from mindspeed_rlxf.weights.pickled import read_torch_file
 
-PICKLE = "data.pkl"
-PADDING_FIELD = 0x4246  # id of the extra field that aligns a record, as torch writes it
-ALIGNMENT = 64  # bytes, as torch's
-ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a record over 2 GiB
-LOCAL_HEADER = 30  # bytes before the name of a record
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 
 Tensors = dict[str, BoxedTensor]
@@ -235,79 +222,28 @@ def checkpoint_arguments(
     )
 
 
-STORAGE_OF = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}
+def write_torch_file(path: Path, tree: dict[str, Any], wrote: Wrote) -> None:
+    """Write `tree` with `torch.save`, and fsync the file.
 
-
-class _Storage(tuple[Any, ...]):
-    """A storage as torch names it: kind, class, key, device, number of elements."""
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles planned tensors as torch does tensors, and lists them in `planned`, in order."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file, protocol=2)
-        self.planned: list[PlannedTensor] = []
-
-    def persistent_id(self, obj: Any) -> Any:
-        return tuple(obj) if isinstance(obj, _Storage) else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, PlannedTensor):
-            return NotImplemented
-        key, kind = str(len(self.planned)), STORAGE_OF[obj.dtype]
-        storage = _Storage(("storage", kind, key, "cpu", prod(obj.shape)))
-        self.planned.append(obj)
-        stride = torch.empty(obj.shape, device="meta").stride()
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        arguments = (storage, 0, obj.shape, stride, False, hooks)
-        return torch._utils._rebuild_tensor_v2, arguments
-
-
-def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
-    """Write `tree` to a file in the format of `torch.save`, and fsync it.
-
-    Its PlannedTensors become tensors, made one at a time.
+    PlannedTensors in dictionaries of `tree` become tensors, which are made one at a time: the file
+    is first written without their data, then filled through a mapping.
     """
-    pickled = io.BytesIO()
-    pickler = _Pickler(pickled)
-    pickler.dump(tree)
-    with path.open("wb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            _write_record(archive, PICKLE, pickled.tell(), [pickled.getbuffer()])
-            _write_record(archive, "byteorder", 6, [b"little"])
-            for key, planned in enumerate(pickler.planned):
-                _write_record(archive, f"data/{key}", planned.num_bytes, planned.parts())
+    fake = torch.serialization.skip_data(materialize_fake_tensors=True)
+    with FakeTensorMode(), fake:  # type: ignore[no-untyped-call]
+        torch.save({key: _emptied(value) for key, value in tree.items()}, path)
+    with path.open("r+b") as file:
+        # A mapping has no error for a full disk.
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            content = torch.load(path, mmap=True, weights_only=False)  # our own file
+        for key, model in tree.items():
+            for name, planned in model.items() if isinstance(model, dict) else ():
+                content[key][name].copy_(planned.make())
                 wrote(planned.num_bytes)
-            _write_record(archive, "version", 2, [b"3\n"])
-        file.flush()
         os.fsync(file.fileno())
 
 
-def _write_record(
-    archive: zipfile.ZipFile, name: str, size: int, parts: Iterable[bytes | memoryview]
-) -> None:
-    """Write `parts`, `size` bytes in all, as uncompressed record `archive/NAME` of the archive.
-
-    An extra field pads the header, so that the data begins at a multiple of ALIGNMENT in the file.
-    """
-    info = zipfile.ZipInfo(f"archive/{name}")
-    info.file_size = size
-    assert archive.fp is not None, "the archive is open"
-    large = size * 1.05 > zipfile.ZIP64_LIMIT
-    before = archive.start_dir + LOCAL_HEADER + len(info.filename) + ZIP64_EXTRA * large
-    gap = -(before + 4) % ALIGNMENT
-    info.extra = struct.pack("<HH", PADDING_FIELD, gap) + bytes(gap)
-    with archive.open(info, "w", force_zip64=large) as record:
-        record.writelines(parts)
+def _emptied(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return OrderedDict((n, torch.empty(p.shape, dtype=p.dtype)) for n, p in value.items())
