@@ -57,7 +57,7 @@ class JsonlWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; numbers that are not finite become null, inside dictionaries too."""
-        line = json.dumps(_null_non_finite(record), ensure_ascii=False, allow_nan=False)
+        line = json.dumps(null_non_finite(record), ensure_ascii=False, allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
 
@@ -101,9 +101,10 @@ def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
             yield record["iteration"], record["metrics"]
 
 
-def _null_non_finite(value: Any) -> Any:
+def null_non_finite(value: Any) -> Any:
+    """Return a value of JSON with None for NaN and infinity, inside lists and dictionaries too."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _null_non_finite(item) for name, item in value.items()}
-    return value
+        return {name: null_non_finite(item) for name, item in value.items()}
+    return [null_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -12,7 +12,6 @@ import hashlib
 import html
 import itertools
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
+from mindspeed_rlxf.reporting.metrics import null_non_finite
 from mindspeed_rlxf.reporting.report.answers import judge, wall_seconds
 from mindspeed_rlxf.reporting.report.records import (
     make_curves,
@@ -158,14 +158,9 @@ def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byt
 def _pack(value: Any) -> bytes:
     r"""Return a value as compressed JSON: NaN and infinity null, lone surrogates `\udXXX`."""
 
-    def finite(value: Any) -> Any:
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        if isinstance(value, dict):
-            return {str(key): finite(item) for key, item in value.items()}
-        return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    text = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"), default=str)
+    text = json.dumps(
+        null_non_finite(value), ensure_ascii=False, separators=(",", ":"), default=str
+    )
     return gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)
 
 

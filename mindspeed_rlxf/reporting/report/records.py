@@ -43,10 +43,8 @@ def read_iterations(run: Path) -> list[Iteration]:
         number, values = record.get("iteration"), record.get("metrics")
         if not isinstance(number, int) or not isinstance(values, dict):
             continue
-        metrics = {name: _finite_number(value) for name, value in values.items()}
         before = found[number].metrics if number in found else {}
-        time_s = _finite_number(record.get("time_s")) or 0.0
-        found[number] = Iteration(number, before | metrics, time_s)
+        found[number] = Iteration(number, before | values, record.get("time_s") or 0.0)
     return [found[number] for number in sorted(found)]
 
 
@@ -189,11 +187,3 @@ def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, 
         for (pid, tid), text in threads.items()
     }
     return spans, labels
-
-
-def _finite_number(value: Any) -> float | None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    with contextlib.suppress(OverflowError):  # an integer that is too large
-        return float(value) if math.isfinite(value) else None
-    return None
