@@ -21,7 +21,6 @@ from mindspeed_rlxf.weights.state_files import find_damage
 TRAINER = "trainer"
 DEFAULT_METRIC = "score"  # of checkpoints that do not name their metric
 STATE, CONFIG = "state.json", "config.yaml"
-MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
 
 
 @dataclass(frozen=True)
@@ -111,15 +110,11 @@ def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Proble
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
     """Make the problem of a run whose checkpoints are all damaged.
 
-    problems: a line for each checkpoint; the first MAX_PROBLEMS are shown, each cut to MAX_PROBLEM
-              characters
+    problems: a line for each checkpoint
     """
-    shown = [problem[:MAX_PROBLEM] for problem in problems[:MAX_PROBLEMS]]
-    if len(problems) > len(shown):
-        shown.append(f"and {len(problems) - len(shown)} more")
     return Problem(
         f"no checkpoint of {directory.path}",
-        f"can be resumed from: {'; '.join(shown)}",
+        f"can be resumed from: {'; '.join(problems)}",
         remedy="put the files back, or set training.new_run=true",
     )
 

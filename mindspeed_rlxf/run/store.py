@@ -72,14 +72,8 @@ class Manifest:
         return entries_below(name, self.files)
 
     def find_missing(self, folder: Path) -> str:
-        """Return a text on files that are missing or of another size, "" for none.
-
-        Names three of them at most, and counts the others.
-        """
-        problems = [size_problem(folder, entry) for entry in self.files]
-        found = [problem for problem in problems if problem is not None]
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        return "; ".join(found[:3]) + more
+        """Return a text on files that are missing or of another size, "" for none."""
+        return "; ".join(filter(None, (size_problem(folder, entry) for entry in self.files)))
 
     def to_json(self) -> str:
         """Return the manifest as JSON text, with format version and a hash of all other content."""
