@@ -235,7 +235,7 @@ def write_torch_file(path: Path, tree: dict[str, Any], wrote: Wrote) -> None:
         # A mapping has no error for a full disk.
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            content = torch.load(path, mmap=True, weights_only=False)  # our own file
+            content = read_torch_file(path, trust_files=True)  # our own file
         for key, model in tree.items():
             for name, planned in model.items() if isinstance(model, dict) else ():
                 content[key][name].copy_(planned.make())

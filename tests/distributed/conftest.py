@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_DEVICES = 4  # size of the largest pool
-WARM_DEVICES = 10  # of shared pools: enough for four at a time, of 4, 2 or 1 workers
+WARM_DEVICES = 16  # of shared pools, so that most tests find one of their shape
 ALL_DEVICES = WARM_DEVICES + 3  # with those of a test that makes its own
 
 
@@ -47,31 +47,33 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class KeptPools:
-    """A Runtime that returns the same open pools when the same pools are requested again.
+    """A Runtime that returns the same open pools when pools of the same shapes are requested again.
 
-    A new role then replaces the one before it on running workers, without a new process group.
-    Another request ends the oldest pools where devices lack.
+    A new role then replaces the one before it on running workers, without a new process group; a
+    pool keeps its first name in messages. Another request ends the oldest pools where devices lack.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self._kept: dict[str, dict[str, Any]] = {}
+        self._kept: dict[str, list[Any]] = {}
 
     def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
         """Return pools by name, as `Runtime.create_pools` does."""
-        request = f"{dict(processes_per_node)} {parts or {}}"
+        shapes = [(list(s), (parts or {}).get(n, ())) for n, s in processes_per_node.items()]
+        request = str(shapes)
         if request not in self._kept:
             self.end_pools(WARM_DEVICES - sum(map(sum, processes_per_node.values())))
-            self._kept[request] = self._runtime.create_pools(processes_per_node, parts)
-        return self._kept[request]
+            made = self._runtime.create_pools(processes_per_node, parts)
+            self._kept[request] = [made[name] for name in processes_per_node]
+        return dict(zip(processes_per_node, self._kept[request], strict=True))
 
     def end_pools(self, left: int = 0) -> None:
         """End the oldest pools, until at most `left` devices are in use.
 
         Tests that leave ranks dead, or waiting for each other, end all.
         """
-        while sum(p.world_size for pools in self._kept.values() for p in pools.values()) > left:
-            for pool in self._kept.pop(next(iter(self._kept))).values():
+        while sum(pool.world_size for pools in self._kept.values() for pool in pools) > left:
+            for pool in self._kept.pop(next(iter(self._kept))):
                 pool.shutdown()
 
 

@@ -85,7 +85,7 @@ if SHARES_GROUPS:  # each by two ranks
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [
-        pytest.param(QWEN2, "critic", id="qwen2 critic"),
+        pytest.param(QWEN2, "critic", id="qwen2 critic", marks=pytest.mark.long),
         pytest.param(QWEN3, "actor", id="qwen3 actor"),
         pytest.param(QWEN2, "actor", id="qwen2 actor", marks=pytest.mark.long),
         pytest.param(QWEN3, "critic", id="qwen3 critic", marks=pytest.mark.long),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from mindspeed_rlxf.config.layout import ParallelLayout
@@ -136,6 +137,7 @@ def growth() -> Iterator[Callable[[], int]]:
         thread.join()
 
 
+@pytest.mark.long
 def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
     warm_runtime: Any, tmp_path: Path
 ) -> None:

@@ -130,9 +130,9 @@ def assert_same(found: list[Seen], expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("architecture", "size", "keys"),
     [
-        pytest.param(QWEN3_MOE, 2, EP2, id="ep2"),
+        pytest.param(QWEN3_MOE, 2, EP2, id="ep2", marks=pytest.mark.long),
         pytest.param(MIXTRAL, 4, {**TP2, **EP2, "sequence_parallel": True}, id="tp2-ep2"),
-        pytest.param(QWEN3_MOE, 4, {**PP2, **EP2}, id="pp2-ep2"),
+        pytest.param(QWEN3_MOE, 4, {**PP2, **EP2}, id="pp2-ep2", marks=pytest.mark.long),
         pytest.param(
             MIXTRAL, 4, {"expert_model_parallel_size": 4}, id="ep4", marks=pytest.mark.long
         ),

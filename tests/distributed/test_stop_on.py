@@ -22,6 +22,7 @@ ILL = {
 }
 
 
+@pytest.mark.long
 def test_a_run_stopped_by_a_high_kl_can_be_resumed(
     warm_runtime: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

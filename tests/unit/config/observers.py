@@ -376,13 +376,11 @@ def prepared(config: RunConfig) -> Any:
 
 
 def scored(config: RunConfig) -> Any:
-    """Return the scores of two answers by rule, or the error of the rules."""
-    try:
-        manager = RewardManager(dict(config.reward.rules), config.verifiers)
-        texts, truths = ["#### 4", r"\boxed{4}"], ["4", "4"]
-        return [result.score for result in manager.score(texts, truths, ["mine"] * 2)]
-    except UserError as error:
-        return str(error)
+    """Return the scores of two answers by rule, and whether the rule is one of the YAML."""
+    manager = RewardManager(dict(config.reward.rules), config.verifiers)
+    texts, truths = ["#### 4", r"\boxed{4}"], ["4", "4"]
+    known = "mine" if "mine" in config.reward.rules else "openai/gsm8k"
+    return known, [result.score for result in manager.score(texts, truths, [known] * 2)]
 
 
 def scoring(config: RunConfig) -> Any:

@@ -247,7 +247,7 @@ def test_a_row_that_a_model_scores_needs_a_prompt_alone_and_a_labelled_row_its_r
     file.write_text(plain + rule.replace("STYLE", "ruler"))
     assert "reward_model.style must be rule or model" in problems(*keys)[0]
     file.write_text(plain + rule.replace("STYLE", "rule"))
-    assert "data source 'mine' must have a ground truth" in problems(*keys)[0]
+    assert "data source 'mine' (1 rows) must have ground truths" in problems(*keys)[0]
     file.write_text(plain + rule.replace("STYLE", "rule").replace("3", '3", "ground_truth": "1', 1))
     assert prepare(load_config(good, *keys)).scores_in_processes
 
@@ -428,7 +428,7 @@ def test_a_run_with_programs_needs_bubblewrap_unless_it_is_unsafe(
 
 def test_rows_without_test_cases_are_refused(good: Path) -> None:
     cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
-    with pytest.raises(UserError, match=r"its rule code accepts .* the first is prompt 1"):
+    with pytest.raises(UserError, match=r"test cases must be a JSON object, not int"):
         prepare(load_config(good, *CODE, cases, "+reward.sandbox.unsafe=true"))
 
 
