@@ -98,9 +98,7 @@ SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
     ("untied", "dp2 distributed optimizer"),
-    ("untied", "padded"),
     ("qwen3, one group" if SHARES_GROUPS else "qwen3", "tp2 pp2"),
-    ("tied, 4 layers", "virtual pipeline by tokens"),
 ]
 FOUR_LAYERS = {
     "untied, 4 layers": PLAIN.model_copy(update={"num_layers": 4}),
@@ -134,7 +132,6 @@ PLACEMENTS = {
     " | ".join(" ".join(role.value for role in pool) for pool in pools): pools
     for pools in partitions(list(CONFIGURED))
 }
-ORDINARY_PLACEMENT = "actor_rollout | ref | critic | reward"
 
 
 def fixed_run(
@@ -276,13 +273,8 @@ def test_the_layout_changes_nothing(
     compare(one, other, models[name])
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [
-        pytest.param(name, marks=() if name == ORDINARY_PLACEMENT else pytest.mark.long)
-        for name in PLACEMENTS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_placement_changes_nothing(
     warm_runtime: Any, tmp_path: Path, models: dict[str, Path], placement: str
 ) -> None:
@@ -305,6 +297,7 @@ def test_the_local_runtime_changes_nothing(
     compare(one, Outcome(RunDirectory(tmp_path / "other")), models["untied"])
 
 
+@pytest.mark.long
 def test_balance_by_length_changes_nothing(
     warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
 ) -> None:

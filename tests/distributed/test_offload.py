@@ -77,12 +77,10 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "tp2 sequence parallel bf16": ("qwen3", 2, {**SP2, **BF16}, {}),
     "ep2 distributed": ("qwen3-moe", 2, EP2, DISTRIBUTED),
 }
-SHORT = "dp2 bf16 distributed"
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == SHORT else pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_an_offloaded_run_that_is_resumed_ends_at_the_same_state(
     warm_runtime: Any, tmp_path: Path, name: str
 ) -> None:

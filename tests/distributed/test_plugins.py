@@ -30,6 +30,7 @@ def registries() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_a_file_of_ones_own_parts_trains_the_tiny_task(
     warm_runtime: Any, tmp_path: Path, registries: None
 ) -> None:

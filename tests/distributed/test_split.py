@@ -189,6 +189,7 @@ def responses(policy: tuple[ActorGroup, RolloutGroup], prompts: Prompts) -> list
     return rollout.generate(prompts, 3).result()
 
 
+@pytest.mark.long
 def test_small_buckets_arrive_and_a_bit_that_flips_is_named(
     warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -18,6 +20,7 @@ from tests.training import train
 PROMPTS, SAMPLES = 5, 3
 
 
+@pytest.mark.long
 def test_validation_alone_repeats_that_of_the_run(warm_runtime: Any, tmp_path: Path) -> None:
     """In another layout, with the weights of the newest checkpoint or of the start."""
     architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})

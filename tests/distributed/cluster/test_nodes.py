@@ -134,6 +134,7 @@ def make_pools(
         pool.shutdown()
 
 
+@pytest.mark.long
 def test_two_runs_share_the_nodes_and_the_second_waits_for_the_first(
     make_pools: Callable[..., Any],
 ) -> None:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
+import pytest
 
 from mindspeed_rlxf.cluster.ray.cluster import asks_for_token
 from tests.distributed.cluster.group_checks import build
@@ -66,6 +67,7 @@ def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill()
         assert process.communicate()[1] == ""
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed_while_ray_starts_leaves_nothing() -> None:
     with TemporaryDirectory(dir="/tmp") as root, driver(RAY_ADDRESS="local", RAY_TMPDIR=root) as me:
         deadline, process = time.monotonic() + 60, psutil.Process(me.pid)

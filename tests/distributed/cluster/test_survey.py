@@ -47,6 +47,7 @@ def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any)
     assert run_tasks([Task(node.id, hang)], {}, 1.0) == [Failed("no reply within 1 s")]
 
 
+@pytest.mark.long
 def test_groups_of_real_processes_pass_and_one_that_never_comes_is_named(ray_runtime: Any) -> None:
     from mindspeed_rlxf.cluster.ray.nodes import live_nodes
 

@@ -249,6 +249,7 @@ def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path: Path) -> None:
     assert rejected["file"] == "数据/题.jsonl"
 
 
+@pytest.mark.long
 def test_a_killed_run_leaves_no_data_set_and_the_next_one_works(
     required: list[str], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ ACTIONS: dict[str, Any] = {
     "hang": hang,
     "hang in C": hang_in_c,
     "raise": fail,
-    "interrupt": lambda: os.kill(os.getpid(), 2) or time.sleep(1),
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
     "nan": lambda: float("nan"),
     "inf": lambda: {"score": float("-inf")},
     "none": lambda: None,
