@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import threading
 from dataclasses import dataclass
 from importlib.abc import InspectLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -22,7 +21,6 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 
 MODULES = "rlxf_plugin_"
 """Prefix of the names of the files' modules."""
-SLOW_S = 10.0  # a file that runs longer is named on the console
 
 
 @dataclass(frozen=True)
@@ -58,29 +56,18 @@ class _Loader(InspectLoader):
 def run_as_module(source: Source) -> ModuleType:
     """Run the file as a new module of this process, put it in `sys.modules` and return it.
 
-    Prints a note to stderr if the file runs for longer than SLOW_S. Its exceptions are not caught;
-    the module is removed from `sys.modules` then.
+    Its exceptions are not caught; the module is removed from `sys.modules` then.
     """
     spec = spec_from_loader(source.module, _Loader(source))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[source.module] = module  # dataclasses and pickle look it up
-    slow = threading.Timer(SLOW_S, _name_slow_file, [source.file])
-    slow.daemon = True
-    slow.start()
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[source.module]
         raise
-    finally:
-        slow.cancel()
     return module
-
-
-def _name_slow_file(file: str) -> None:
-    """Print to stderr that `file` is still running."""
-    print(f"note: still running {file} after {SLOW_S:g} s", file=sys.stderr, flush=True)
 
 
 def read_source(key: str, path: str, expected: str | None = None) -> Source:

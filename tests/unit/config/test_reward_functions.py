@@ -195,13 +195,3 @@ def test_the_text_goes_to_other_processes_and_is_not_run_there(
         sources._carried.clear()
         assert made({"a": 1}) == {"a": 1}
         assert sources.find_carried(file, source.sha256) == source
-
-
-def test_a_file_that_runs_long_is_named_while_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sources, "SLOW_S", 0.05)
-    for text, named in (("import time\ntime.sleep(0.5)", True), ("import time", False)):
-        file = tmp_path / f"slow_{named}.py"
-        sources.run_as_module(sources.Source(str(file), text))
-        assert (f"still running {file} after 0.05 s" in capsys.readouterr().err) == named
