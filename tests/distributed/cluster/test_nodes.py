@@ -98,6 +98,7 @@ def nodes(ray_runtime: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     try:
         found.add(lab=2, **{"accelerator_type:A": 1})
         found.add(lab=1, **{"accelerator_type:B": 1})
+        wait_until_free(3)
         yield found
     finally:
         found.end()

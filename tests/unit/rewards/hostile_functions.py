@@ -41,6 +41,11 @@ def fail() -> None:
     raise ZeroDivisionError("of this reward")
 
 
+def interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    signal.raise_signal(signal.SIGINT)
+
+
 def print_a_gigabyte() -> float:
     for _ in range(1024):
         sys.stderr.write("x" * 2**20)
@@ -51,7 +56,7 @@ ACTIONS: dict[str, Any] = {
     "hang": hang,
     "hang in C": hang_in_c,
     "raise": fail,
-    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "interrupt": interrupt,
     "nan": lambda: float("nan"),
     "inf": lambda: {"score": float("-inf")},
     "none": lambda: None,
