@@ -20,9 +20,7 @@ from mindspeed_rlxf import device
 
 BUCKET_BYTES = 256 * 1024**2  # of one bucket; a larger tensor has a bucket of its own
 BLOCK = 512  # patterns of 16 bits whose sum is exact in fp32, in any order: 2^9 x 2^15 = 2^24
-SUMMED_AT_ONCE = (
-    2**11 * BLOCK
-)  # elements that are copied to fp32 at a time; on a CPU they fit in a cache
+SUMMED_AT_ONCE = 2**20  # elements, whole blocks, that are copied to fp32; they fit in a CPU's cache
 
 Bucket = dict[str, tuple[int, ...]]
 """Names and shapes of the tensors that are sent together."""
