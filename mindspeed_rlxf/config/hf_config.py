@@ -36,7 +36,8 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     """Return the content of config.json of a Hugging Face folder.
 
     wanted: the kind of folder that the user should give, for messages
-    Errors: ValueError when the folder or file is missing or no JSON object.
+    Errors: ValueError when the folder or file is missing or no JSON object, or `architectures` is
+    no list of names.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -53,6 +54,9 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object ({type(config).__name__}); copy it again")
+    named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{path}: architectures must be a list of names; copy it again")
     return config
 
 
