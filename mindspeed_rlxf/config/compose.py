@@ -20,9 +20,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
-from mindspeed_rlxf.config.quoting import quote
 from mindspeed_rlxf.config.secrets import keep_interpolations
-from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.config.suggest import closest, quote
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _REFUSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
-from mindspeed_rlxf.config.printable import printable
-from mindspeed_rlxf.config.suggest import format_value
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from mindspeed_rlxf.config.suggest import closest, format_value
+
+# Line feeds and tabs stay; line separators and direction overrides are controls too.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 MAX_LINE = 8000  # characters of a problem as text; a longer one is cut
 REF = "\0"
 """Marks the start and end of a key inside a text, see `ref`. No path or flag can contain it."""
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters and direction overrides written like `\\u001b`."""
+    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def ref(key: object) -> str:
@@ -38,12 +48,12 @@ class Problem:
 
     def rename_keys(self, spell: Callable[[str], str]) -> Problem:
         """Return a copy with every key, those marked in texts too, replaced by `spell(key)`."""
-        return replace(
-            self,
-            key=spell(self.key),
-            rule=_rename(self.rule, spell),
-            remedy=_rename(self.remedy, spell),
-        )
+
+        def rename(text: str) -> str:
+            return re.sub(f"{REF}(.*?){REF}", lambda found: ref(spell(found[1])), text)
+
+        key, rule, remedy = spell(self.key), rename(self.rule), rename(self.remedy)
+        return replace(self, key=key, rule=rule, remedy=remedy)
 
     def __str__(self) -> str:
         value = getattr(self.value, "value", self.value)
@@ -53,11 +63,6 @@ class Problem:
         text = f"{head}{self.rule}; {self.remedy}" if self.remedy else f"{head}{self.rule}"
         line = " ".join(text.replace(REF, "").split())
         return printable(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
-
-
-def _rename(text: str, spell: Callable[[str], str]) -> str:
-    parts = text.split(REF)
-    return "".join(ref(spell(part)) if place % 2 else part for place, part in enumerate(parts))
 
 
 class UserError(ValueError):
@@ -78,3 +83,34 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """The configuration does not describe a run that can start."""
+
+
+def explain(path: str, errors: Sequence[ErrorDetails], meaning: str = "") -> Problem:
+    """Return one problem for all pydantic errors of a key; a union type has several.
+
+    Args:
+        meaning: description of the key, the fix unless a similar legal value is found.
+    """
+    first = errors[0]
+    if first["type"] == "missing":
+        remedy = f"add it to the YAML or give {path}=... on the command line"
+        return Problem(path, "is required", remedy=remedy)
+    rules = dict.fromkeys(error["msg"].replace("Input should", "must") for error in errors)
+    expected = first.get("ctx", {}).get("expected", "").replace("'", "")
+    words = expected.replace(" or ", ", ").split(", ")
+    guess = closest(str(first["input"]).lower(), words) if len(errors) == 1 else None
+    remedy = (
+        f"did you mean {guess}?" if guess else f"meaning: {meaning}" if meaning else "correct it"
+    )
+    return Problem(path, " or ".join(rules), format_value(first["input"]), remedy)
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """Return the problems in the error of one section's model, with keys named as its fields."""
+    found: list[Problem] = []
+    for detail in error.errors(include_url=False):
+        if detail["type"] == "value_error":  # broken rules between its keys
+            found += detail["ctx"]["error"].problems
+        else:
+            found.append(explain(".".join(map(str, detail["loc"])), [detail]))
+    return found

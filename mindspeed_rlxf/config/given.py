@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.enums import CONFIGURED
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.keys import NESTED_ROLES, TOP_LEVEL, unknown_key
+from mindspeed_rlxf.config.keys import INLINED, NESTED_ROLES, TOP_LEVEL, unknown_key
 from mindspeed_rlxf.config.suggest import format_value
 
 Tree: TypeAlias = dict[str, Any]
@@ -18,6 +18,12 @@ OLDER_ACTOR = "actor"
 NESTED = {"actor_rollout": "actor_rollout", OLDER_ACTOR: "actor_rollout", "ref": "ref"}
 """Section below `actor_rollout_ref` -> role."""
 ROLES = tuple(role.value for role in CONFIGURED)
+
+
+def _has(values: Tree, keys: list[str]) -> bool:
+    """Return whether a role's keys include one, which may be in a section, as `offload`."""
+    inner = values.get(keys[0])
+    return keys[0] in values and (len(keys) == 1 or inner is None or keys[1] in inner)
 
 
 def set_default(section: Tree, key: str, value: Any) -> None:
@@ -40,7 +46,7 @@ class Given:
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self.problems: list[Problem] = []
         self.renamed: dict[str, str] = {}
-        self.notes: dict[str, list[str]] = {}
+        self.notes: dict[str, dict[str, None]] = {}
         sections = self._underscore(tree, "")
         self.nested = NESTED_ROLES in sections
         if isinstance(sections.get("runtime"), str):
@@ -64,18 +70,18 @@ class Given:
 
     def note(self, meaning: str, key: str) -> None:
         """Add `key` (or `key=value`) to the note `meaning`."""
-        keys = self.notes.setdefault(meaning, [])
-        if key not in keys:
-            keys.append(key)
+        self.notes.setdefault(meaning, {})[key] = None
 
     def as_section(self, path: str, value: Any) -> Tree:
         """Return a copy of a dict; for None, or other values, which are reported, an empty one."""
         if value is None or isinstance(value, dict):
             return dict(value or {})
-        shown = format_value(value)
-        rule, remedy = "must be a section of keys", "write `key: value` lines under it"
-        self.problems.append(Problem(path, rule, shown, remedy))
+        self.refuse(path, "must be a section of keys", value, "write `key: value` lines under it")
         return {}
+
+    def refuse(self, path: str, rule: str, value: Any, remedy: str) -> None:
+        """Add the problem of a key with a wrong value."""
+        self.problems.append(Problem(path, rule, format_value(value), remedy))
 
     def model_of(self, role: str) -> Any:
         """Return the `model` of a role, its own or that of `training`.
@@ -88,35 +94,27 @@ class Given:
 
     def value(self, role: str, key: str) -> Any:
         """Return a role's value: its own, else that of `training`, else of its model, else None."""
-        for home in self._homes(role):
-            if key in home:
-                return home[key]
-        return None
+        return next((home[key] for home in self._homes(role) if key in home), None)
 
     def written(self, path: str) -> str:
         """Return the key in the user's file that sets `section.key`, for messages.
 
         The role's own key if the file has it, else `training.KEY` or `model.NAME.KEY`.
         """
-        section, _, key = path.partition(".")
+        section, *keys = path.split(".")
         section = {"pool_settings": "resource_pool"}.get(section, section)
-        first = key.removeprefix("architecture.").removeprefix("optimizer.")
-        path = f"{section}.{first}" if first else section
-        if section in ROLES and first:
+        group = keys[0] if keys and keys[0] in INLINED else None
+        keys = keys[1:] if group else keys
+        if section in ROLES and keys:
             names = (section, "training", f"model.{self.model_of(section)}")
-            name = first.partition(".")[0]
-            for home, values in zip(names, self._homes(section), strict=True):
-                inside = values.get(name) if "." in first else None
-                if name in values and (inside is None or first.partition(".")[2] in inside):
-                    path = f"{home}.{first}"
-                    break
-            else:
-                if key != first and key.startswith("architecture."):
-                    path = f"{names[-1]}.{first}"
-        whole, _, rest = path.partition(".offload.")
-        if rest and f"{whole}.offload" in self.renamed:
-            return f"{self.renamed[f'{whole}.offload']}.{rest}"
-        return self.renamed.get(path, path)
+            homes = zip(names, self._homes(section), strict=True)
+            absent = names[-1] if group == "architecture" else section
+            section = next((name for name, values in homes if _has(values, keys)), absent)
+        parts = [*section.split("."), *keys]
+        for end in range(len(parts), 1, -1):
+            if found := self.renamed.get(".".join(parts[:end])):
+                return ".".join((found, *parts[end:]))
+        return ".".join(parts)
 
     def _homes(self, role: str) -> tuple[Tree, Tree, Tree]:
         models = self.sections["model"]

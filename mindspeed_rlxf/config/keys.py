@@ -2,81 +2,76 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.removed_keys import REMOVED
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
-    AlgorithmConfig,
     ArchitectureConfig,
     CriticConfig,
-    DataConfig,
-    DeviceConfig,
     FunctionConfig,
-    KlControlConfig,
-    LoggingConfig,
     OptimizerConfig,
-    PlanConfig,
     PoolSettings,
     RefConfig,
     RewardConfig,
     RoleConfig,
-    RolloutConfig,
     RunConfig,
-    RuntimeConfig,
-    SandboxConfig,
-    TrainingConfig,
-    ValidationConfig,
 )
 from mindspeed_rlxf.config.suggest import closest
 
-PLAIN_SECTIONS: dict[str, type[BaseModel]] = {
-    "algorithm": AlgorithmConfig,
-    "rollout": RolloutConfig,
-    "data": DataConfig,
-    "validation": ValidationConfig,
-    "logging": LoggingConfig,
-    "device": DeviceConfig,
-    "runtime": RuntimeConfig,
-    "plan": PlanConfig,
+REMOVED: dict[str, str] = {
+    "logging.samples_file_mb": "remove it: sample files are not compressed",
+    "plan.calibration": "remove it: a plan predicts no times",
+    "plan.device": "remove it: a plan predicts no times",
+    "plan.prompt_tokens": "remove it: a plan predicts no times",
+    "plan.response_tokens": "remove it: a plan predicts no times",
+    "reward.sandbox.level": "remove it: programs run in bubblewrap",
+    "reward.sandbox.weak": "use reward.sandbox.unsafe=true, which runs programs without isolation",
+    "runtime.allow_unauthenticated": "remove it: any cluster that you name is joined",
+    "training.file_mode": "remove it: files have the modes that the umask gives them",
+    "training.no_shared_storage": "remove it: all nodes must share training.output_dir",
 }
-"""Sections whose YAML keys are exactly their fields."""
+"""Keys that earlier versions had -> what to do now, a clause."""
 
+Fields = dict[str, FieldInfo]
 ROLE_SECTIONS: dict[Role, type[RoleConfig]] = {
     Role.ACTOR_ROLLOUT: ActorConfig,
     Role.REF: RefConfig,
     Role.CRITIC: CriticConfig,
     Role.REWARD: RewardConfig,
 }
-
+INLINED = {"architecture": ArchitectureConfig, "optimizer": OptimizerConfig}
+"""Groups of a role whose keys stand directly in the role's section of the YAML."""
 NESTED_ROLES = "actor_rollout_ref"
 """The older toolkit nests `actor_rollout` and `ref` under this key."""
 
 
-def fields(section: Any) -> set[str]:
-    """Return the names of a section's fields; an empty set for other types."""
-    return set(getattr(section, "model_fields", ()))
+def fields_of(section: Any) -> Fields:
+    """Return the keys of a section as the YAML has them; {} for what is no section."""
+    found: Fields = {}
+    for name, field in getattr(section, "model_fields", {}).items():
+        inlined = name in INLINED and issubclass(section, RoleConfig)
+        found |= INLINED[name].model_fields if inlined else {name: field}
+    return found
 
 
-ARCHITECTURE_KEYS = fields(ArchitectureConfig)
-OPTIMIZER_KEYS = fields(OptimizerConfig)
+PLAIN_SECTIONS: dict[str, Any] = {
+    name: field.annotation
+    for name, field in RunConfig.model_fields.items()
+    if fields_of(field.annotation)
+    and name not in ("training", "pool_settings", *(role.value for role in CONFIGURED))
+}
+"""Sections whose YAML keys are exactly their fields."""
 
-
-def role_keys(role: Role) -> set[str]:
-    """Return the keys that the YAML section of a role may have.
-
-    With those of its architecture and, if it is trained, of its optimizer, which are in no
-    subsection there.
-    """
-    own = fields(ROLE_SECTIONS[role])
-    optimizer = OPTIMIZER_KEYS if "optimizer" in own else set()
-    return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
-
+TOP_LEVEL = {
+    "model", "training", "resource_pool", "placement", "dry_run", NESTED_ROLES,
+    *PLAIN_SECTIONS, *(role.value for role in CONFIGURED),
+}  # fmt: skip
 
 RULE_KEYS = (
     "kind", "rules", "verifier", "sandbox", "function", "functions", "allow_changed_function",
@@ -86,8 +81,33 @@ RULE_KEYS = (
 CLASSIFIER_KEYS = (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16")
 """Keys of the section reward that are read with `kind: huggingface`."""
 
-SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "model_weight", "save"}
+SHARED: Fields = {
+    name: field
+    for role in reversed(CONFIGURED)
+    for name, field in fields_of(ROLE_SECTIONS[role]).items()
+    if name not in (*RULE_KEYS, "model_weight", "save")
+}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
+
+
+@functools.cache
+def keys_of(section: str) -> Fields:
+    """Return the keys that a section of the YAML may have; {} where users choose the names.
+
+    section: path, as `training`, `model.NAME` or `algorithm.kl_ctrl`
+    """
+    first, *rest = section.split(".")
+    if first == "model":
+        return {name: field for name, field in SHARED.items() if name != "model"}
+    if first == "resource_pool":
+        return PoolSettings.model_fields
+    sections = {role.value: model for role, model in ROLE_SECTIONS.items()}
+    field = RunConfig.model_fields.get(first)
+    found = fields_of(sections.get(first) or (field and field.annotation))
+    found |= SHARED if section == "training" else {}
+    for name in rest:
+        found = fields_of(found[name].annotation) if name in found else {}
+    return found
 
 
 def known_keys() -> dict[str, set[str]]:
@@ -96,22 +116,13 @@ def known_keys() -> dict[str, set[str]]:
     With `placement` (its keys are roles). Without `model` and `resource_pool`, whose keys are names
     of the user's choice, and without `offload`.
     """
-    known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
-    known["algorithm.kl_ctrl"] = fields(KlControlConfig)
-    known["reward.sandbox"] = fields(SandboxConfig)
-    known["placement"] = {role.value for role in CONFIGURED}
-    known |= {role.value: role_keys(role) for role in CONFIGURED}
-    known["reward.function"] = fields(FunctionConfig)
-    return known | {"training": fields(TrainingConfig) | SHARED_KEYS}
+    roles = [role.value for role in CONFIGURED]
+    names = (*PLAIN_SECTIONS, "algorithm.kl_ctrl", "reward.sandbox", *roles, "training")
+    known = {name: {*keys_of(name)} for name in names}
+    return known | {"placement": {*roles}, "reward.function": {*FunctionConfig.model_fields}}
 
 
-TOP_LEVEL = {
-    "model", "training", "resource_pool", "placement", "dry_run", NESTED_ROLES,
-    *PLAIN_SECTIONS, *(role.value for role in CONFIGURED),
-}  # fmt: skip
-
-
-def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
+def unknown_key(section: str, name: str, known: Collection[str], path: str = "") -> Problem:
     """Return the problem of a key `name` that `section` (`""` = top level) does not have.
 
     The remedy is that of REMOVED; else it names the most similar key of the section, else the
@@ -119,41 +130,28 @@ def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Pro
     known: keys of the section
     path:  how the YAML spells the key where that differs from `section.name`
     """
-    prefix = f"{section}." if section else ""
-    if gone := REMOVED.get(f"{prefix}{name}"):
-        return Problem(path or f"{prefix}{name}", "was removed", remedy=gone, colon=True)
+    full = f"{section}.{name}".removeprefix(".")
+    path = path or full
+    if gone := REMOVED.get(full):
+        return Problem(path, "was removed", remedy=gone, colon=True)
     homes = [f"{other}.{name}" for other, names in known_keys().items() if name in names]
     if guess := closest(name, known):
-        homes = [f"{path.removesuffix(name)}{guess}" if path else f"{prefix}{guess}"]
+        homes = [f"{path.removesuffix(name)}{guess}"]
     remedy = f"did you mean {homes[0]}?" if homes else "remove it"
-    return Problem(path or f"{prefix}{name}", "unknown key", remedy=remedy, colon=True)
+    return Problem(path, "unknown key", remedy=remedy, colon=True)
 
 
-def find_field(path: tuple[str, ...]) -> FieldInfo | None:
+def find_field(path: Sequence[str]) -> FieldInfo | None:
     """Return the schema's field for a key of the YAML; None for an unknown key.
 
-    Handles `model.<name>.<key>`, settings in `resource_pool`, and in a role's section the keys of
-    its optimizer and architecture.
+    An entry of a table, as `reward.rules.SOURCE` or a pool, has the field of the table.
     """
-    section, *rest = path
-    if section == "model":
-        return ArchitectureConfig.model_fields.get(rest[1]) if len(rest) == 2 else None
-    if section == "resource_pool" and rest and rest[0] in PoolSettings.model_fields:
-        return PoolSettings.model_fields[rest[0]]
-    roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
-    if section in roles and rest:
-        for model in (roles[section], OptimizerConfig, ArchitectureConfig):
-            if rest[0] in model.model_fields:
-                return _find_nested(model, tuple(rest))
-        return None
-    return _find_nested(RunConfig, path)
-
-
-def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    field = model.model_fields.get(path[0])
-    if field is None or len(path) == 1:
-        return field
-    inner = field.annotation
-    if isinstance(inner, type) and issubclass(inner, BaseModel):
-        return _find_nested(inner, path[1:])
-    return field  # a table, whose entries have the table's rule
+    field, place = RunConfig.model_fields.get(path[0]), path[0]
+    for name in path[1:]:
+        keys = keys_of(place)
+        if place == "resource_pool" and name not in keys:
+            break
+        if keys:
+            field = keys.get(name)
+        place += f".{name}"
+    return field

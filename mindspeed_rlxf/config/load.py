@@ -27,7 +27,7 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
-from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError, ref
+from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError, explain
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.config.given import Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import (
@@ -37,22 +37,19 @@ from mindspeed_rlxf.config.hf_config import (
     read_hf_config,
 )
 from mindspeed_rlxf.config.keys import (
-    ARCHITECTURE_KEYS,
     CLASSIFIER_KEYS,
-    OPTIMIZER_KEYS,
+    INLINED,
     PLAIN_SECTIONS,
     ROLE_SECTIONS,
     RULE_KEYS,
-    SHARED_KEYS,
-    fields,
+    SHARED,
     find_field,
-    role_keys,
+    keys_of,
     unknown_key,
 )
 from mindspeed_rlxf.config.mindspeed_llm import translate
 from mindspeed_rlxf.config.placement import place_roles
 from mindspeed_rlxf.config.plugins import read_and_load
-from mindspeed_rlxf.config.pydantic_errors import explain
 from mindspeed_rlxf.config.reward_functions import read_functions
 from mindspeed_rlxf.config.rules.host import check_host
 from mindspeed_rlxf.config.rules.sections import check_sections
@@ -69,6 +66,7 @@ WITHOUT_ARCHITECTURE = {
 }
 """Kind of reward without a Megatron model -> keys that it reads."""
 
+WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 """Default clip range of GSPO (arXiv:2507.18071, 5.1), whose ratio is a mean over a response."""
 
@@ -94,43 +92,39 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
     given = Given(tree)
     translate(given)
     payload = _build(given, name)
+    config = None
     try:
         config = RunConfig.model_validate(payload)
     except ValidationError as error:
-        problems = [*given.problems, *_problems_of(error.errors(include_url=False), payload, given)]
-        raise ConfigError(_once(problems)) from None
-    if not given.problems:
-        between = check_sections(config)
-        # A dry run checks the host after it has printed its plan: see `cli.train`.
-        between += [] if config.dry_run else check_host(config)
-        given.problems += [problem.rename_keys(given.written) for problem in between]
-        unused, refused = find_unused(config, given.written)
-        given.problems += refused
-        for meaning, key in unused:
-            given.note(meaning, key)
-    if given.problems:
-        raise ConfigError(_once(given.problems))
-    lines = [f"{', '.join(keys)}: {meaning}" for meaning, keys in given.notes.items()]
-    return config, [*lines, *_warnings(config)]
+        given.problems += _problems_of(error.errors(include_url=False), payload, given)
+    if config and not given.problems:
+        _check(config, given)
+    if given.problems or config is None:
+        # Without repeats, as of a key that several roles share.
+        raise ConfigError([*{str(problem): problem for problem in given.problems}.values()])
+    return config, [f"{', '.join(keys)}: {meaning}" for meaning, keys in given.notes.items()]
 
 
-def _once(problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems without repeats, as of a key that several roles share."""
-    return list({str(problem): problem for problem in problems}.values())
-
-
-def _warnings(config: RunConfig) -> Iterator[str]:
-    training = config.training
-    if training.save_interval > training.train_iters:
-        yield (
-            f"training.save_interval={training.save_interval} is over training.train_iters="
-            f"{training.train_iters}: checkpoints are saved by training.save_interval_s only, and "
-            "at the end"
+def _check(config: RunConfig, given: Given) -> None:
+    """Add problems between sections, of the host and of unused keys, and notes, to `given`."""
+    between = check_sections(config)
+    # A dry run checks the host after it has printed its plan: see `cli.train`.
+    between += [] if config.dry_run else check_host(config)
+    given.problems += [problem.rename_keys(given.written) for problem in between]
+    unused, refused = find_unused(config, given.written)
+    given.problems += refused
+    for meaning, key in unused:
+        given.note(meaning, key)
+    every, iterations = config.training.save_interval, config.training.train_iters
+    if every > iterations:
+        given.note(
+            "checkpoints are saved by training.save_interval_s only, and at the end",
+            f"training.save_interval={every} is over training.train_iters={iterations}",
         )
-    if config.shared_save:
-        yield (
-            f"actor_rollout.save and critic.save are one folder, {config.shared_save}: weights go "
-            "to its subfolders actor and critic"
+    if folder := config.shared_save:
+        given.note(
+            "weights go to its subfolders actor and critic",
+            f"actor_rollout.save and critic.save are one folder, {folder}",
         )
 
 
@@ -139,34 +133,25 @@ def _build(given: Given, name: str) -> Tree:
     sections = given.sections
     payload: Tree = {"name": name, "dry_run": sections["dry_run"]}
     payload |= {section: sections[section] for section in PLAIN_SECTIONS}
-    shared = SHARED_KEYS - fields(TrainingConfig)
+    shared = SHARED.keys() - TrainingConfig.model_fields.keys()
     training = {key: v for key, v in sections["training"].items() if key not in shared}
     payload["training"] = training
     set_default(training, "run_name", name)
     set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
     _load_plugins(given, training)
-    if not has_critic(training.get("stage"), sections["critic"]):
+    if (stage := training.get("stage")) in WITHOUT_CRITIC:
         payload["critic"] = None
         if sections["critic"]:
             remedy = "remove the section critic ('~critic' on the command line)"
-            stage = training.get("stage")
             given.problems.append(Problem("training.stage", "has no critic", stage, remedy))
     sections["ref"].setdefault("load", given.value("actor_rollout", "load"))
     for role in CONFIGURED:
         if role.value not in payload:
             payload[role.value] = _build_role(given, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
-    _set_max_new_tokens(given, training, payload["actor_rollout"])
     place_roles(given, payload)
     _note_unread(given, payload)
     return payload
-
-
-def has_critic(stage: object, section: object) -> bool:
-    """Return whether a stage trains a critic; for an unknown stage, whether it has a section."""
-    if stage in [known.value for known in Stage]:
-        return stage == Stage.RAY_PPO.value
-    return stage is None or bool(section)
 
 
 def _load_plugins(given: Given, training: Tree) -> None:
@@ -192,23 +177,24 @@ def _build_role(given: Given, role: Role) -> Tree:
         architecture = _read_architecture(given, role)
     elif (architecture := models.get(str(chosen))) is None:
         _report_missing_model(given, role, chosen)
-    allowed = role_keys(role)
+    allowed = keys_of(role.value)
     layers = [architecture or {}, training]
     merged = {key: v for layer in layers for key, v in layer.items() if key in allowed} | own
     merged |= {"model": chosen} if chosen else {}
     merged["offload"] = _merge_offload(role, layers, own)
     if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
         del merged["micro_batch_size"]  # max_tokens_per_micro_batch replaces it
-    nested = {"architecture": ARCHITECTURE_KEYS} if architecture is not None else {}
-    if "optimizer" in fields(ROLE_SECTIONS[role]):
-        nested["optimizer"] = OPTIMIZER_KEYS
-    parts = {part: {k: merged.pop(k) for k in keys & {*merged}} for part, keys in nested.items()}
-    return {k: v for k, v in merged.items() if k not in ARCHITECTURE_KEYS} | parts
+    for group in INLINED.keys() & ROLE_SECTIONS[role].model_fields.keys():
+        keys = INLINED[group].model_fields.keys() & merged.keys()
+        merged[group] = {key: merged.pop(key) for key in keys}
+    if architecture is None:
+        del merged["architecture"]  # it is reported already
+    return merged
 
 
 def _build_reward(given: Given, own: Tree, kept: Iterable[str]) -> Tree:
     """Return the values of a reward without a Megatron model; keys it does not read are noted."""
-    for key in sorted(own.keys() & role_keys(Role.REWARD) - {*kept}):
+    for key in sorted(own.keys() & keys_of("reward").keys() - {*kept}):
         value = format_value(own.pop(key))
         given.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
     training = given.sections["training"]
@@ -217,7 +203,7 @@ def _build_reward(given: Given, own: Tree, kept: Iterable[str]) -> Tree:
 
 def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
     """Return `offload`, merged key by key; a shared `optimizer` is for trained roles only."""
-    trained = "optimizer" in fields(ROLE_SECTIONS[role])
+    trained = "optimizer" in ROLE_SECTIONS[role].model_fields
     merged: Tree = {}
     for layer in (*shared, own):
         part = {} if layer.get("offload") is None else layer["offload"]
@@ -260,16 +246,17 @@ def _report_missing_model(given: Given, role: Role, chosen: Any) -> None:
 
 def _note_unread(given: Given, payload: Tree) -> None:
     """Report unknown keys of models; note shared keys that no role of the run reads."""
-    roles = [role for role in CONFIGURED if "model" in (payload[role.value] or {})]
-    used = {f"model.{payload[role.value]['model']}" for role in roles}
-    read = set().union(*map(role_keys, roles)) | fields(TrainingConfig)
+    roles = [role.value for role in CONFIGURED if "model" in (payload[role.value] or {})]
+    used = {f"model.{payload[role]['model']}" for role in roles}
+    read = {*TrainingConfig.model_fields}.union(*map(keys_of, roles))
     models = {f"model.{name}": values for name, values in given.sections["model"].items()}
     for section, values in {**models, "training": given.sections["training"]}.items():
-        known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
-        for key in sorted(values.keys() - known if section in models else ()):
-            path = given.renamed.get(f"{section}.{key}", f"{section}.{key}")
-            given.problems.append(unknown_key(section, key, known, path))
-        for key in sorted(values.keys() & SHARED_KEYS - read):
+        known = keys_of(section)
+        for key in sorted(values.keys() - known.keys() if section in models else ()):
+            given.problems.append(
+                unknown_key(section, key, known, given.written(f"{section}.{key}"))
+            )
+        for key in sorted(values.keys() & SHARED.keys() - read):
             if section not in models or section in used:
                 shown = f"{section}.{key}={format_value(values[key])}"
                 given.note("no role of this run reads it", shown)
@@ -277,6 +264,10 @@ def _note_unread(given: Given, payload: Tree) -> None:
 
 def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
     """Set absent keys to the defaults of the stage, of the estimator and of the policy loss."""
+    total, prompt = training.get("seq_length"), actor.get("max_prompt_length", 512)
+    # Where a length is no integer, which pydantic reports, 1 stands in.
+    room = total - prompt if type(total) is type(prompt) is int else 1
+    set_default(actor, "max_new_tokens", max(room, 1))
     stage = training.get("stage")
     if stage in (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value):
         set_default(actor, "do_sample", True)  # several greedy responses would be the same
@@ -299,21 +290,6 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, "kl_penalty", KlPenalty.LOW_VAR_KL.value)
 
 
-def _set_max_new_tokens(given: Given, training: Tree, actor: Tree) -> None:
-    """Set an absent `max_new_tokens` to seq_length - max_prompt_length."""
-    total, prompt = training.get("seq_length"), actor.get("max_prompt_length", 512)
-    if actor.get("max_new_tokens") is not None:
-        return
-    actor["max_new_tokens"] = 1  # if a length is no integer, which pydantic reports
-    if type(total) is int and type(prompt) is int:
-        actor["max_new_tokens"] = max(total - prompt, 1)
-        if total <= prompt:
-            rule = f"must exceed {ref('actor_rollout.max_prompt_length')}={prompt}, to leave room "
-            remedy = f"use {prompt + 1} or more, or a shorter prompt"
-            key = "training.seq_length"
-            given.problems.append(Problem(key, f"{rule}for a response", total, remedy))
-
-
 def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Iterator[Problem]:
     """Yield one problem for each wrong key of pydantic's errors, named as the user wrote it."""
     wrong: dict[str, list[ErrorDetails]] = {}
@@ -324,13 +300,13 @@ def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Ite
             for problem in error["ctx"]["error"].problems:
                 yield problem.rename_keys(lambda key, at=section: given.written(f"{at}.{key}"))
         elif error["type"] == "extra_forbidden":
-            *parents, name = [part for part in place if part not in ("architecture", "optimizer")]
-            path = given.written(section)
-            yield unknown_key(".".join(parents), name, _known_keys(parents), path)
+            *parents, name = [part for part in place if part not in INLINED]
+            home = ".".join(parents)
+            yield unknown_key(home, name, keys_of(home), given.written(section))
         elif place[-1] not in ("architecture", "model"):  # a missing model is reported already
             wrong.setdefault(given.written(section), []).append(error)
     for path, found in wrong.items():
-        field = find_field(tuple(path.split(".")))
+        field = find_field(path.split("."))
         yield explain(path, found, (field and field.description) or "")
 
 
@@ -346,12 +322,3 @@ def _place(payload: Any, error: ErrorDetails) -> list[str]:
             break
         place.append(str(part))
     return place
-
-
-def _known_keys(parents: list[str]) -> set[str]:
-    if len(parents) == 1 and parents[0] in [role.value for role in CONFIGURED]:
-        return role_keys(Role(parents[0]))
-    if parents == ["training"]:
-        return fields(TrainingConfig) | SHARED_KEYS
-    field = find_field(tuple(parents))
-    return fields(field.annotation) if field else set()

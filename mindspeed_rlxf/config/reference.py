@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.algorithm import KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
-from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
+from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
 from mindspeed_rlxf.config.reward import FunctionConfig
 from mindspeed_rlxf.config.roles import OffloadConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.sandbox import SandboxConfig
@@ -106,7 +106,12 @@ def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
         for name, field in RoleConfig.model_fields.items()
         if _meaning(field) == _meaning(schema.model_fields[name])
     }
-    elsewhere = fields(OptimizerConfig) | {"architecture", "offload", "optimizer", "sandbox"}
+    elsewhere = {*OptimizerConfig.model_fields} | {
+        "architecture",
+        "offload",
+        "optimizer",
+        "sandbox",
+    }
     return _fields_without(schema, common | elsewhere)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.given import Tree
-from mindspeed_rlxf.config.keys import fields, unknown_key
+from mindspeed_rlxf.config.keys import unknown_key
 from mindspeed_rlxf.config.reward_calls import find_broken_rule, find_function, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig
 from mindspeed_rlxf.config.sources import Source, carry, load_error, read_source, run_as_module
@@ -40,8 +40,8 @@ def _read_entry(problems: list[Problem], key: str, given: Any) -> Any:
         problems.append(Problem(key, f"must name a function, {FORM}", given, "correct it"))
         return None
     entry = {str(name): value for name, value in entry.items()}  # keys in lists may be numbers
-    known = fields(FunctionConfig)
-    for name in sorted(entry.keys() - known):
+    known = FunctionConfig.model_fields
+    for name in sorted(entry.keys() - known.keys()):
         problems.append(unknown_key(key, name, known))
         del entry[name]
     function = entry.get("function")

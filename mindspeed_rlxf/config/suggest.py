@@ -1,8 +1,9 @@
-"""Find the nearest legal value to a wrong one, and format values, for error messages."""
+"""Find the nearest legal value to a wrong one, and format values, for messages and overrides."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from math import isfinite, isqrt
 from typing import Any
@@ -76,3 +77,12 @@ def shorten_value(value: Any) -> str:
     """Return `format_value` of a value; if above MAX_SHOWN characters, cut to that with "..."."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def quote(text: str) -> str:
+    """Return the text in single quotes, so that hydra reads it unchanged in `key=value`.
+
+    Hydra takes a backslash as an escape only before a quote, also before the closing one.
+    """
+    doubled = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{doubled}'"

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import TextIO
 
 from mindspeed_rlxf.config.enums import ConsoleMode
-from mindspeed_rlxf.config.printable import printable
+from mindspeed_rlxf.config.errors import printable
 from mindspeed_rlxf.reporting.phases import PHASES
 
 WARNING = "warning:"

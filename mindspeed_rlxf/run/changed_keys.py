@@ -9,8 +9,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.fields import Resume
-from mindspeed_rlxf.config.keys import find_field
-from mindspeed_rlxf.config.removed_keys import REMOVED
+from mindspeed_rlxf.config.keys import REMOVED, find_field
 from mindspeed_rlxf.config.secrets import url_secret, variable_secret
 
 ABSENT = object()

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.printable import printable
+from mindspeed_rlxf.config.errors import Problem, UserError, printable
 from mindspeed_rlxf.data.tokenizer import TokenPieces, load_tokenizer
 from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations

@@ -18,9 +18,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.errors import Problem, UserError, problems_of
 from mindspeed_rlxf.config.hf_config import find_unsupported, parse_architecture, read_hf_config
-from mindspeed_rlxf.config.pydantic_errors import problems_of
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, Split, StageParameter, hf_shapes, shard_shape
 from mindspeed_rlxf.weights.atomic import sync_folder as sync  # of a file too

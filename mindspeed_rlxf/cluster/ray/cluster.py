@@ -24,8 +24,7 @@ from pathlib import Path
 
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
-from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.printable import printable
+from mindspeed_rlxf.config.errors import Problem, UserError, printable
 from mindspeed_rlxf.config.schema import DeviceConfig
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from mindspeed_rlxf.config.printable import printable
+from mindspeed_rlxf.config.errors import printable
 from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
 from mindspeed_rlxf.reporting.metrics import null_non_finite
 from mindspeed_rlxf.reporting.report.answers import judge, wall_seconds

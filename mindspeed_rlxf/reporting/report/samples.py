@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindspeed_rlxf.config.printable import printable
+from mindspeed_rlxf.config.errors import printable
 from mindspeed_rlxf.reporting.metrics import read_jsonl
 from mindspeed_rlxf.reporting.sample_tokens import NUMBERS, token_files
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Role, RuntimeKind
-from mindspeed_rlxf.config.keys import ARCHITECTURE_KEYS, TOP_LEVEL, known_keys
+from mindspeed_rlxf.config.keys import TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.schema import ArchitectureConfig
 from tests.unit.config.conftest import TREE
 
 MakeTree = Callable[..., dict[str, Any]]
@@ -266,7 +267,7 @@ GARBAGE = [None, True, 0, -1, 10**9, 1.5, "", "x", [], [None], [[1]], {}, {"x": 
 def test_any_value_anywhere_is_accepted_or_explained(problems: Problems, garbage: Any) -> None:
     """Each is resolved or refused with one-line problems; nothing else is ever raised."""
     known = [f"{section}.{key}" for section, keys in known_keys().items() for key in keys]
-    models = [f"model.small.{key}" for key in ARCHITECTURE_KEYS]
+    models = [f"model.small.{key}" for key in ArchitectureConfig.model_fields]
     pools = ["resource_pool.main", "resource_pool.new", "model.small", "model.new"]
     for path in sorted({*known, *models, *pools, *TOP_LEVEL}):
         found = problems({path: garbage})

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.config.keys import REMOVED
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.removed_keys import REMOVED
 from tests.golden.resolved_configs import FOLDER, OLDER, SHIPPED, tree_of, values_of
 
 CHANGED: dict[str, tuple[Any, Any]] = {
