@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from mindspeed_rlxf.algorithms.estimators import ESTIMATORS
-from mindspeed_rlxf.config import plugins, sources
+from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.reporting.trackers import TRACKERS
 from mindspeed_rlxf.rewards.rules import RULES
@@ -17,13 +17,13 @@ from mindspeed_rlxf.rollout.engines import ENGINES
 @contextlib.contextmanager
 def restored_registries() -> Iterator[None]:
     """Restore every registry of plugins after the block; remove plugin modules imported in it."""
-    registries = (ESTIMATORS, TRAITS, RULES, ENGINES, TRACKERS, sources._carried, plugins._loaded)
+    registries = (ESTIMATORS, TRAITS, RULES, ENGINES, TRACKERS, plugins._carried, plugins._loaded)
     before = [dict(registry) for registry in registries]  # type: ignore[call-overload]
-    modules = {name for name in sys.modules if name.startswith(sources.MODULES)}
+    modules = {name for name in sys.modules if name.startswith(plugins.MODULES)}
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.startswith(sources.MODULES)]:
+        for name in [name for name in sys.modules if name.startswith(plugins.MODULES)]:
             if name not in modules:
                 del sys.modules[name]
         for registry, kept in zip(registries, before, strict=True):

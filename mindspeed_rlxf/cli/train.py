@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.keys import NESTED_ROLES
+from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
 from mindspeed_rlxf.config.load import resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.console import open_console

@@ -19,9 +19,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mindspeed_rlxf.config.errors import ConfigError, Problem
+from mindspeed_rlxf.config.errors import ConfigError, Problem, closest, quote
 from mindspeed_rlxf.config.secrets import keep_interpolations
-from mindspeed_rlxf.config.suggest import closest, quote
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _REFUSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank
+from mindspeed_rlxf.config.architecture import ArchitectureConfig, groups_per_rank
 
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
 PREFILL_TOKENS = 16384  # tokens of one prefill pass at most (one row at least)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.enums import CONFIGURED
-from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.errors import Problem, format_value, ref
 from mindspeed_rlxf.config.keys import INLINED, NESTED_ROLES, TOP_LEVEL, unknown_key
-from mindspeed_rlxf.config.suggest import format_value
 
 Tree: TypeAlias = dict[str, Any]
 
@@ -75,7 +74,7 @@ class Given:
     def as_section(self, path: str, value: Any) -> Tree:
         """Return a copy of a dict; for None, or other values, which are reported, an empty one."""
         if value is None or isinstance(value, dict):
-            return dict(value or {})
+            return {**(value or {})}
         self.refuse(path, "must be a section of keys", value, "write `key: value` lines under it")
         return {}
 

@@ -27,7 +27,14 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
-from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError, explain
+from mindspeed_rlxf.config.errors import (
+    ConfigError,
+    Problem,
+    UserError,
+    closest,
+    explain,
+    format_value,
+)
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.config.given import Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import (
@@ -54,7 +61,6 @@ from mindspeed_rlxf.config.reward_functions import read_functions
 from mindspeed_rlxf.config.rules.host import check_host
 from mindspeed_rlxf.config.rules.sections import check_sections
 from mindspeed_rlxf.config.schema import RunConfig, TrainingConfig
-from mindspeed_rlxf.config.suggest import closest, format_value
 from mindspeed_rlxf.config.unused import find_unused
 
 AUTO = "auto"
@@ -179,7 +185,8 @@ def _build_role(given: Given, role: Role) -> Tree:
         _report_missing_model(given, role, chosen)
     allowed = keys_of(role.value)
     layers = [architecture or {}, training]
-    merged = {key: v for layer in layers for key, v in layer.items() if key in allowed} | own
+    merged: Tree = {k: v for layer in layers for k, v in layer.items() if k in allowed}
+    merged |= own
     merged |= {"model": chosen} if chosen else {}
     merged["offload"] = _merge_offload(role, layers, own)
     if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):

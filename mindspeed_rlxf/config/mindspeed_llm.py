@@ -18,11 +18,10 @@ from mindspeed_rlxf.config.enums import (
     RewardKind,
     Stage,
 )
-from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.errors import Problem, format_value, ref
 from mindspeed_rlxf.config.given import ROLES, Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED
-from mindspeed_rlxf.config.suggest import format_value
 
 ACTOR = "actor_rollout"
 OLD_ENTROPY_COEFF = 0.001
@@ -43,6 +42,11 @@ MOVED = {
     "recompute_granularity": "training.recompute",
 }
 """Key of `model.<name>`, `training` or the actor -> the key here that replaces or must match it."""
+TAKEN = (
+    "seed", "missing_eos_penalty", "inference_tensor_model_parallel_size", "use_deter_comp",
+    "no_shuffle",
+)  # fmt: skip
+"""Keys of MOVED whose value is only moved, from where `_take` finds it."""
 
 
 def translate(given: Given) -> None:
@@ -58,9 +62,12 @@ def translate(given: Given) -> None:
             given.renamed[f"model.{name}.vocab_size"] = f"model.{name}.padded_vocab_size"
         values.pop("seq_length", None)  # training.seq_length is required, and beat it there too
         _translate_query_groups(given, f"model.{name}.group_query_attention", values)
-    _rename_recompute(given)
-    if found := _take(given, "seed"):
-        given.renamed["training.seed"], training["seed"] = found
+    for key in TAKEN:
+        path, value = _take(given, key)
+        if key == "no_shuffle" and isinstance(value, bool):
+            value = not value
+        if path and (value or key != "use_deter_comp"):  # its false leaves the choice to the device
+            _move(given, path, value, MOVED[key])
     for name, values in given.sections["model"].items():
         other = values.pop("seed", None)
         if other not in (None, training.get("seed")):
@@ -69,12 +76,12 @@ def translate(given: Given) -> None:
     _translate_data(given)
     _translate_category(given)
     _translate_algorithm(given)
-    if found := _take(given, "inference_tensor_model_parallel_size"):
-        _move(given, *found, "rollout.tensor_model_parallel_size")
-    found = _take(given, "use_deter_comp")
-    if found and found[1] not in (None, False):  # false leaves the choice to the device
-        _move(given, *found, "training.deterministic")
-    for section, values in _role_sections(given).items():
+    models = {f"model.{name}": values for name, values in given.sections["model"].items()}
+    for section, values in {
+        **models,
+        **{n: given.sections[n] for n in ("training", *ROLES)},
+    }.items():
+        _rename_recompute(given, section, values)
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             _note_or_refuse(given, f"{section}.{key}", key, values.pop(key))
     _add_vocab_sizes(given)
@@ -82,15 +89,15 @@ def translate(given: Given) -> None:
         _note_differences(given)
 
 
-def _take(given: Given, key: str) -> tuple[str, Any] | None:
+def _take(given: Given, key: str) -> tuple[str, Any]:
     """Remove a key from the actor's section, training and the actor's model.
 
-    Returns the path and value of the one that counts, in that order.
+    Returns the path and value of the one that counts, in that order; the path "" without any.
     """
     model = str(given.model_of(ACTOR))
     homes = {f"model.{model}": given.sections["model"].get(model, {})}
     homes |= {name: given.sections[name] for name in ("training", ACTOR)}
-    found = None
+    found: tuple[str, Any] = "", None
     for name, values in homes.items():
         if key in values:
             path = f"{name}.{key}"
@@ -98,71 +105,47 @@ def _take(given: Given, key: str) -> tuple[str, Any] | None:
     return found
 
 
-def _take_flag(given: Given, key: str) -> tuple[str, bool] | None:
-    found = _take(given, key)
-    if found and not isinstance(found[1], bool):
-        _refuse_non_flag(given, *found)
-        return None
-    return found
+def _move(given: Given, path: str, value: Any, target: str, values: Tree | None = None) -> None:
+    """Set `section.key` to the value written at `path`; another value there is a problem.
 
-
-def _move(given: Given, path: str, value: Any, target: str) -> None:
-    """Set `section.key` to the value written at `path`; another value there is a problem."""
-    section, key = target.split(".")
-    present = given.sections[section].setdefault(key, value)
+    values: the section of `target`; None = that of its name
+    """
+    values = given.sections[target.partition(".")[0]] if values is None else values
+    present = values.setdefault(target.rpartition(".")[2], value)
     if present == value:
         given.renamed.setdefault(target, path)
     else:
-        _refuse_two_values(given, path, target, present)
-
-
-def _refuse_two_values(given: Given, path: str, target: str, present: Any) -> None:
-    rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
-    given.problems.append(Problem(path, rule, remedy="keep one"))
-
-
-def _refuse_non_flag(given: Given, path: str, value: Any) -> None:
-    shown = format_value(value)
-    given.problems.append(Problem(path, "must be true or false", shown, "use true"))
-
-
-def _role_sections(given: Given) -> Tree:
-    """Return the sections that may have keys of a role: models, training, roles."""
-    models = {f"model.{name}": values for name, values in given.sections["model"].items()}
-    return models | {name: given.sections[name] for name in ("training", *ROLES)}
+        rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
+        given.problems.append(Problem(path, rule, remedy="keep one"))
 
 
 def _translate_query_groups(given: Given, path: str, values: Tree) -> None:
     """Read Megatron's flag: true without a number means one group, false one group per head."""
-    if "group_query_attention" not in values:
-        return
-    flag, groups = values.pop("group_query_attention"), values.get("num_query_groups")
-    if not isinstance(flag, bool):
-        _refuse_non_flag(given, path, flag)
-    elif flag:
-        values["num_query_groups"] = 1 if groups is None else groups
-    elif groups not in (None, values.get("num_attention_heads")):
+    flag, groups = values.pop("group_query_attention", None), values.get("num_query_groups")
+    if flag is True:
+        set_default(values, "num_query_groups", 1)
+    elif flag is False and groups not in (None, values.get("num_attention_heads")):
         rule = f"contradicts num_query_groups={format_value(groups)}"
         given.problems.append(Problem(path, rule, False, "remove one of them"))
+    elif flag is not None and flag is not False:
+        given.refuse(path, "must be true or false", flag, "use true")
 
 
-def _rename_recompute(given: Given) -> None:
-    for name, values in _role_sections(given).items():
-        for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
-            if values.get(key, "") is None:
-                del values[key]
-        if "recompute_granularity" in values:
-            older, path = values.pop("recompute_granularity"), f"{name}.recompute"
-            if (present := values.setdefault("recompute", older)) != older:
-                _refuse_two_values(given, f"{path}_granularity", path, present)
-            given.renamed[path] = f"{path}_granularity"
+def _rename_recompute(given: Given, section: str, values: Tree) -> None:
+    for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+        if values.get(key, "") is None:
+            del values[key]
+    if "recompute_granularity" in values:
+        path = f"{section}.recompute_granularity"
+        _move(given, path, values.pop("recompute_granularity"), f"{section}.recompute", values)
 
 
 def _translate_data(given: Given) -> None:
-    """Translate data_path, no_shuffle, dataset_with_labels and dataset_additional_keys."""
+    """Translate data_path, dataset_with_labels and dataset_additional_keys."""
     data = given.sections["data"]
-    if found := _take(given, "data_path"):
-        _move(given, found[0], _parse_prefixes(given, *found), "data.data_path")
+    path, value = _take(given, "data_path")
+    if path:
+        _move(given, path, _parse_prefixes(given, path, value), "data.data_path")
         set_default(data, "default_data_source", "prompts")
         if data.get("overlong_prompts") is None:
             data["overlong_prompts"] = OverlongPrompts.DROP.value
@@ -171,22 +154,21 @@ def _translate_data(given: Given) -> None:
                 "their end, where a chat's answer begins)",
                 "data.overlong_prompts=drop",
             )
-    if found := _take_flag(given, "no_shuffle"):
-        _move(given, found[0], not found[1], "data.shuffle")
-    if (found := _take_flag(given, "dataset_with_labels")) and found[1]:
+    path, value = _take(given, "dataset_with_labels")
+    if value is True:
         set_default(data, "ground_truth_key", "labels")
-        given.note("data.ground_truth_key=labels", f"{found[0]}=true")
-    if found := _take(given, "dataset_additional_keys"):
-        path, value = found
-        names = value.replace(",", " ").split() if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            shown = format_value(value)
-            given.problems.append(Problem(path, "must be names of columns", shown, "use labels"))
-            return
+        given.note("data.ground_truth_key=labels", f"{path}=true")
+    elif path and value is not False:
+        given.refuse(path, "must be true or false", value, "use true")
+    path, value = _take(given, "dataset_additional_keys")
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
         if "labels" in names:
             set_default(data, "ground_truth_key", "labels")
         meaning = "all columns of a data set can be used; rules compare with data.ground_truth_key"
         given.note(meaning, f"dataset_additional_keys={' '.join(names)}")
+    elif path:
+        given.refuse(path, "must be names of columns", value, "use labels")
 
 
 def _parse_prefixes(given: Given, path: str, value: Any) -> Any:
@@ -208,18 +190,17 @@ def _translate_category(given: Given) -> None:
     """Check `dataset_category`: 1 = the verifier scores every prompt, 0 = the reward model."""
     reward = given.sections["reward"]
     wanted = "1" if reward.get("verifier") else "0"
-    if found := _take(given, "dataset_category"):
-        path, value = found
-        if set(str(value).replace(" ", "").split(",")) == {wanted}:
-            by = "the verifier" if wanted == "1" else "the reward model"
-            given.note(f"{by} scores every prompt", f"dataset_category={value}")
-        else:
-            remedy = (
-                f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule with a "
-                "rule for each data source"
-            )
-            rule, shown = "one reward scores every prompt here", format_value(value)
-            given.problems.append(Problem(path, rule, shown, remedy, colon=True))
+    path, value = _take(given, "dataset_category")
+    if {*str(value).replace(" ", "").split(",")} == {wanted}:
+        by = "the verifier" if wanted == "1" else "the reward model"
+        given.note(f"{by} scores every prompt", f"dataset_category={value}")
+    elif path:
+        remedy = (
+            f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule with a "
+            "rule for each data source"
+        )
+        rule, shown = "one reward scores every prompt here", format_value(value)
+        given.problems.append(Problem(path, rule, shown, remedy, colon=True))
     if reward.get("verifier") is True:
         set_default(reward, "kind", RewardKind.RULE.value)
 
@@ -227,8 +208,6 @@ def _translate_category(given: Given) -> None:
 def _translate_algorithm(given: Given) -> None:
     sections = given.sections
     algorithm, critic = sections["algorithm"], sections["critic"]
-    if found := _take(given, "missing_eos_penalty"):
-        _move(given, *found, "algorithm.missing_eos_penalty")
     whiten = algorithm.get("advantage_whiten")
     if isinstance(whiten, bool):
         word = AdvantageWhiten.BATCH if whiten else AdvantageWhiten.NONE
@@ -273,28 +252,27 @@ def _translate_group_norm(given: Given, algorithm: Tree) -> None:
 
 def _note_or_refuse(given: Given, path: str, key: str, value: Any) -> None:
     path = given.renamed.get(path, path)
-    refusal, entry, shown = REFUSED.get(key), NO_OPS.get(key), format_value(value)
-    if refusal:
-        if not refusal.is_neutral(value):
-            rule = f"is not supported: {refusal.why}"
-            given.problems.append(Problem(path, rule, shown, refusal.remedy))
+    refusal, entry = REFUSED.get(key), NO_OPS.get(key)
+    if refusal and not refusal.is_neutral(value):
+        given.refuse(path, f"is not supported: {refusal.why}", value, refusal.remedy)
     elif entry and entry.allows(value):
-        given.note(entry.meaning, f"{key}={shown}")
+        given.note(entry.meaning, f"{key}={format_value(value)}")
     elif entry:
         words = ["a single value"] if isinstance(entry.allowed, str) else entry.allowed[:2]
         good = " or ".join(w if isinstance(w, str) else format_value(w) for w in words)
-        rule = f"must be {good}: {entry.meaning}"
-        given.problems.append(Problem(path, rule, shown, f"use {entry.remedy or good}"))
+        given.refuse(path, f"must be {good}: {entry.meaning}", value, f"use {entry.remedy or good}")
 
 
 def _add_vocab_sizes(given: Given) -> None:
     """Take a missing `vocab_size` of a used model from config.json in the tokenizer's folder."""
     folder = given.sections["training"].get("tokenizer_name_or_path")
-    roles = [role for role in ROLES if "vocab_size" not in given.sections[role]]
-    rule_kinds = (RewardKind.RULE.value, RewardKind.HUGGING_FACE.value)
-    if given.sections["reward"].get("kind") in rule_kinds:
-        roles = [role for role in roles if role != "reward"]
-    used = {str(given.model_of(role)) for role in roles}
+    without = (RewardKind.RULE.value, RewardKind.HUGGING_FACE.value)
+    used = {
+        str(given.model_of(role))
+        for role in ROLES
+        if "vocab_size" not in given.sections[role]
+        and (role != "reward" or given.sections[role].get("kind") not in without)
+    }
     for name, architecture in given.sections["model"].items():
         if "vocab_size" in architecture or not isinstance(folder, str) or name not in used:
             continue
@@ -304,13 +282,12 @@ def _add_vocab_sizes(given: Given) -> None:
             if type(found) is not int:
                 shown = format_value(found)
                 raise ValueError(f"its config.json has vocab_size={shown}; correct it")
+            given.note(f"taken from {tokenizer / 'config.json'}", f"{key}={found}")
         except ValueError as error:
             source = f"{ref('training.tokenizer_name_or_path')}={folder}"
             rule = f"is required, and {source} does not give it: {error}, or add the key"
             given.problems.append(Problem(key, rule))
             found = 1  # a legal value, as the problem is reported
-        else:
-            given.note(f"taken from {tokenizer / 'config.json'}", f"{key}={found}")
         architecture["vocab_size"] = found
 
 

@@ -1,25 +1,112 @@
 """Python files of the user that add estimators, reward rules and rollout engines (docs/plugins.md).
 
 The driver runs a file when the configuration is made. It sends the text to each worker, which runs
-it before it builds its first role. What a file registers lasts as long as the process.
+it before it builds its first role, so no other host needs the file. What a file registers lasts as
+long as the process. Files of reward functions are sent too, and run where they score.
 """
 
 from __future__ import annotations
 
+import hashlib
+import linecache
+import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.sources import (
-    Source,
-    carry,
-    list_carried,
-    load_error,
-    read_source,
-    run_as_module,
-    split_entry,
-)
+
+MODULES = "rlxf_plugin_"
+"""Prefix of the names of the files' modules."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Path and text of a Python file of the user."""
+
+    file: str  # on the driver's host
+    text: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def module(self) -> str:
+        """Name of the module that runs the text; other texts of the same file have other names."""
+        return f"{MODULES}{Path(self.file).stem}_{self.sha256[:12]}"
+
+
+def run_as_module(source: Source) -> ModuleType:
+    """Run the file as a new module of this process, put it in `sys.modules` and return it.
+
+    Its exceptions are not caught; the module is removed from `sys.modules` then.
+    """
+    code = compile(source.text, source.file, "exec", dont_inherit=True)
+    lines = source.text.splitlines(keepends=True)
+    # So that tracebacks show the lines on hosts that do not have the file.
+    linecache.cache[source.file] = (len(source.text), None, lines, source.file)
+    module = sys.modules[source.module] = ModuleType(source.module)  # dataclasses look it up
+    module.__file__ = source.file
+    try:
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[source.module]
+        raise
+    return module
+
+
+def read_source(key: str, path: str, expected: str | None = None) -> Source:
+    """Return the text of the Python file `path`, with its absolute path; `~` is expanded.
+
+    key:      of the configuration that names the file, for problems
+    expected: SHA-256 that the text must have; None = any
+    Errors: UserError where the file cannot be read or has another hash.
+    """
+    file = os.path.abspath(os.path.expanduser(path))
+    try:
+        source = Source(file, Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        rule = f"must be a Python file that can be read: {reason}"
+        raise UserError(Problem(key, rule, file, "correct the path")) from error
+    if expected not in (None, source.sha256):
+        rule = f"must be the file of sha256 {expected}, its sha256 is {source.sha256}"
+        raise UserError(Problem(key, rule, file, "put it back, or remove sha256"))
+    return source
+
+
+def load_error(key: str, file: str, error: BaseException) -> UserError:
+    """Return a UserError that reports an exception that running `file` raised.
+
+    The text has the exception's type and message, and its line in `file`, or `while loading`.
+    key: of the configuration that names the file
+    """
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    place = f"in line {lines[-1]}" if lines and lines[-1] else "while loading"
+    rule = f"must run without an error, {type(error).__name__} {place}: {error}"
+    return UserError(Problem(key, rule, file, "correct the file"))
+
+
+_carried: dict[tuple[str, str], Source] = {}  # (file, SHA-256) -> text that workers also need
+
+
+def carry(source: Source) -> None:
+    """Register a source in this process for `find_carried`, and for sending to workers."""
+    _carried[source.file, source.sha256] = source
+
+
+def find_carried(file: str, sha256: str) -> Source:
+    """Return the source registered by `carry`. Errors: KeyError where there is none."""
+    return _carried[file, sha256]
+
 
 KEY = "training.plugins"
 KEYS = ("file", "sha256")  # of an entry
@@ -48,13 +135,13 @@ def read_and_load(entry: Any) -> dict[str, str]:
     Errors: UserError where the entry has no path or another key, the file cannot be read, has
     another hash or raises an exception (SystemExit included).
     """
-    path, expected = split_entry(entry, "file")
-    if not isinstance(path, str) or not path:
+    given = entry if isinstance(entry, dict) else {"file": entry}
+    if not isinstance(given.get("file"), str) or not given["file"]:
         raise UserError(Problem(KEY, "must name Python files", entry, "use [path/to/file.py]"))
-    if isinstance(entry, dict) and (unknown := [str(key) for key in entry if key not in KEYS]):
+    if unknown := [str(key) for key in given if key not in KEYS]:
         rule = f"must have the keys {' and '.join(KEYS)} only, {', '.join(unknown)} is none of them"
         raise UserError(Problem(KEY, rule, entry, "correct or remove it"))
-    source = read_source(KEY, path, expected)
+    source = read_source(KEY, given["file"], given.get("sha256"))
     try:
         load(source)
     except (Exception, SystemExit) as error:
@@ -69,7 +156,7 @@ def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
     the texts of reward functions (`carry`). It can be pickled if `factory` can. Without plugins and
     texts `factory` itself is returned.
     """
-    plugins, others = loaded(), list_carried()
+    plugins, others = loaded(), tuple(_carried.values())
     return partial(_load_and_make, plugins, others, factory) if plugins or others else factory
 
 

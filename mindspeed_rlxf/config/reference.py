@@ -1,6 +1,7 @@
-"""Make `docs/configuration.md` from the schema: every key with its type, default and meaning.
+"""Make `docs/configuration.md` from the schema, and the tables of `docs/migrating.md`.
 
-`python -m mindspeed_rlxf.config.reference docs/configuration.md` writes it, as `make docs` does.
+`python -m mindspeed_rlxf.config.reference docs/configuration.md docs/migrating.md` writes them, as
+`make docs` does. `docs/migrating.md` keeps its text above MARK.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from pydantic.fields import FieldInfo
 from mindspeed_rlxf.config.algorithm import KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
+from mindspeed_rlxf.config.errors import format_value
 from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
-from mindspeed_rlxf.config.reward import FunctionConfig
+from mindspeed_rlxf.config.mindspeed_llm import MOVED
+from mindspeed_rlxf.config.mindspeed_llm_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
+from mindspeed_rlxf.config.reward import FunctionConfig, SandboxConfig
 from mindspeed_rlxf.config.roles import OffloadConfig, OptimizerConfig, RoleConfig
-from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import PoolSettings, TrainingConfig
-from mindspeed_rlxf.config.suggest import format_value
 
 HEAD = """\
 # Configuration reference
@@ -43,6 +45,8 @@ The column "resume" says what happens when a run is resumed with another value o
 | reshard | allowed; the layout changes, so results agree within rounding, not bit by bit |
 | free | allowed, and logged |
 """
+
+MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.config.reference -->"
 
 # Of the section resource_pool, where the user chooses the names.
 POOL = key(
@@ -206,15 +210,53 @@ def _resume(field: FieldInfo) -> str:
     return str(extra.get("resume", "fixed")) if isinstance(extra, dict) else "fixed"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the page into the file that the one argument names, and return 0.
+def tables() -> str:
+    """Return Markdown tables of keys that are moved, have no effect, or are refused."""
+    moved = ([f"`{key}`", f"`{home}`"] for key, home in sorted(MOVED.items()))
+    parts = [
+        "## Keys that live on under another name",
+        make_table("key | here", moved),
+        "## Keys without effect",
+        "Accepted with one line at the start, for these values; other values are errors that say "
+        "what to use.",
+        make_table("key | values | what it means here", map(_no_op, NO_OP_LIST)),
+        "## Keys that are refused",
+        "`false` and `null` are accepted for all of them.",
+        make_table(
+            "key | why | remedy",
+            ([quote_values(entry.keys), entry.why, entry.remedy] for entry in REFUSED_LIST),
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
 
-    Prints it if there is not exactly one argument.
+
+def put_into(text: str) -> str:
+    """Return the document with all text after the first `MARK` replaced by the tables.
+
+    Raises ValueError if `MARK` is not in it.
     """
-    if len(arguments) != 1:
+    head, mark, _ = text.partition(MARK)
+    if not mark:
+        raise ValueError(f"the document must have the line {MARK!r}; add it where the tables go")
+    return f"{head}{MARK}\n\n{tables()}"
+
+
+def _no_op(entry: NoOp) -> list[str]:
+    values = ANY if isinstance(entry.allowed, str) else quote_values(entry.allowed)
+    return [quote_values(entry.keys), values, entry.meaning]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page or the tables into each file that is named, by its name; return 0.
+
+    Prints the page without arguments.
+    """
+    for file in map(Path, arguments):
+        old = file.read_text(encoding="utf-8")
+        text = put_into(old) if MARK in old else document()
+        file.write_text(text, encoding="utf-8")
+    if not arguments:
         print(document(), end="")
-    else:
-        Path(arguments[0]).write_text(document(), encoding="utf-8")
     return 0
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.given import Tree
 from mindspeed_rlxf.config.keys import unknown_key
-from mindspeed_rlxf.config.reward_calls import find_broken_rule, find_function, split_name
+from mindspeed_rlxf.config.plugins import Source, carry, load_error, read_source, run_as_module
+from mindspeed_rlxf.config.reward import find_broken_rule, find_function, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig
-from mindspeed_rlxf.config.sources import Source, carry, load_error, read_source, run_as_module
 
 FORM = "path/to/file.py:name"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven
 from mindspeed_rlxf.config.enums import (
     DpoLoss,
     LrDecayStyle,
@@ -13,10 +13,8 @@ from mindspeed_rlxf.config.enums import (
     Recompute,
     RecomputeMethod,
 )
-from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.errors import Problem, divisors, neighbours, ref, use
 from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
-from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
-from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 

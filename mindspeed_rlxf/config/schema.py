@@ -11,7 +11,7 @@ from typing import Annotated
 from mindspeed_rlxf.config.algorithm import AlgorithmConfig, KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.cluster import choose_cluster
-from mindspeed_rlxf.config.data import DataConfig
+from mindspeed_rlxf.config.data import DataConfig, ValidationConfig
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     KlIn,
@@ -25,7 +25,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
-from mindspeed_rlxf.config.reward import FunctionConfig, RewardConfig
+from mindspeed_rlxf.config.reward import FunctionConfig, RewardConfig, SandboxConfig
 from mindspeed_rlxf.config.roles import (
     ActorConfig,
     CriticConfig,
@@ -35,7 +35,6 @@ from mindspeed_rlxf.config.roles import (
     RefConfig,
     RoleConfig,
 )
-from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     LoggingConfig,
@@ -45,7 +44,6 @@ from mindspeed_rlxf.config.sections import (
     RuntimeConfig,
     TrainingConfig,
 )
-from mindspeed_rlxf.config.validation import ValidationConfig
 
 __all__ = [
     "ActorConfig",

@@ -13,10 +13,9 @@ from operator import attrgetter
 from typing import Any
 
 from mindspeed_rlxf.config.enums import CONFIGURED
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.errors import Problem, format_value
 from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import format_value
 
 CONDITION = re.compile(r"(!?)([\w.]+)(!?=|>|)(.*)")
 

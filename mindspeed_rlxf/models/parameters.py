@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
-from mindspeed_rlxf.config.rules.tensor_parallel import qkv_rows
+from mindspeed_rlxf.config.architecture import qkv_rows
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mindspeed_rlxf.config.suggest import quote
+from mindspeed_rlxf.config.errors import quote
 from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
 from mindspeed_rlxf.run.supervised import (
     CHILD_OF,

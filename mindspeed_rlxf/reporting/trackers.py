@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.config.errors import Problem, closest
 from mindspeed_rlxf.reporting import tracker_packages
 from mindspeed_rlxf.reporting.tracker_registry import (
     JSONL,

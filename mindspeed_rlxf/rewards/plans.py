@@ -8,12 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mindspeed_rlxf.config.enums import RewardKind
-from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.plugins import loaded
-from mindspeed_rlxf.config.reward_calls import BY_SOURCE, split_name
+from mindspeed_rlxf.config.errors import Problem, closest
+from mindspeed_rlxf.config.plugins import find_carried, loaded
+from mindspeed_rlxf.config.reward import BY_SOURCE, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig, RewardConfig
-from mindspeed_rlxf.config.sources import find_carried
-from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES
 from mindspeed_rlxf.rewards.sandbox import Sandbox

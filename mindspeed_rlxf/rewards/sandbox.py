@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.config.reward import SandboxConfig
 from mindspeed_rlxf.rewards.outcome import ScoringBroken
 from mindspeed_rlxf.rewards.system_calls import make_filter
 

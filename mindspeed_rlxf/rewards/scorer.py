@@ -21,9 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mindspeed_rlxf.config import plugins
-from mindspeed_rlxf.config.reward_calls import BY_SOURCE, find_function, keywords_of
-from mindspeed_rlxf.config.sandbox import SandboxConfig
-from mindspeed_rlxf.config.sources import Source, run_as_module
+from mindspeed_rlxf.config.plugins import Source, run_as_module
+from mindspeed_rlxf.config.reward import BY_SOURCE, SandboxConfig, find_function, keywords_of
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf.config.architecture import groups_per_rank
 from mindspeed_rlxf.config.generation_memory import GROWTH, PREFILL_TOKENS, round_to_pages
-from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel

@@ -15,9 +15,9 @@ from typing import Any
 
 import mindspeed_rlxf
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
-from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.sample_tokens import cut_token_files

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import yaml
 
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
-from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.unused import idle_keys
 from mindspeed_rlxf.run import lock

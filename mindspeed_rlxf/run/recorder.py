@@ -12,8 +12,8 @@ from typing import Any
 
 from mindspeed_rlxf.cluster.group import take_spans
 from mindspeed_rlxf.cluster.refs import RowsRef
-from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.enums import KlControl
+from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from mindspeed_rlxf.cluster import environment
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.errors import Problem, UserError, closest
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
-from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style

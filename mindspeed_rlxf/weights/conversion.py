@@ -7,9 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.errors import Problem, UserError, closest
 from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
-from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
 from mindspeed_rlxf.weights.layout import MegatronLayout, make_layout
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.rules.tensor_parallel import possible_sizes, qkv_rows, whole_groups
+from mindspeed_rlxf.config.architecture import possible_sizes, qkv_rows, whole_groups
+from mindspeed_rlxf.config.errors import Problem, UserError, divisors, use
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.config.suggest import divisors, use
 from mindspeed_rlxf.models.parameters import (
     RM_HEAD,
     SCORE_HEAD,

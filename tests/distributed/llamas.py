@@ -13,6 +13,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     DeviceKind,
@@ -20,7 +21,6 @@ from mindspeed_rlxf.config.enums import (
     RopeScaling,
     RuntimeKind,
 )
-from mindspeed_rlxf.config.rules.tensor_parallel import SHARED_GROUPS_SINCE
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.config.reward import SandboxConfig
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from mindspeed_rlxf.config import reference
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.config.migration import put_into
-from mindspeed_rlxf.config.reference import document
+from mindspeed_rlxf.config.reference import document, put_into
 from mindspeed_rlxf.config.roles import OptimizerConfig
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -61,7 +60,7 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "command"),
     [
-        ("migrating.md", put_into, "mindspeed_rlxf.config.migration docs/migrating.md"),
+        ("migrating.md", put_into, "mindspeed_rlxf.config.reference docs/migrating.md"),
         ("configuration.md", lambda _: document(), f"{reference.__name__} docs/configuration.md"),
     ],
 )

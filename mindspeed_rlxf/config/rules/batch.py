@@ -7,9 +7,8 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role, Stage
-from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.errors import Problem, divisors, multiples_around, neighbours, ref, use
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
-from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
 TITLES = {
     Role.ACTOR_ROLLOUT: "the actor",

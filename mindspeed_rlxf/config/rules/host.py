@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from packaging.version import Version
 
 from mindspeed_rlxf.config import packages
+from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.rules.split import ROLLOUT_TP
-from mindspeed_rlxf.config.rules.tensor_parallel import SHARED_GROUPS_SINCE
+from mindspeed_rlxf.config.rules.sections import ROLLOUT_TP
 from mindspeed_rlxf.config.schema import RunConfig
 
 GIB = 1024**3

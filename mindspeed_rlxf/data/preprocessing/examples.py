@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.suggest import shorten_value
+from mindspeed_rlxf.config.errors import Problem, shorten_value
 from mindspeed_rlxf.data.files import Row, describe_keys, look_up, unicode_problem
 from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Output, ShareGptKeys, Tags
 from mindspeed_rlxf.data.templates import Turn

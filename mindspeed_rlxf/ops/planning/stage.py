@@ -11,8 +11,8 @@ from math import lcm
 from typing import NamedTuple
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.architecture import groups_per_rank, qkv_rows
 from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Recompute, RecomputeMethod, Role
-from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank, qkv_rows
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,

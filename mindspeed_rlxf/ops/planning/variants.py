@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mindspeed_rlxf.config.errors import ConfigError, Problem
+from mindspeed_rlxf.config.errors import ConfigError, Problem, format_value
 from mindspeed_rlxf.config.rules.sections import check_sections
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import format_value
 
 Changes = Mapping[str, Any]
 """YAML key -> value, as `critic.offload.optimizer` -> True."""

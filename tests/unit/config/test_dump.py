@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.dump import to_tree, to_yaml
+from mindspeed_rlxf.config.keys import to_tree, to_yaml
 from mindspeed_rlxf.config.load import resolve
 
 MODEL_REWARD = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.run.changed_keys import find_changes
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config import plugins
-from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 from mindspeed_rlxf.run.changed_keys import find_changes

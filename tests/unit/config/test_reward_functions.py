@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config import sources
-from mindspeed_rlxf.config.dump import to_tree
+from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.rewards.outcome import Sample
@@ -66,7 +66,7 @@ def test_a_function_stands_in_the_configuration_with_its_file_and_hash(
     config = resolve(make_tree({"reward.function": f"{file}:score"}), "test")
     (part,) = config.reward.parts
     assert (part.name, part.function, part.weight) == ("score", f"{file}:score", 1.0)
-    assert part.sha256 == sources.Source(file, TEXT).sha256
+    assert part.sha256 == plugins.Source(file, TEXT).sha256
     assert resolve(to_tree(config), "test") == config
 
 
@@ -189,9 +189,9 @@ def test_the_text_goes_to_other_processes_and_is_not_run_there(
 ) -> None:
     resolve(make_tree({"reward.function": f"{file}:score"}), "test")
     made = with_plugins(dict)
-    source = sources.Source(file, TEXT)
+    source = plugins.Source(file, TEXT)
     Path(file).unlink()
     with restored_registries():
-        sources._carried.clear()
+        plugins._carried.clear()
         assert made({"a": 1}) == {"a": 1}
-        assert sources.find_carried(file, source.sha256) == source
+        assert plugins.find_carried(file, source.sha256) == source

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.dump import to_yaml
+from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.secrets import reveal

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mindspeed_rlxf.config import plugins, sources
+from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig, SandboxConfig
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
 from mindspeed_rlxf.rewards.plans import (
@@ -95,10 +95,10 @@ def test_data_sources_that_no_row_has_are_named() -> None:
 
 
 def test_a_plan_has_every_text_that_a_process_needs() -> None:
-    mine = sources.Source("/gone/mine.py", "def score(): ...")
-    sources.carry(mine)
+    mine = plugins.Source("/gone/mine.py", "def score(): ...")
+    plugins.carry(mine)
     registers = "from mindspeed_rlxf.rewards.rules import register_rule\n"
-    plugin = sources.Source("/gone/rules.py", registers + "register_rule('own')(lambda a, b: 0)\n")
+    plugin = plugins.Source("/gone/rules.py", registers + "register_rule('own')(lambda a, b: 0)\n")
     plugins.load(plugin)
     file = {"function": "/gone/mine.py:score", "sha256": mine.sha256}
     plan = make_plan(reward(file, {"function": "length"}, {"url": "http://h/"}))

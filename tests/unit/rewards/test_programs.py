@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.config.reward import SandboxConfig
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards import programs

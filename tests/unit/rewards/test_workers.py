@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mindspeed_rlxf.config.sources import Source
+from mindspeed_rlxf.config.plugins import Source
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
 from mindspeed_rlxf.rewards.scorer import Part, Plan
 from mindspeed_rlxf.rewards.workers import ScoringBroken, WorkerPool

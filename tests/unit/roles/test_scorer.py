@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rlxf.config import sources
+from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.batch import Prompts, Rollouts
 from mindspeed_rlxf.roles import scorer as module
@@ -43,8 +43,8 @@ def registries() -> Iterator[None]:
 
 @pytest.fixture
 def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScorerRole]:
-    source = sources.Source(str(tmp_path / "mine.py"), TEXT)
-    sources.carry(source)
+    source = plugins.Source(str(tmp_path / "mine.py"), TEXT)
+    plugins.carry(source)
     function = {"function": f"{source.file}:score", "sha256": source.sha256, "name": "mine"}
     reward = RewardConfig.model_validate(
         {

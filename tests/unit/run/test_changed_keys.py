@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mindspeed_rlxf.config.dump import to_yaml
+from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
 from tests.unit.config.conftest import make_tree, no_cluster

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.schema import ValidationConfig
 from mindspeed_rlxf.run.directory import RunDirectory
 
