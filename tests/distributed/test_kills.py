@@ -30,7 +30,7 @@ SYNCED = [  # fsync of each file after its last write, and of each folder after 
         for role in ("actor", "critic")
         for file in ("part_00000.json", "index.json")
     ),
-    *(f".iter/{role} (time 5)" for role in ("actor", "critic")),
+    *(".iter/actor (time 7)", ".iter/critic (time 6)"),
     ".iter/trainer (time 3)",
     *(f".iter/trainer/{file}" for file in ("state.json", "config.yaml")),
     *(".iter/.manifest.json.TMP", ".iter", ".", ".latest_checkpointed_iteration.txt.TMP"),
