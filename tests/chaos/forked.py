@@ -27,7 +27,7 @@ from tests.chaos.moments import Moment, Watch
 from tests.distributed.resume_run import start
 
 LIMIT_S = 120.0
-ITERATIONS = 12  # enough that the run does not end before five kills
+ITERATIONS = 8  # enough that the run does not end before three kills
 
 
 class Forked:

@@ -284,7 +284,8 @@ def test_the_placement_changes_nothing(
     compare(one, other, models["untied"])
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_local_runtime_changes_nothing(
     warm_runtime: Any, tmp_path: Path, models: dict[str, Path], ranks: int
 ) -> None:

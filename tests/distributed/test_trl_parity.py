@@ -134,9 +134,9 @@ def run_like_trl(
     [
         ("minibatch", "one process"),
         pytest.param("minibatch", "tp2 pp2", marks=pytest.mark.long),
-        ("epoch", "one process"),
+        pytest.param("epoch", "one process", marks=pytest.mark.long),
         pytest.param("epoch", "tp2 pp2", marks=pytest.mark.long),
-        ("whiten", "one process"),
+        pytest.param("whiten", "one process", marks=pytest.mark.long),
         ("greedy", "one process"),
     ],
 )
@@ -283,7 +283,7 @@ WRONG_ROLES: dict[str, tuple[Any, str, type]] = {
 }
 
 
-SHORT = ("none", "score at EOS", "lam .931", "biased variance")
+SHORT = ("none", "score at EOS", "lam .931")
 
 
 @pytest.mark.parametrize(

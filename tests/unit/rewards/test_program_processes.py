@@ -22,7 +22,7 @@ from mindspeed_rlxf.rewards.workers import WorkerPool
 
 TRUTH = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 ADD = "print(sum(map(int, input().split())))"
-SPAWN = "import os\nfor _ in range(3):\n    os.fork()\nwhile True:\n    pass"
+SPAWN = "import os, time\nfor _ in range(3):\n    os.fork()\ntime.sleep(600)"
 MEMORY = 4 * 2**30
 
 
@@ -72,7 +72,7 @@ def programs() -> set[int]:
 def test_a_killed_scoring_process_takes_its_programs_with_it(keys: dict[str, Any]) -> None:
     """The deadline of the sample passes while a program with eight processes is running. Programs
     before and after it run within the memory limit that the scoring process has."""
-    pool = WorkerPool(make_plan(reward(**keys, cpu_s=60, wall_s=60)), 1, 5.0, MEMORY)
+    pool = WorkerPool(make_plan(reward(**keys, cpu_s=60, wall_s=60)), 1, 3.0, MEMORY)
     good = pool.submit(sample(ADD)).result(60)
     late = pool.submit(sample(SPAWN)).result(60)
     after = pool.submit(sample(ADD)).result(60)
