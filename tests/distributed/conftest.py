@@ -47,34 +47,42 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class KeptPools:
-    """A Runtime that returns the same open pools when pools of the same shapes are requested again.
+    """A Runtime that returns an open pool when one of the same shape is requested again.
 
     A new role then replaces the one before it on running workers, without a new process group; a
-    pool keeps its first name in messages. Another request ends the oldest pools where devices lack.
+    pool keeps its first name in messages. A request ends the oldest pools where devices lack.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self._kept: dict[str, list[Any]] = {}
+        self._kept: list[tuple[Any, Any]] = []  # shape and pool, the last used at the end
 
     def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
         """Return pools by name, as `Runtime.create_pools` does."""
-        shapes = [(list(s), (parts or {}).get(n, ())) for n, s in processes_per_node.items()]
-        request = str(shapes)
-        if request not in self._kept:
+        parts, found = parts or {}, {}
+        shapes = {
+            n: (*sizes, "parts", *parts.get(n, ())) for n, sizes in processes_per_node.items()
+        }
+        for name, shape in shapes.items():
+            match = next((kept for kept in self._kept if kept[0] == shape), None)
+            if match:
+                self._kept.remove(match)
+                found[name] = match[1]
+        missing = {n: sizes for n, sizes in processes_per_node.items() if n not in found}
+        if missing:
             self.end_pools(WARM_DEVICES - sum(map(sum, processes_per_node.values())))
-            made = self._runtime.create_pools(processes_per_node, parts)
-            self._kept[request] = [made[name] for name in processes_per_node]
-        return dict(zip(processes_per_node, self._kept[request], strict=True))
+            split = {name: parts[name] for name in missing if name in parts}
+            found |= self._runtime.create_pools(missing, split)
+        self._kept += [(shape, found[name]) for name, shape in shapes.items()]
+        return {name: found[name] for name in shapes}
 
     def end_pools(self, left: int = 0) -> None:
-        """End the oldest pools, until at most `left` devices are in use.
+        """End the pools that were not used for longest, until at most `left` devices are in use.
 
         Tests that leave ranks dead, or waiting for each other, end all.
         """
-        while sum(pool.world_size for pools in self._kept.values() for pool in pools) > left:
-            for pool in self._kept.pop(next(iter(self._kept))):
-                pool.shutdown()
+        while sum(pool.world_size for _, pool in self._kept) > left:
+            self._kept.pop(0)[1].shutdown()
 
 
 @pytest.fixture(scope="session")

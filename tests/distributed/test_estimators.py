@@ -52,7 +52,7 @@ CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[s
     ),
     "remax": (AdvEstimator.REMAX, PLAIN, {}, 2, {}),
 }
-SHORT = ("grpo", "reinforce++ in mini-batches")
+SHORT = ("grpo",)
 
 
 @pytest.fixture(scope="module")

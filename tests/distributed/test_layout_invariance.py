@@ -104,7 +104,6 @@ FOUR_LAYERS = {
     "untied, 4 layers": PLAIN.model_copy(update={"num_layers": 4}),
     "tied, 4 layers": TIED.model_copy(update={"num_layers": 4}),
 }
-SPARSE_PAIRWISE = [("qwen3-moe", "dp2 ep2")]
 ARCHITECTURES = FOUR_LAYERS | {
     "untied": PLAIN,
     "tied": TIED,
@@ -260,8 +259,9 @@ def cases() -> list[Any]:
         for name in ("qwen3-moe", "mixtral")
         for layout in (*SPARSE, "tp2 sequence parallel")
     ]
-    short = PAIRWISE + SPARSE_PAIRWISE
-    return [pytest.param(*case, marks=() if case in short else pytest.mark.long) for case in found]
+    return [
+        pytest.param(*case, marks=() if case in PAIRWISE else pytest.mark.long) for case in found
+    ]
 
 
 @pytest.mark.parametrize(("name", "layout"), cases())

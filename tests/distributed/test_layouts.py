@@ -97,8 +97,15 @@ def test_gradients_of_biases_and_head_norms_agree(
     check_layouts(warm_runtime, tmp_path, architecture, kind, QWEN_LAYOUTS)
 
 
-@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["actor", "critic"])
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        pytest.param(PLAIN, "actor", id="untied actor"),
+        pytest.param(TIED, "critic", id="tied critic"),
+        pytest.param(TIED, "actor", id="tied actor", marks=pytest.mark.long),
+        pytest.param(PLAIN, "critic", id="untied critic", marks=pytest.mark.long),
+    ],
+)
 def test_first_gradients_agree_in_every_layout(
     warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
 ) -> None:

@@ -35,9 +35,12 @@ def metrics_of(
     ("name", "keys"),
     [
         ("gae", ASKED),  # a critic, and a KL that only the log has
-        ("grpo", ADAPTIVE),  # the coefficient of the loss follows the measured KL
-        ("rloo", {**ASKED, "logging.reference_kl": False}),  # a ratio of responses, no reference
-        ("online_dpo", {"algorithm.old_log_probs": "auto"}),
+        pytest.param(
+            "grpo", ADAPTIVE, marks=pytest.mark.long
+        ),  # the coefficient of the loss follows the measured KL
+        # a ratio of responses, no reference
+        pytest.param("rloo", {**ASKED, "logging.reference_kl": False}, marks=pytest.mark.long),
+        pytest.param("online_dpo", {"algorithm.old_log_probs": "auto"}, marks=pytest.mark.long),
     ],
 )
 def test_the_update_gives_the_numbers_of_the_pass(

@@ -124,7 +124,10 @@ def run_with_server(
     return [{k: v for k, v in m.items() if not k.startswith(MACHINE_METRICS)} for m in lines]
 
 
-@pytest.mark.parametrize("name", ["gae", "dapo", "online_dpo"])
+NAMES = ["gae", *(pytest.param(n, marks=pytest.mark.long) for n in ("dapo", "online_dpo"))]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_scores_that_a_server_lost_have_no_part_in_training(
     warm_runtime: Any, tmp_path: Path, server: Server, name: str
 ) -> None:
@@ -153,9 +156,7 @@ def test_scores_that_a_server_lost_have_no_part_in_training(
         assert all(map(math.isfinite, metrics.values()))
 
 
-@pytest.mark.parametrize(
-    "name", ["gae", *(pytest.param(n, marks=pytest.mark.long) for n in ("dapo", "online_dpo"))]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_batch_without_any_score_has_no_gradient(
     warm_runtime: Any, tmp_path: Path, server: Server, name: str
 ) -> None:

@@ -137,7 +137,7 @@ def run_like_trl(
         pytest.param("epoch", "one process", marks=pytest.mark.long),
         pytest.param("epoch", "tp2 pp2", marks=pytest.mark.long),
         pytest.param("whiten", "one process", marks=pytest.mark.long),
-        ("greedy", "one process"),
+        pytest.param("greedy", "one process", marks=pytest.mark.long),
     ],
 )
 def test_twenty_updates_equal_trl(
@@ -283,7 +283,7 @@ WRONG_ROLES: dict[str, tuple[Any, str, type]] = {
 }
 
 
-SHORT = ("none", "score at EOS", "lam .931")
+SHORT = ("score at EOS", "lam .931")
 
 
 @pytest.mark.parametrize(

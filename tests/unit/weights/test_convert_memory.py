@@ -57,7 +57,8 @@ def round_trip_peaks(tmp_path: Path, kind: str) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("kind", ["torch_dist", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
 def test_memory_is_that_of_few_tensors(tmp_path: Path, kind: str) -> None:
     """155 MiB in 81 tensors, the largest 8 MiB; one rank file and one shard hold all of it."""
     sizes = {"hidden_size": 1024, "ffn_hidden_size": 2048, "num_query_groups": 8}
