@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    MixtralForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3MoeForSequenceClassification,
-)
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 
-Family = tuple[Any, Any, Any]
 
-LLAMA: Family = (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification)
-QWEN2: Family = (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification)
-QWEN3: Family = (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification)
-QWEN3_MOE: Family = (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification)
-MIXTRAL: Family = (MixtralConfig, MixtralForCausalLM, MixtralForSequenceClassification)
+@dataclass(frozen=True)
+class Family:
+    """Unpacks to the three classes, which are imported only then: that takes some seconds."""
+
+    name: str
+
+    def __iter__(self) -> Iterator[Any]:
+        import transformers
+
+        for kind in ("Config", "ForCausalLM", "ForSequenceClassification"):
+            yield getattr(transformers, f"{self.name}{kind}")
+
+
+LLAMA = Family("Llama")
+QWEN2 = Family("Qwen2")
+QWEN3 = Family("Qwen3")
+QWEN3_MOE = Family("Qwen3Moe")
+MIXTRAL = Family("Mixtral")
 
 
 def family_of(architecture: ArchitectureConfig) -> Family:

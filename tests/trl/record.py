@@ -30,12 +30,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
 
 TRACES = Path(__file__).parent / "traces"
 PAD, EOS, VOCAB = 0, 2, 32
@@ -82,6 +76,8 @@ def main() -> None:
 
 def make_models() -> dict[str, Any]:
     """Return policies, value and reward model: random fp32 Llamas, each layer has an effect."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
     config = LlamaConfig(
         num_hidden_layers=2,
         hidden_size=16,
@@ -116,8 +112,10 @@ def make_models() -> dict[str, Any]:
     return models
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> Any:
     """Return a tokenizer whose words are the ids themselves: `7` is token 7."""
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {str(i): i for i in range(VOCAB)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="1")),
