@@ -143,9 +143,9 @@ demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
 bring-up: $(STAMP)
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
 
-# Two processes: one runs the tests with Ray and mostly waits for workers, the other the unit tests.
+# Three processes on two cores: those that run the tests with Ray mostly wait for workers.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder \
+	$(BIN)/python -m pytest tests -m "not long" -n 3 --dist loadgroup --no-loadscope-reorder \
 	  $(PYTEST_ARGS)
 
 # Hosts made of Linux namespaces; needs root. The tests fail with the reason where a tool or a right
