@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mindspeed_rlxf.config.enums import ScorePosition
-
 
 def readable_slots(trained_mask: Tensor, response_mask: Tensor) -> Tensor:
     """Return [batch, response + 1] bool: slots whose value may be read at either score position.
@@ -29,7 +27,7 @@ def value_mask(
     trained_mask: Tensor,
     response_mask: Tensor,
     has_eos: Tensor,
-    position: ScorePosition,
+    position: str,
     slot_limit: int,
 ) -> Tensor:
     """Return [batch, response + 1] bool: slots with a reward, and a value that the critic learns.
@@ -42,7 +40,7 @@ def value_mask(
     slot_limit:    most slots of a response (`max_new_tokens`, or TRL's batch width)
     """
     slots, lengths = pad(trained_mask, (0, 1)), response_mask.sum(1)
-    if position is ScorePosition.EOS:
+    if position == "eos":
         return slots
     ends = trained_mask.gather(1, lengths[:, None] - 1).squeeze(1)
     extra = has_eos & ends & (lengths < slot_limit)

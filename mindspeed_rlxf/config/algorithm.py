@@ -6,7 +6,7 @@ Each field has a default, a description, and how it may change when a run is res
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
@@ -14,13 +14,10 @@ from pydantic_core import PydanticCustomError
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
-    KlControl,
     KlIn,
     KlPenalty,
     LossNormalizer,
     OldLogProbs,
-    ScorePosition,
-    ScoreSlotLimit,
     Verifier,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
@@ -31,8 +28,8 @@ from mindspeed_rlxf.config.fields import Section, Word, key
 class KlControlConfig(Section):
     """The coefficient of the KL penalty."""
 
-    type: Annotated[KlControl, Word] = key(
-        KlControl.FIXED,
+    type: Literal["fixed", "adaptive"] = key(
+        "fixed",
         "fixed or adaptive coefficient",
         used_if="kl_coef>0",
         only_if="training.stage!=ray_online_dpo",
@@ -132,13 +129,13 @@ class AlgorithmConfig(Section):
     max_num_gen_batches: int = key(
         10, "filter_groups: batches generated at most", ge=1, only_if="filter_groups"
     )
-    score_position: Annotated[ScorePosition, Word] = key(
-        ScorePosition.AFTER_EOS,
+    score_position: Literal["after_eos", "eos"] = key(
+        "after_eos",
         "slot of the score of a response that ended: after_eos or eos",
         only_if="training.stage!=ray_online_dpo; estimator.discounts",
     )
-    score_slot_limit: Annotated[ScoreSlotLimit, Word] = key(
-        ScoreSlotLimit.MAX_NEW_TOKENS,
+    score_slot_limit: Literal["max_new_tokens", "batch_width"] = key(
+        "max_new_tokens",
         "largest length at which there is a slot after EOS",
         used_if="score_position=after_eos",
         only_if="training.stage!=ray_online_dpo; estimator.discounts",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
-from typing import Annotated
+from typing import Literal
 
-from mindspeed_rlxf.config.enums import LoadBalancing, RopeScaling
 from mindspeed_rlxf.config.errors import Problem, divisors, neighbours, ref, use
-from mindspeed_rlxf.config.fields import Section, Word, key
+from mindspeed_rlxf.config.fields import Section, key
 
 OF_EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
@@ -41,7 +40,7 @@ class ArchitectureConfig(Section):
     vocab_size: int = key(..., "tokens of the checkpoint's embedding", ge=1, le=MOST_TOKENS)
     max_position_embeddings: int = key(..., "longest sequence, tokens", ge=1, le=MOST_POSITIONS)
     rotary_base: float = key(10000.0, "rotary base frequency", gt=0)
-    rope_scaling_type: Annotated[RopeScaling | None, Word] = key(None, "rotary scaling; null = off")
+    rope_scaling_type: Literal["linear", "llama3"] | None = key(None, "rotary scaling; null = off")
     rope_scaling_factor: float = key(
         1.0, "how far rotary positions are stretched", ge=1, used_if="rope_scaling_type"
     )
@@ -73,8 +72,8 @@ class ArchitectureConfig(Section):
     moe_router_pre_softmax: bool = key(
         False, "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)"
     )
-    moe_router_load_balancing_type: Annotated[LoadBalancing, Word] = key(
-        LoadBalancing.AUX_LOSS, "aux_loss or none", "free"
+    moe_router_load_balancing_type: Literal["aux_loss", "none"] = key(
+        "aux_loss", "aux_loss or none", "free"
     )
     moe_aux_loss_coeff: float = key(0.0, "weight of the load-balancing loss", "free", ge=0)
 
@@ -99,7 +98,7 @@ class ArchitectureConfig(Section):
 
         True with `num_experts`, type `aux_loss` and a coefficient above 0.
         """
-        wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
+        wanted = self.moe_router_load_balancing_type == "aux_loss"
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
     def broken_rules(self) -> Iterator[Problem]:
@@ -110,7 +109,7 @@ class ArchitectureConfig(Section):
         """
         yield from self._check_heads()
         unstretched = self.original_max_position_embeddings
-        if self.rope_scaling_type is RopeScaling.LLAMA3 and unstretched is None:
+        if self.rope_scaling_type == "llama3" and unstretched is None:
             yield Problem(
                 "original_max_position_embeddings",
                 "is required with rope_scaling_type=llama3",
@@ -190,7 +189,7 @@ class ArchitectureConfig(Section):
                 "use false",
             )
         if self.moe_aux_loss_coeff and not self.balances_experts:
-            kind = self.moe_router_load_balancing_type.value
+            kind = self.moe_router_load_balancing_type
             yield Problem(
                 "moe_aux_loss_coeff",
                 f"has no effect with moe_router_load_balancing_type={kind}",

@@ -53,7 +53,8 @@ def choose_cluster(address: str | None) -> Cluster:
 
 def find_local_cluster() -> str | None:
     """Return the address that `ray start` of this user noted last, if something listens there."""
-    file = address_file()
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(root) / "ray" / "ray_current_cluster"
     try:
         if file.stat().st_uid != os.getuid():
             return None
@@ -64,30 +65,14 @@ def find_local_cluster() -> str | None:
     return address
 
 
-def address_file() -> Path:
-    """Return the path of the file in which `ray start` stores its cluster's address.
-
-    In RAY_TMPDIR, else TMPDIR, else /tmp. It may not exist.
-    """
-    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return Path(root) / "ray" / "ray_current_cluster"
-
-
 def connect_once(address: str, timeout_s: float = CONNECT_S) -> None:
     """Open and close one TCP connection to `host:port`, to find out whether something listens.
 
+    address:   `host:port` or `[IPv6]:port`
     timeout_s: for each address of the host; resolving its name has no deadline
     Errors: OSError when nothing listens, ValueError when it is no `host:port`.
-    """
-    socket.create_connection(host_and_port(address), timeout_s).close()
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[IPv6]:port` into the host, without brackets, and the port.
-
-    Errors: ValueError for other text, and for a port not from 1 to 65535.
     """
     found = ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ValueError("it is not host:port")
-    return found["host"].strip("[]"), int(found["port"])
+    socket.create_connection((found["host"].strip("[]"), int(found["port"])), timeout_s).close()

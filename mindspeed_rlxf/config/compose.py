@@ -53,9 +53,7 @@ def compose(
     Errors: ConfigError for an unknown name, a config_dir that is no folder, a file in it that the
     built-in directory would hide, bad YAML, and overrides or interpolations that cannot be applied.
     """
-    directories = _directories(config_dir)
-    _check_name(config_name, directories)
-    directories = _search_order(config_name, directories)
+    directories = _directories(config_name, config_dir)
     search = ",".join(f"'file://{directory}'" for directory in directories[1:])
     edits = [_add_if_new(override, directories) for override in overrides]
     first = str(directories[0])
@@ -77,97 +75,64 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
     For a missing file of the defaults list, with the names there are; for bad YAML, with the line;
     for an override that cannot be parsed; else the error's own text.
     """
-    name = f"config {config_name}"
+    name, remedy = f"config {config_name}", ""
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")
-        names = ", ".join(config_names(directories, str(Path(missing).parent))) or "none"
-        return Problem(
-            name,
-            f"defaults name {missing}, which does not exist",
-            remedy=f"there are: {names}",
-            colon=True,
-        )
-    if isinstance(error, yaml.YAMLError):
+        rule = f"defaults name {missing}, which does not exist"
+        remedy = f"there are: {_list_names(directories, str(Path(missing).parent))}"
+    elif isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
-        place = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        return Problem(
-            place,
-            f"not valid YAML: {getattr(error, 'problem', None) or error}",
-            remedy="correct that line" if mark else "correct it",
-            colon=True,
+        name = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        rule = f"not valid YAML: {getattr(error, 'problem', None) or error}"
+        remedy = "correct it"
+    elif isinstance(error, OverrideParseException):
+        name, rule = error.override.removeprefix("++"), "cannot be read"
+        remedy = (
+            "write key=value, and quotes around a value with unusual signs, as in key='\"a(b)\"'"
         )
-    if isinstance(error, OverrideParseException):
-        return Problem(
-            error.override.removeprefix("++"),
-            "cannot be read",
-            remedy="write key=value, and quotes around a value with unusual signs, as in "
-            "key='\"a(b)\"'",
-            colon=True,
-        )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return Problem(name, f"cannot be composed: {'; '.join(lines) or type(error).__name__}")
+    else:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return Problem(name, f"cannot be composed: {'; '.join(lines) or type(error).__name__}")
+    return Problem(name, rule, remedy=remedy, colon=True)
 
 
-def _directories(config_dir: str | Path | None) -> list[Path]:
-    """List the absolute folders to search for configs: `config_dir` if given, then the built-in.
+def _list_names(directories: Sequence[Path], group: str = "") -> str:
+    return ", ".join(config_names(directories, group)) or "none"
 
-    With `config_dir`, a built-in folder that does not exist is left out. `~` is expanded.
-    Errors: ConfigError where `config_dir` is no folder.
+
+def _directories(config_name: str, config_dir: str | Path | None) -> list[Path]:
+    """List the absolute folders to search: the one with the config first, as Hydra requires.
+
+    They are `config_dir` if given, with `~` expanded, and the built-in one if it exists. If both
+    have the config, the user's is first.
+    Errors: ConfigError where `config_dir` is no folder, no folder has the config, or the built-in
+    folder, coming first, would hide a file of a config group in the user's.
     """
-    builtin = builtin_config_dir()
-    if config_dir is None:
-        return [builtin]
-    chosen = Path(os.path.abspath(os.path.expanduser(config_dir)))
-    if not chosen.is_dir():
-        raise ConfigError(
-            Problem(f"--config-dir {config_dir}", "must be a folder", remedy="correct it")
-        )
-    return [chosen, builtin] if builtin.is_dir() else [chosen]
-
-
-def _file_name(config_name: str) -> str:
-    return config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
-
-
-def _search_order(config_name: str, directories: list[Path]) -> list[Path]:
-    """Return the folders (the user's if given, the built-in one), with the config's one first.
-
-    Hydra requires that, and prefers files of the first folder. If both folders have the config, the
-    user's is first; if none has it, the built-in one. A single folder must have it. ConfigError
-    where the user's folder lacks the config, but has a file of a config group that the built-in
-    folder has too: it would be ignored.
-    """
-    file = _file_name(config_name)
-    if (directories[0] / file).is_file():
-        return directories
-    chosen, builtin = directories
-    for part in sorted(chosen.glob("*/*.yaml")):
-        name = part.relative_to(chosen)
-        if (builtin / name).is_file():
-            raise ConfigError(
-                Problem(
-                    f"--config-dir {chosen}",
-                    f"{name} would be ignored, a built-in config uses the built-in one",
-                    remedy=f"copy {builtin / file} there too",
-                    colon=True,
-                )
-            )
-    return [builtin, chosen]
-
-
-def _check_name(config_name: str, directories: Sequence[Path]) -> None:
-    """Raise ConfigError, with the most similar name and all names, unless the config exists.
-
-    directories: the folders in which it may be
-    """
-    if any((directory / _file_name(config_name)).is_file() for directory in directories):
-        return
-    names = config_names(directories)
-    guess = closest(config_name, names)
-    rule = f"no such config in {' or '.join(map(str, directories))}"
-    remedy = f"did you mean {guess}? " if guess else ""
-    remedy += f"there are: {', '.join(names) or 'none'}"
-    raise ConfigError(Problem(f"--config-name {config_name}", rule, remedy=remedy, colon=True))
+    found = [builtin_config_dir()]
+    if config_dir is not None:
+        chosen = Path(os.path.abspath(os.path.expanduser(config_dir)))
+        if not chosen.is_dir():
+            name = f"--config-dir {config_dir}"
+            raise ConfigError(Problem(name, "must be a folder", remedy="correct it"))
+        found = [chosen, *(folder for folder in found if folder.is_dir())]
+    file = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
+    with_config = [folder for folder in found if (folder / file).is_file()]
+    if not with_config:
+        guess = closest(config_name, config_names(found))
+        rule = f"no such config in {' or '.join(map(str, found))}"
+        remedy = f"did you mean {guess}? " if guess else ""
+        remedy += f"there are: {_list_names(found)}"
+        raise ConfigError(Problem(f"--config-name {config_name}", rule, remedy=remedy, colon=True))
+    first = with_config[0]
+    if first == found[0]:
+        return found
+    for part in sorted(found[0].glob("*/*.yaml")):
+        hidden = part.relative_to(found[0])
+        if (first / hidden).is_file():
+            rule = f"{hidden} would be ignored, a built-in config uses the built-in one"
+            remedy = f"copy {first / file} there too"
+            raise ConfigError(Problem(f"--config-dir {found[0]}", rule, remedy=remedy, colon=True))
+    return found[::-1]
 
 
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from mindspeed_rlxf.config.enums import InvalidRows, OverlongPrompts, RewardKind
+from mindspeed_rlxf.config.enums import OverlongPrompts, RewardKind
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import FilePaths, Section, Word, key
 
@@ -52,8 +52,8 @@ class DataConfig(Section):
     train_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Word] = key(
         (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
     )
-    invalid_rows: Annotated[InvalidRows, Word] = key(
-        InvalidRows.ERROR,
+    invalid_rows: Literal["error", "drop"] = key(
+        "error",
         "treatment of rows that cannot be read: error, or drop and count them",
         used_if="reads_rows",
     )

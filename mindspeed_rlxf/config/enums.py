@@ -20,13 +20,6 @@ CONFIGURED = tuple(role for role in Role if role not in (Role.ROLLOUT, Role.SCOR
 """Roles that have a section and a placement in the configuration."""
 
 
-class LoadBalancing(str, Enum):
-    """Method that balances the load of the experts of a layer."""
-
-    AUX_LOSS = "aux_loss"  # a loss on the router, times moe_aux_loss_coeff
-    NONE = "none"
-
-
 class Stage(str, Enum):
     """Training algorithm."""
 
@@ -81,33 +74,12 @@ class DpoLoss(str, Enum):
     IPO = "ipo"
 
 
-class KlControl(str, Enum):
-    """Schedule of the KL coefficient."""
-
-    FIXED = "fixed"
-    ADAPTIVE = "adaptive"
-
-
 class AdvantageWhiten(str, Enum):
     """Set of tokens over which advantages are whitened."""
 
     BATCH = "batch"
     MINIBATCH = "minibatch"
     NONE = "none"
-
-
-class ScorePosition(str, Enum):
-    """Slot that takes the score of a response that ended."""
-
-    AFTER_EOS = "after_eos"
-    EOS = "eos"
-
-
-class ScoreSlotLimit(str, Enum):
-    """Width up to which the slot after EOS exists."""
-
-    MAX_NEW_TOKENS = "max_new_tokens"
-    BATCH_WIDTH = "batch_width"
 
 
 class LossNormalizer(str, Enum):
@@ -135,13 +107,6 @@ class Recompute(str, Enum):
     FULL = "full"  # those of whole layers
 
 
-class RecomputeMethod(str, Enum):
-    """Layers of each stage or chunk that `Recompute.FULL` recomputes."""
-
-    UNIFORM = "uniform"  # all, in groups of recompute_num_layers, whose inputs are kept
-    BLOCK = "block"  # the first recompute_num_layers, each by itself
-
-
 class RewardKind(str, Enum):
     """Source of the score."""
 
@@ -160,21 +125,6 @@ class Verifier(str, Enum):
     STEP = "step"  # up to 1 for three words that mark steps
 
 
-class LrDecayStyle(str, Enum):
-    """Shape of the learning-rate schedule after warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
-
-
-class RopeScaling(str, Enum):
-    """Scaling of rotary frequencies for long contexts."""
-
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-
-
 class OverlongPrompts(str, Enum):
     """Treatment of a prompt longer than `max_prompt_length`."""
 
@@ -183,13 +133,6 @@ class OverlongPrompts(str, Enum):
     KEEP_HEAD = "keep_head"
     KEEP_TAIL = "keep_tail"
     KEEP_ENDS = "keep_ends"
-
-
-class InvalidRows(str, Enum):
-    """Treatment of rows of prompt files that cannot be read."""
-
-    ERROR = "error"
-    DROP = "drop"
 
 
 class NanPolicy(str, Enum):
@@ -226,10 +169,3 @@ class HealthRule(str, Enum):
     EQUAL_SCORES = "equal_scores"  # prompts whose responses all score the same
     LOG_PROB_GAP = "log_prob_gap"  # generation and training disagree
     LAGGING_RANK = "lagging_rank"  # one rank is the slowest all the time
-
-
-class ConsoleMode(str, Enum):
-    """Form of a run's output on the console."""
-
-    AUTO = "auto"  # live on a terminal, else line
-    LINE = "line"  # `iteration: i / N | key : value | ...`, as MindSpeed-LLM

@@ -43,13 +43,11 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give {wanted}")
     try:
-        text = path.read_bytes()
+        config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give {wanted}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a folder") from None
-    try:
-        config = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):

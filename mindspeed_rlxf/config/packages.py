@@ -23,12 +23,8 @@ def version(distribution: str) -> str | None:
     distribution: as pip names it. Sources on the path come before an installed megatron-core or
     mindspeed, because they hide it.
     """
-    from_sources = SOURCES.get(distribution, lambda: None)
-    return from_sources() or _installed(distribution)
-
-
-def _installed(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
+    if found := SOURCES.get(distribution, lambda: None)():
+        return found
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -50,39 +46,28 @@ def folder_of(module: str) -> Path | None:
 
 def megatron_core() -> str | None:
     """Return the version in the files of the megatron-core that would be imported, else None."""
-    folder = folder_of("megatron.core")
-    return core_version(folder) if folder else None
-
-
-def core_version(folder: Path) -> str | None:
-    """Return the version in `package_info.py` of a folder megatron/core; None if it has none."""
-    values = _constants(folder / "package_info.py")
-    if not values.keys() >= set(NUMBERS):
+    values = _constants("megatron.core", "package_info.py")
+    if not values.keys() >= {*NUMBERS}:
         return None
     return ".".join(values[name] for name in NUMBERS) + values.get(SUFFIX, "")
 
 
 def mindspeed() -> str | None:
     """Return the version in setup.py of a MindSpeed checkout on the path; None without one."""
-    folder = folder_of("mindspeed")
-    return setup_version(folder) if folder else None
-
-
-def setup_version(folder: Path) -> str | None:
-    """Return `__version__` in the setup.py beside a package's folder; None if it has none."""
-    return _constants(folder.resolve().parent / "setup.py").get("__version__")
+    return _constants("mindspeed", "../setup.py").get("__version__")
 
 
 SOURCES = {MEGATRON: megatron_core, "mindspeed": mindspeed}
 
 
-def _constants(file: Path) -> dict[str, str]:
+def _constants(module: str, file: str) -> dict[str, str]:
     """Return name -> text of the constants at the top level of a Python file, without running it.
 
-    Empty where the file cannot be read or parsed.
+    Empty where the file, named from the folder of `module`, cannot be read or parsed.
     """
+    folder = folder_of(module)
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse((folder.resolve() / file).read_text(encoding="utf-8") if folder else "")
     except (OSError, SyntaxError, ValueError):
         return {}
     return {

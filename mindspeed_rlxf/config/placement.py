@@ -35,7 +35,6 @@ def place_roles(given: Given, payload: Tree) -> None:
     """
     section = given.sections["resource_pool"]
     settings = {key: section[key] for key in SETTINGS if section.get(key) is not None}
-    payload["pool_settings"] = settings
     _read_environment(given, settings)
     pools = _read_pools(given, section, _devices_per_node(payload))
     roles = [role.value for role in CONFIGURED if payload[role.value] is not None]
@@ -52,7 +51,7 @@ def place_roles(given: Given, payload: Tree) -> None:
     placement = {role: role if role in pools else only or role for role in roles} | chosen
     if not needs_reference(payload):
         _remove_reference(given, pools, placement)
-    payload |= {"resource_pool": pools, "placement": placement}
+    payload |= {"resource_pool": pools, "placement": placement, "pool_settings": settings}
     # An unknown value counts as a rule, so that no second problem is reported for it.
     if payload["reward"].get("kind") not in (None, *MODEL_KINDS):
         _place_rule(given, payload, "reward" in chosen)
@@ -73,34 +72,34 @@ def _place_rule(given: Given, payload: Tree, is_placed: bool) -> None:
     Not if the YAML places it or has a pool `reward`. Notes a pool that only the rule would use.
     """
     pools, placement = payload["resource_pool"], payload["placement"]
+    own = placement.pop("reward")
     if not is_placed and "reward" not in pools:
         split = payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
-        others = [role for role in ("ref", "critic") if role in placement]
-        placement["reward"] = placement[others[0] if split and others else "actor_rollout"]
-    pool = placement["reward"]
-    others = [name for role, name in placement.items() if role != Role.REWARD.value]
-    if isinstance(pool, str) and pool in pools and pool not in others:
+        own = placement["actor_rollout"]
+        own = placement.get("ref", placement.get("critic", own)) if split else own
+    if isinstance(own, str) and own in pools and own not in placement.values():
         meaning = "no role computes on its devices, as a rule needs none (reward.kind=rule)"
-        given.note(meaning, f"resource_pool.{pool}")
+        given.note(meaning, f"resource_pool.{own}")
+    placement["reward"] = own
 
 
 def _read_pools(given: Given, section: Tree, per_node: Any) -> dict[str, list[int]]:
     """Return the processes per node of each pool; pools of size [] are left out."""
     pools = {}
     before = len(given.problems)
-    for name, size in section.items():
+    for spelled, size in section.items():
+        # Keys are names of the user's choice, but for dashes in those of roles.
+        underscored = str(spelled).replace("-", "_")
+        name = underscored if underscored in ROLE_NAMES else str(spelled)
         if name in SETTINGS:
             continue
-        underscored = str(name).replace("-", "_")
-        name = underscored if underscored in ROLE_NAMES else str(name)
         if sizes := _node_sizes(given, f"resource_pool.{name}", size, per_node):
             pools[name] = sizes
         elif size == [] and name not in ROLE_NAMES:  # `reward: []` = the reward has none
             given.note("no role uses it, as it has no devices", f"resource_pool.{name}=[]")
     if not pools and len(given.problems) == before:
-        given.problems.append(
-            Problem("resource_pool", "is required", remedy="name a pool: `main: 2`")
-        )
+        remedy = "name a pool: `main: 2`"
+        given.problems.append(Problem("resource_pool", "is required", remedy=remedy))
     return pools
 
 
@@ -108,25 +107,21 @@ def _read_environment(given: Given, settings: Tree) -> None:
     """Replace the values of `resource_pool.env` by secrets; numbers become strings."""
     if not isinstance(settings.get("env"), dict):
         return
-    variables: Tree = {}
+    variables = {}
     for name, value in settings["env"].items():
+        key = f"resource_pool.env.{name}"
+        variables[str(name)] = variable_secret(str(name), str(value))
         if "VISIBLE_DEVICES" in str(name):
             rule = "must not be set, because Ray hands out the devices"
-            given.problems.append(Problem(f"resource_pool.env.{name}", rule, remedy="remove it"))
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            variables[str(name)] = variable_secret(str(name), str(value))
-        elif SECRET_NAME.fullmatch(str(name)) and not isinstance(value, Secret):
-            # The error about the type would show the value.
-            remedy = "put it in quotes"
-            given.problems.append(
-                Problem(f"resource_pool.env.{name}", "must be text", None, remedy)
-            )
-        else:
+            given.problems.append(Problem(key, rule, remedy="remove it"))
+        if isinstance(value, Secret):
             variables[str(name)] = value
-        if isinstance(value, str) and MASK in value:
+        elif isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            shown = None if SECRET_NAME.fullmatch(str(name)) else format_value(value)
+            given.problems.append(Problem(key, "must be text", shown, "put it in quotes"))
+        elif MASK in str(value):
             remedy = f"give it again, by ${{oc.env:{name}}}"
-            problem = Problem(f"resource_pool.env.{name}", "hides a secret", MASK, remedy)
-            given.problems.append(problem)
+            given.problems.append(Problem(key, "hides a secret", MASK, remedy))
     settings["env"] = variables
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -70,7 +70,7 @@ def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any])
     It must accept GIVEN and `arguments` as keywords, by its signature. It is not called.
     arguments: of the YAML; they must not have a name in GIVEN, nor `data_source`
     """
-    if taken := _overlap(arguments, (*GIVEN, DATA_SOURCE)):
+    if taken := sorted({*arguments} & {*GIVEN, DATA_SOURCE}):
         return f"arguments must not have {', '.join(taken)}, which the run gives"
     try:
         signature = inspect.signature(function)
@@ -79,10 +79,6 @@ def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any])
         wanted = ", ".join((*GIVEN, *map(str, arguments)))
         return f"must be a function of ({wanted}), called by keyword: {error}"
     return None
-
-
-def _overlap(first: Collection[str], second: Collection[str]) -> list[str]:
-    return sorted(set(first) & set(second))
 
 
 class SandboxConfig(Section):

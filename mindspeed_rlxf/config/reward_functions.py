@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.given import Tree
 from mindspeed_rlxf.config.keys import unknown_key
-from mindspeed_rlxf.config.plugins import Source, carry, load_error, read_source, run_as_module
+from mindspeed_rlxf.config.plugins import carry, load_error, read_source, run_as_module
 from mindspeed_rlxf.config.reward import find_broken_rule, find_function, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig
 
@@ -23,9 +23,9 @@ def read_functions(problems: list[Problem], reward: Tree) -> None:
     """
     if reward.get("function") is not None:
         reward["function"] = _read_entry(problems, "reward.function", reward["function"])
-    given = reward.pop("functions", None)
-    if given is not None:
-        entries = given if isinstance(given, list) else [given]
+    entries = reward.pop("functions", None)
+    if entries is not None:
+        entries = entries if isinstance(entries, list) else [entries]
         found = [_read_entry(problems, "reward.functions", entry) for entry in entries]
         reward["functions"] = [entry for entry in found if entry is not None]
 
@@ -63,28 +63,25 @@ def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
     function: value of the key `function`
     Errors: UserError for a bad name, file (unreadable, another hash, an exception) or signature.
     """
-    if (named := split_name(function)) is None or not named[1]:
+    file, name = split_name(function) or ("", "")
+    if not name:
         if ".py" in function or "/" in function:
-            raise UserError(
-                Problem(key, f"must name file and function, {FORM}", function, "add it")
-            )
+            rule = f"must name file and function, {FORM}"
+            raise UserError(Problem(key, rule, function, "add it"))
         return {"name": function, **entry}  # a built-in rule
-    source = read_source(key, named[0], entry.get("sha256"))
+    source = read_source(key, file, entry.get("sha256"))
     arguments = entry.get("arguments") or {}
     try:
         module = sys.modules.get(source.module) or run_as_module(source)
     except (Exception, SystemExit) as error:
         raise load_error(key, source.file, error) from error
     try:
-        found = find_function(module, named[1])
+        found = find_function(module, name)
     except ValueError as error:
         raise UserError(Problem(key, str(error), function, "correct the name")) from None
-    if isinstance(arguments, dict) and (rule := find_broken_rule(found, arguments)):
-        remedy = "correct the function or its arguments" if arguments else "correct the function"
-        raise UserError(Problem(key, rule, function, remedy))
+    broken = find_broken_rule(found, arguments) if isinstance(arguments, dict) else None
+    if broken:
+        raise UserError(Problem(key, broken, function, "correct the function or its arguments"))
     carry(source)
-    return {"name": named[1], **entry, **_path_and_hash(source, named[1])}
-
-
-def _path_and_hash(source: Source, name: str) -> Tree:
-    return {"function": f"{source.file}:{name}", "sha256": source.sha256}
+    own = {"function": f"{source.file}:{name}", "sha256": source.sha256}
+    return {"name": name, **entry, **own}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven
 from mindspeed_rlxf.config.enums import (
     DpoLoss,
-    LrDecayStyle,
     PolicyLoss,
     Recompute,
-    RecomputeMethod,
 )
 from mindspeed_rlxf.config.errors import Problem, divisors, neighbours, ref, use
 from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
@@ -26,7 +24,7 @@ class OptimizerConfig(Section):
     min_lr: float = key(
         0.0, "learning rate at the end of decay", "free", ge=0, used_if="lr_decay_style!=constant"
     )
-    lr_decay_style: Annotated[LrDecayStyle, Word] = key(LrDecayStyle.CONSTANT, "decay", "free")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "decay", "free")
     lr_warmup_fraction: float = key(0.0, "share of train_iters to warm up in", "free", ge=0, lt=1)
     weight_decay: float = key(0.0, "decoupled weight decay", "free", ge=0)
     adam_beta1: float = key(0.9, "decay of the first moment", "free", ge=0, lt=1)
@@ -221,8 +219,8 @@ class LearningConfig(RoleConfig):
     recompute: Annotated[Recompute, Word] = key(
         Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers", "free"
     )
-    recompute_method: Annotated[RecomputeMethod, Word] = key(
-        RecomputeMethod.UNIFORM,
+    recompute_method: Literal["uniform", "block"] = key(
+        "uniform",
         "recompute=full: uniform = all layers, block = the first ones of a stage",
         "free",
         used_if="recompute=full",
@@ -274,7 +272,7 @@ class LearningConfig(RoleConfig):
         size, layers = self.recompute_num_layers, self.layers_per_chunk
         if self.recompute is not Recompute.FULL:
             return
-        if self.recompute_method is RecomputeMethod.UNIFORM and layers % size:
+        if self.recompute_method == "uniform" and layers % size:
             yield Problem(
                 "recompute_num_layers",
                 f"must divide the {layers} layers of a stage or chunk of {self.model} with "

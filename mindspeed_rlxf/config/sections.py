@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mindspeed_rlxf.config.enums import (
-    ConsoleMode,
     DeviceKind,
     HealthRule,
     NanPolicy,
@@ -184,8 +183,8 @@ class LoggingConfig(Section):
         "also log advantage, KL and value of each token of these responses, in samples_tokens/",
         "free",
     )
-    console: Annotated[ConsoleMode, Word] = key(
-        ConsoleMode.AUTO,
+    console: Literal["auto", "line"] = key(
+        "auto",
         "auto = a live view on a terminal, else a line per iteration; line",
         "free",
     )

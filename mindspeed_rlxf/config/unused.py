@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from mindspeed_rlxf.config.enums import CONFIGURED
 from mindspeed_rlxf.config.errors import Problem, format_value
 from mindspeed_rlxf.config.fields import Section
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 
 CONDITION = re.compile(r"(!?)([\w.]+)(!?=|>|)(.*)")
 
@@ -56,7 +55,7 @@ def find_unused(
     used: set[str] = set()
     notes: dict[str, tuple[str, str]] = {}
     problems: dict[str, Problem] = {}
-    for section, path, name, failed in _fields(config):
+    for section, path, name, failed in _fields(config, "", config):
         value, key = getattr(section, name), written(f"{path}{name}")
         if key.startswith("model.auto."):
             continue
@@ -77,44 +76,46 @@ def find_unused(
 
 def idle_keys(config: RunConfig) -> set[str]:
     """Return the keys that have no effect in this run, whatever their value."""
-    return {f"{path}{name}" for _, path, name, failed in _fields(config) if failed is not None}
+    return {
+        f"{path}{name}"
+        for _, path, name, failed in _fields(config, "", config)
+        if failed is not None
+    }
 
 
-def _fields(config: RunConfig) -> Iterator[tuple[Section, str, str, tuple[str, str] | None]]:
-    """Yield (section, its path, field, the last failed condition with its kind) of each field."""
-    for section, path in _sections(config, ""):
-        whole = {"used_if": section.section_used_if, "only_if": ""}
-        for name, field in type(section).model_fields.items():
-            if isinstance(getattr(section, name), Section):
-                continue
-            extra = field.json_schema_extra or {}
+def _fields(
+    section: Section, path: str, config: RunConfig
+) -> Iterator[tuple[Section, str, str, tuple[str, str] | None]]:
+    """Yield (section, its path, field, the last failed condition with its kind) of each field.
+
+    Not of roles that do not run, and of RunConfig itself.
+    """
+    runs = [role.value for role in config.roles]
+    for name, value in section:
+        if isinstance(value, Section):
+            if not isinstance(value, RoleConfig) or name in runs:
+                yield from _fields(value, f"{path}{name}.", config)
+        elif path:
+            extra = type(section).model_fields[name].json_schema_extra
             assert isinstance(extra, dict)
+            kinds = {
+                "used_if": f"{extra['used_if']}; {section.section_used_if}",
+                "only_if": str(extra["only_if"]),
+            }
             failed = [
                 (kind, condition)
-                for kind in ("used_if", "only_if")
-                for condition in filter(None, f"{extra.get(kind) or ''}; {whole[kind]}".split("; "))
+                for kind, conditions in kinds.items()
+                for condition in filter(None, conditions.split("; "))
                 if not _holds(condition, section, config)
             ]
             yield section, path, name, failed[-1] if failed else None
-
-
-def _sections(section: Section, path: str) -> Iterator[tuple[Section, str]]:
-    """Yield each section of the roles that run, and of the other sections, with its path."""
-    if path:
-        yield section, path
-    for name, value in section:
-        skipped = isinstance(section, RunConfig) and name in [
-            role.value for role in CONFIGURED if role not in section.roles
-        ]
-        if isinstance(value, Section) and not skipped:
-            yield from _sections(value, f"{path}{name}.")
 
 
 def _describe(condition: str, section: Section, path: str) -> str:
     """Return what keeps a key from having an effect, as `with algorithm.kl_ctrl.type=fixed`."""
     if condition in TEXTS:
         return f"without {TEXTS[condition]}"
-    negated, name, sign, wanted = _parse(condition)
+    negated, name, sign, wanted = CONDITION.findall(condition)[0]
     full = f"{path}{name}" if hasattr(section, name.partition(".")[0]) else name
     full = full.replace("architecture.", "").replace("optimizer.", "")
     if negated or sign == "!=":
@@ -122,15 +123,8 @@ def _describe(condition: str, section: Section, path: str) -> str:
     return f"without {full}{sign}{wanted}"
 
 
-def _parse(condition: str) -> tuple[str, str, str, str]:
-    match = CONDITION.fullmatch(condition)
-    assert match is not None, f"condition {condition}"
-    negated, path, sign, wanted = match.groups()
-    return negated, path, sign, wanted
-
-
 def _holds(condition: str, section: Section, config: RunConfig) -> bool:
-    negated, path, sign, wanted = _parse(condition)
+    negated, path, sign, wanted = CONDITION.findall(condition)[0]
     owner: Any = section if hasattr(section, path.partition(".")[0]) else config
     value = attrgetter(path)(owner)
     value = getattr(value, "value", value)

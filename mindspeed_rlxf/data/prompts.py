@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.config.enums import InvalidRows
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, fault
@@ -59,7 +58,7 @@ def load_prompts(
 
 def _may_drop(data: DataConfig, problems: FileProblems, num_kept: int) -> bool:
     rows = problems.count_rows()
-    if data.invalid_rows is not InvalidRows.DROP or not (rows and problems.is_whole and num_kept):
+    if data.invalid_rows != "drop" or not (rows and problems.is_whole and num_kept):
         return False
     for problem in problems.list_problems():
         logger.warning("dropped: %s", problem)

@@ -55,7 +55,7 @@ def build_scheduler(
         min_lr=config.min_lr,
         lr_warmup_steps=int(config.lr_warmup_fraction * train_iters),
         lr_decay_steps=train_iters,
-        lr_decay_style=config.lr_decay_style.value,
+        lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=train_iters,

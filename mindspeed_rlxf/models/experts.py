@@ -35,7 +35,7 @@ def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
         "moe_router_topk": a.moe_router_topk,
         "moe_router_pre_softmax": a.moe_router_pre_softmax,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": a.moe_router_load_balancing_type.value,
+        "moe_router_load_balancing_type": a.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": a.moe_aux_loss_coeff,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": tp,

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.config.enums import RopeScaling
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
@@ -23,9 +22,9 @@ def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
     a = architecture
     exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
     inverse = 1.0 / (a.rotary_base**exponents)
-    if a.rope_scaling_type is RopeScaling.LINEAR:
+    if a.rope_scaling_type == "linear":
         return inverse / a.rope_scaling_factor
-    if a.rope_scaling_type is RopeScaling.LLAMA3:
+    if a.rope_scaling_type == "llama3":
         return _llama3(inverse, a)
     return inverse
 

@@ -276,7 +276,7 @@ def recompute_settings(role: LearningConfig) -> dict[str, Any]:
         return {"recompute_granularity": "selective", "recompute_modules": [part]}
     return {
         "recompute_granularity": "full",
-        "recompute_method": role.recompute_method.value,
+        "recompute_method": role.recompute_method,
         "recompute_num_layers": role.recompute_num_layers,
     }
 

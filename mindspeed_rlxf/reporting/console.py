@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TextIO
 
-from mindspeed_rlxf.config.enums import ConsoleMode
 from mindspeed_rlxf.config.errors import printable
 from mindspeed_rlxf.reporting.phases import PHASES
 
@@ -93,7 +92,7 @@ def current() -> Console:
 
 
 @contextmanager
-def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Console]:
+def open_console(mode: str, stream: TextIO | None = None) -> Iterator[Console]:
     """Make a console and let `current` return it during the block; close it at the end.
 
     stream: None = stdout. Phases are printed only without a live view, by the first rank.
@@ -110,14 +109,14 @@ def open_console(mode: ConsoleMode, stream: TextIO | None = None) -> Iterator[Co
         _open, PHASES.write = None, None
 
 
-def make_console(mode: ConsoleMode, stream: TextIO) -> Console:
+def make_console(mode: str, stream: TextIO) -> Console:
     """Make a live view, or a console of lines.
 
     A live view needs a terminal that can move its cursor, and one rank only.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
-    if mode is ConsoleMode.LINE or not can_move:
+    if mode == "line" or not can_move:
         return Console(stream)
     from mindspeed_rlxf.reporting.live import LiveConsole  # rich is slow to import
 

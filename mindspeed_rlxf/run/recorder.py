@@ -12,7 +12,6 @@ from typing import Any
 
 from mindspeed_rlxf.cluster.group import take_spans
 from mindspeed_rlxf.cluster.refs import RowsRef
-from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
@@ -249,7 +248,7 @@ def _kl_limit(config: RunConfig) -> float:
     KL_LIMIT, or with an adaptive `kl_ctrl` twice its `target_kl` if that is larger.
     """
     control = config.algorithm.kl_ctrl
-    return runaway_limit(control.type is KlControl.ADAPTIVE, control.target_kl)
+    return runaway_limit(control.type == "adaptive", control.target_kl)
 
 
 def _make_trackers(

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import as_rows_field
-from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
+from mindspeed_rlxf.config.enums import OldLogProbs, RuntimeKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
 from mindspeed_rlxf.roles.groups import RoleGroups
@@ -47,7 +47,7 @@ class PpoTrainer:
         control = config.algorithm.kl_ctrl
         self.kl = KlController(
             control.kl_coef,
-            control.type is KlControl.ADAPTIVE,
+            control.type == "adaptive",
             control.target_kl,
             float(control.horizon),
         )
@@ -236,7 +236,7 @@ class PpoTrainer:
         return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
 
     def _slot_limit(self, collected: Collected) -> int:
-        if self.config.algorithm.score_slot_limit is ScoreSlotLimit.BATCH_WIDTH:
+        if self.config.algorithm.score_slot_limit == "batch_width":
             return max(collected.responses().responses)
         return self.config.actor_rollout.max_new_tokens
 

@@ -18,7 +18,6 @@ from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     DeviceKind,
     RewardKind,
-    RopeScaling,
     RuntimeKind,
 )
 from mindspeed_rlxf.config.schema import (
@@ -70,7 +69,7 @@ SCALED = PLAIN.model_copy(
     update={
         "num_query_groups": 4,
         "rotary_base": 500000.0,
-        "rope_scaling_type": RopeScaling.LLAMA3,
+        "rope_scaling_type": "llama3",
         "rope_scaling_factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -89,7 +88,7 @@ def make_llama(
     """
     a = architecture
     scaling: dict[str, Any] | None = None
-    if a.rope_scaling_type is RopeScaling.LLAMA3:
+    if a.rope_scaling_type == "llama3":
         scaling = {
             "rope_type": "llama3",
             "factor": a.rope_scaling_factor,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.config.enums import CONFIGURED, KlControl, LrDecayStyle, RewardKind, Role
+from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     KlControlConfig,
@@ -141,7 +141,7 @@ def fixed_run(
     optimizer = OptimizerConfig(
         **{
             "lr": 1e-3,
-            "lr_decay_style": LrDecayStyle.LINEAR,
+            "lr_decay_style": "linear",
             # Above a gradient's rounding (1e-10) and below the gradients (1e-4): with 1e-8 Adam
             # makes a step of 1e-4 of a single weight whose gradient is nothing but rounding.
             "adam_eps": 1e-6,
@@ -164,7 +164,7 @@ def fixed_run(
         },
         "algorithm": {
             "kl_ctrl": KlControlConfig(
-                type=KlControl.ADAPTIVE, kl_coef=0.05, target_kl=0.01, horizon=100
+                type="adaptive", kl_coef=0.05, target_kl=0.01, horizon=100
             ),
             "missing_eos_penalty": 1.0,
         },

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.cluster.group import Sharded
-from mindspeed_rlxf.config.enums import Role, ScorePosition
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
@@ -46,9 +46,7 @@ def with_gaps(rollouts: Rollouts, experience: Experience) -> tuple[Rollouts, Exp
     for row, length in enumerate(rollouts.response_lengths.tolist()):
         if length >= 5:
             trained[row, [1, 2, length - 1]] = False
-    slots = value_mask(
-        trained, rollouts.response_mask, rollouts.has_eos, ScorePosition.AFTER_EOS, 99
-    )
+    slots = value_mask(trained, rollouts.response_mask, rollouts.has_eos, "after_eos", 99)
     return replace(rollouts, trained_mask=trained), replace(
         experience, trained_mask=trained, value_mask=slots
     )

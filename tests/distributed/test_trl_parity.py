@@ -23,8 +23,6 @@ from mindspeed_rlxf.algorithms.masked import masked_whiten
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     LossNormalizer,
-    ScorePosition,
-    ScoreSlotLimit,
 )
 from mindspeed_rlxf.config.schema import (
     KlControlConfig,
@@ -257,7 +255,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 WRONG_KEYS: dict[str, dict[str, Any]] = {
-    "score at EOS": {"algorithm": {"score_position": ScorePosition.EOS}},
+    "score at EOS": {"algorithm": {"score_position": "eos"}},
     "whitened per mini-batch": {"algorithm": {"advantage_whiten": AdvantageWhiten.MINIBATCH}},
     "not whitened": {"algorithm": {"advantage_whiten": AdvantageWhiten.NONE}},
     "gradient clip 1.0": {"optimizer": {"clip_grad": 1.0}},
@@ -271,7 +269,7 @@ WRONG_KEYS: dict[str, dict[str, Any]] = {
     "vf_coef .11": {"critic": {"vf_coef": 0.11}},
     "token mean": {"algorithm": {"loss_normalizer": LossNormalizer.MINIBATCH_TOKENS}},
     "slot after EOS in every response": {
-        "algorithm": {"score_slot_limit": ScoreSlotLimit.MAX_NEW_TOKENS},
+        "algorithm": {"score_slot_limit": "max_new_tokens"},
         "actor_rollout": {"max_new_tokens": 13},
     },
 }

@@ -14,10 +14,8 @@ from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     KlPenalty,
     LossNormalizer,
-    LrDecayStyle,
     OldLogProbs,
     RewardKind,
-    ScoreSlotLimit,
 )
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
@@ -88,7 +86,7 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
     """
     settings, start = trace.settings, TRACES / "start"
     optimizer = OptimizerConfig(
-        lr=settings["learning_rate"], lr_decay_style=LrDecayStyle.LINEAR, clip_grad=0.0
+        lr=settings["learning_rate"], lr_decay_style="linear", clip_grad=0.0
     )
     longest = max(map(len, trace.responses))
     return run_config(
@@ -127,7 +125,7 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
             "missing_eos_penalty": settings["missing_eos_penalty"],
             "whiten_rewards": settings.get("whiten_rewards", False),
             "loss_normalizer": LossNormalizer.MICRO_BATCH_MEAN,
-            "score_slot_limit": ScoreSlotLimit.BATCH_WIDTH,
+            "score_slot_limit": "batch_width",
             "old_log_probs": OldLogProbs.ROLLOUT,
             "advantage_whiten": WHITEN.get(trace.name, AdvantageWhiten.BATCH),
         },

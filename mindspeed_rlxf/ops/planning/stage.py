@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.architecture import groups_per_rank, qkv_rows
-from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Recompute, RecomputeMethod, Role
+from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Recompute, Role
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
@@ -124,7 +124,7 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
         return layers * layer.kept, 0
     if role.recompute is Recompute.SELECTIVE:
         return layers * (layer.kept - layer.mlp), layer.mlp
-    if role.recompute_method is RecomputeMethod.UNIFORM:
+    if role.recompute_method == "uniform":
         return layers // size * layer.entry, size * layer.kept
     # Activations that are kept are of later layers, so they are freed before one is recomputed.
     kept = size * layer.entry + (layers - size) * layer.kept

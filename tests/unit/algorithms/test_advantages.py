@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.advantages import estimate_gae, rewards_to_go, token_rewards
 from mindspeed_rlxf.algorithms.slots import last_slots, readable_slots, value_mask
-from mindspeed_rlxf.config.enums import ScorePosition
 from tests.rows import length_mask
 
 
@@ -84,19 +83,19 @@ def test_undiscounted_return_is_the_reward_to_go() -> None:
 @pytest.mark.parametrize(
     ("length", "has_eos", "position", "limit", "slots"),
     [
-        (3, True, ScorePosition.AFTER_EOS, 8, 4),  # EOS at slot 2, 3 < 8: one slot more
-        (7, True, ScorePosition.AFTER_EOS, 8, 8),  # the last slot that may exist
-        (8, True, ScorePosition.AFTER_EOS, 8, 8),  # EOS in the last slot: none after it
-        (8, False, ScorePosition.AFTER_EOS, 8, 8),  # cut at max_new_tokens
-        (3, False, ScorePosition.AFTER_EOS, 8, 3),  # no EOS, whatever room there is
-        (3, True, ScorePosition.EOS, 8, 3),  # verl's position
-        (3, True, ScorePosition.AFTER_EOS, 3, 3),  # batch width: the longest row has no slot more
-        (2, True, ScorePosition.AFTER_EOS, 3, 3),  # batch width: shorter rows have
-        (1, True, ScorePosition.AFTER_EOS, 1, 1),  # one token allowed, and it is EOS
+        (3, True, "after_eos", 8, 4),  # EOS at slot 2, 3 < 8: one slot more
+        (7, True, "after_eos", 8, 8),  # the last slot that may exist
+        (8, True, "after_eos", 8, 8),  # EOS in the last slot: none after it
+        (8, False, "after_eos", 8, 8),  # cut at max_new_tokens
+        (3, False, "after_eos", 8, 3),  # no EOS, whatever room there is
+        (3, True, "eos", 8, 3),  # verl's position
+        (3, True, "after_eos", 3, 3),  # batch width: the longest row has no slot more
+        (2, True, "after_eos", 3, 3),  # batch width: shorter rows have
+        (1, True, "after_eos", 1, 1),  # one token allowed, and it is EOS
     ],
 )
 def test_slot_after_eos_exists_below_the_limit(
-    length: int, has_eos: bool, position: ScorePosition, limit: int, slots: int
+    length: int, has_eos: bool, position: str, limit: int, slots: int
 ) -> None:
     there = length_mask(torch.tensor([length]), 8)
     got = value_mask(there, there, torch.tensor([has_eos]), position, limit)
@@ -129,7 +128,7 @@ def test_slots_of_a_response_with_a_gap() -> None:
     there = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     trained = torch.tensor([[True, False, True, True, True], [True, True, False, False, False]])
     ends = torch.tensor([True, True])
-    mask = value_mask(trained, there, ends, ScorePosition.AFTER_EOS, 8)
+    mask = value_mask(trained, there, ends, "after_eos", 8)
     assert mask.int().tolist() == [[1, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
     assert last_slots(mask).tolist() == [5, 1]  # takes the score
     assert readable_slots(trained, there).int().tolist() == [[1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]]

@@ -18,7 +18,6 @@ from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     NanPolicy,
     OldLogProbs,
-    ScorePosition,
     Stage,
 )
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig
@@ -119,9 +118,7 @@ def test_slot_after_eos_does_not_depend_on_the_batch_width() -> None:
 
 
 def test_score_on_eos_has_no_slot_more() -> None:
-    algorithm = AlgorithmConfig(
-        score_position=ScorePosition.EOS, advantage_whiten=AdvantageWhiten.NONE
-    )
+    algorithm = AlgorithmConfig(score_position="eos", advantage_whiten=AdvantageWhiten.NONE)
     rollouts = rollouts_of([3, 5], [True, False])
     ours, _ = make_experience(rollouts, 8, algorithm)
     _, values, scores = inputs(rollouts)

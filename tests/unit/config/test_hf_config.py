@@ -10,7 +10,6 @@ import pytest
 import transformers
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
-from mindspeed_rlxf.config.enums import RopeScaling
 from mindspeed_rlxf.config.hf_config import find_disagreements, parse_architecture, read_hf_config
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 
@@ -23,7 +22,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 LLAMA3_KEYS = {
-    "rope_scaling_type": RopeScaling.LLAMA3,
+    "rope_scaling_type": "llama3",
     "rope_scaling_factor": 8.0,
     "original_max_position_embeddings": 64,
 }
@@ -84,7 +83,7 @@ def test_config_of_the_installed_transformers_agrees(rope: dict[str, Any] | None
     assert find_disagreements(ours, written, scored=False) == []
 
 
-LINEAR = {"rope_scaling_type": RopeScaling.LINEAR, "rope_scaling_factor": 2.0}
+LINEAR = {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}
 AGREEING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, newer()),
     ({}, older()),

@@ -201,7 +201,7 @@ MOVES: list[tuple[dict[str, Any], Callable[[RunConfig], Any], Any]] = [
     ({"training.use_deter_comp": False}, lambda c: c.training.deterministic, None),
     ({"model.small.seq_length": 4096}, lambda c: c.training.seq_length, 24),
     ({"model.small.recompute_granularity": "full", "model.small.recompute_method": "block"},
-     lambda c: [c.critic.recompute.value, c.critic.recompute_method.value], ["full", "block"]),
+     lambda c: [c.critic.recompute.value, c.critic.recompute_method], ["full", "block"]),
     ({"training.recompute_granularity": None, "training.recompute_num_layers": None},
      lambda c: [c.critic.recompute.value, c.critic.recompute_num_layers], ["none", 1]),
 ]  # fmt: skip

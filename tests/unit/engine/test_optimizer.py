@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import LrDecayStyle
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.optimizer import build_scheduler
@@ -29,12 +28,12 @@ def rates(**keys: Any) -> list[float]:
     [
         ({}, [1.0] * 10),
         (
-            {"lr_decay_style": LrDecayStyle.LINEAR},
+            {"lr_decay_style": "linear"},
             [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1],
         ),
         # two iterations up, eight down from 1 to 0.2
         (
-            {"lr_decay_style": LrDecayStyle.LINEAR, "lr_warmup_fraction": 0.2, "min_lr": 0.2},
+            {"lr_decay_style": "linear", "lr_warmup_fraction": 0.2, "min_lr": 0.2},
             [0.0, 0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3],
         ),
     ],
