@@ -23,8 +23,11 @@ def version(distribution: str) -> str | None:
     distribution: as pip names it. Sources on the path come before an installed megatron-core or
     mindspeed, because they hide it.
     """
-    if found := SOURCES.get(distribution, lambda: None)():
-        return found
+    return SOURCES.get(distribution, lambda: None)() or _installed(distribution)
+
+
+def _installed(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
