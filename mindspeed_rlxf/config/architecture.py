@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Literal
 
-from mindspeed_rlxf.config.errors import Problem, divisors, neighbours, ref, use
+from mindspeed_rlxf.config.errors import Problem, at_most, divides, divisors, neighbours, ref, use
 from mindspeed_rlxf.config.fields import Section, key
 
 OF_EXPERTS = (
@@ -102,11 +102,6 @@ class ArchitectureConfig(Section):
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield problems of head counts, llama3 rotary scaling and experts.
-
-        llama3 scaling needs `original_max_position_embeddings`. Without `num_experts` each key
-        about experts that differs from its default is a problem.
-        """
         yield from self._check_heads()
         unstretched = self.original_max_position_embeddings
         if self.rope_scaling_type == "llama3" and unstretched is None:
@@ -124,11 +119,6 @@ class ArchitectureConfig(Section):
                 yield Problem(name, rule, value, "remove it")
 
     def _check_heads(self) -> Iterator[Problem]:
-        """Yield problems of the numbers of attention heads and query groups, and of the head width.
-
-        Without `kv_channels` the heads must divide `hidden_size`; if they do, or with
-        `kv_channels`, the head width must be even. The query groups must divide the heads.
-        """
         heads, width = self.num_attention_heads, self.hidden_size
         if self.kv_channels is None and width % heads:
             yield Problem(
@@ -144,21 +134,9 @@ class ArchitectureConfig(Section):
                 remedy="change it",
                 colon=True,
             )
-        if heads % self.kv_heads:
-            yield Problem(
-                "num_query_groups",
-                f"must divide num_attention_heads={heads}",
-                self.kv_heads,
-                use(neighbours(self.kv_heads, divisors(heads))),
-            )
+        yield from divides("num_query_groups", self.kv_heads, f"num_attention_heads={heads}", heads)
 
     def _check_experts(self, experts: int) -> Iterator[Problem]:
-        """Yield a problem for each broken rule of a model with `experts` per layer.
-
-        At most MOST_EXPERTS_IN_ALL experts in all layers together; `moe_router_topk` at most
-        `experts`, and 1 only with `moe_router_pre_softmax`; no biases in attention;
-        `moe_aux_loss_coeff` other than 0 only with type `aux_loss`.
-        """
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
             yield Problem(
                 "num_experts",
@@ -166,13 +144,9 @@ class ArchitectureConfig(Section):
                 experts,
                 "correct them",
             )
-        if self.moe_router_topk > experts:
-            yield Problem(
-                "moe_router_topk",
-                f"must be at most num_experts={experts}",
-                self.moe_router_topk,
-                f"use {experts} or less",
-            )
+        yield from at_most(
+            "moe_router_topk", self.moe_router_topk, f"num_experts={experts}", experts
+        )
         if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             yield Problem(
                 "moe_router_topk",

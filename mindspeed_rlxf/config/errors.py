@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, isqrt
 from os import PathLike
@@ -144,6 +144,25 @@ class Problem:
         text = f"{head}{self.rule}; {self.remedy}" if self.remedy else f"{head}{self.rule}"
         line = " ".join(text.replace(REF, "").split())
         return printable(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
+
+
+def at_most(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
+    """Yield a problem if a key's value is above `limit`, which `what` names."""
+    if value > limit:
+        yield Problem(key, f"must be at most {what}", value, f"use {limit} or less")
+
+
+def at_least(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
+    """Yield a problem if a key's value is below `limit`, which `what` names."""
+    if value < limit:
+        yield Problem(key, f"must be at least {what}", value, f"use {limit} or more")
+
+
+def divides(key: str, value: int, what: str, total: int) -> Iterator[Problem]:
+    """Yield a problem if a key's value does not divide `total`, which `what` names."""
+    if total % value:
+        good = neighbours(value, divisors(total))
+        yield Problem(key, f"must divide {what}", value, use(good))
 
 
 class UserError(ValueError):

@@ -11,7 +11,7 @@ from mindspeed_rlxf.config.enums import (
     PolicyLoss,
     Recompute,
 )
-from mindspeed_rlxf.config.errors import Problem, divisors, neighbours, ref, use
+from mindspeed_rlxf.config.errors import Problem, at_most, divides, ref
 from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
@@ -54,7 +54,6 @@ class OptimizerConfig(Section):
         return self.overlap_param_gather and sharded
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield a problem when `min_lr` is above `lr`."""
         if self.min_lr > self.lr:  # Megatron asserts it for a constant rate too
             yield Problem(
                 "min_lr",
@@ -141,12 +140,6 @@ class RoleConfig(Section):
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules between model, parallel sizes, micro-batches and offload.
-
-        A token limit without packing, optimizer offload in a role that learns nothing,
-        `_check_pipeline`, sizes of the model that TP does not divide, expert parallelism without
-        experts. Nothing for a reward without an architecture.
-        """
         if self.architecture is None:  # a reward computed by a rule has no model
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
@@ -175,20 +168,11 @@ class RoleConfig(Section):
             )
 
     def _check_pipeline(self) -> Iterator[Problem]:
-        """Yield the first problem of pipeline stages and chunks, if there is one.
-
-        The stages must divide the layers. `num_layers_per_virtual_pipeline_stage`, if set, needs
-        several stages and must divide the layers of a stage.
-        """
+        """Yield the first problem of pipeline stages and chunks, if there is one."""
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if layers % pp:
-            yield Problem(
-                PIPELINE,
-                f"must divide the {layers} layers of {self.model}",
-                pp,
-                use(neighbours(pp, divisors(layers))),
-            )
+            yield from divides(PIPELINE, pp, f"the {layers} layers of {self.model}", layers)
         elif per_chunk is not None and pp == 1:
             yield Problem(
                 CHUNK,
@@ -196,13 +180,9 @@ class RoleConfig(Section):
                 per_chunk,
                 f"raise it, or use {ref(CHUNK)}=null",
             )
-        elif per_chunk is not None and layers // pp % per_chunk:
-            yield Problem(
-                CHUNK,
-                f"must divide the {layers // pp} layers of a pipeline stage of {self.model}",
-                per_chunk,
-                use(neighbours(per_chunk, divisors(layers // pp))),
-            )
+        elif per_chunk is not None:
+            part = f"the {layers // pp} layers of a pipeline stage of {self.model}"
+            yield from divides(CHUNK, per_chunk, part, layers // pp)
 
 
 class LearningConfig(RoleConfig):
@@ -240,10 +220,6 @@ class LearningConfig(RoleConfig):
             yield from self._check_recompute()
 
     def _check_experts(self) -> Iterator[Problem]:
-        """Yield problems of training a mixture of experts; nothing for a dense model.
-
-        TP > 1 needs `sequence_parallel`. The loss that balances experts needs one pipeline stage.
-        """
         a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
             yield Problem(
@@ -263,30 +239,16 @@ class LearningConfig(RoleConfig):
             )
 
     def _check_recompute(self) -> Iterator[Problem]:
-        """Yield at most one problem, if `recompute: full` has a bad `recompute_num_layers`.
+        """Yield a problem of `recompute_num_layers`.
 
-        It must be at most the number of layers of a stage or chunk, and divide it with
-        `recompute_method: uniform`. Else Megatron fails at the first step or recomputes fewer
-        layers.
+        With a wrong one Megatron fails at the first step or recomputes fewer layers.
         """
-        size, layers = self.recompute_num_layers, self.layers_per_chunk
-        if self.recompute is not Recompute.FULL:
-            return
-        if self.recompute_method == "uniform" and layers % size:
-            yield Problem(
-                "recompute_num_layers",
-                f"must divide the {layers} layers of a stage or chunk of {self.model} with "
-                f"{ref('recompute_method')}=uniform",
-                size,
-                use(neighbours(size, divisors(layers))),
-            )
-        elif size > layers:
-            yield Problem(
-                "recompute_num_layers",
-                f"must be at most the {layers} layers of a stage or chunk of {self.model}",
-                size,
-                f"use {layers}",
-            )
+        key, size, layers = "recompute_num_layers", self.recompute_num_layers, self.layers_per_chunk
+        part = f"the {layers} layers of a stage or chunk of {self.model}"
+        if self.recompute is Recompute.FULL and self.recompute_method == "uniform":
+            yield from divides(key, size, f"{part} with {ref('recompute_method')}=uniform", layers)
+        elif self.recompute is Recompute.FULL:
+            yield from at_most(key, size, part, layers)
 
 
 class ActorConfig(LearningConfig):
@@ -396,20 +358,9 @@ class ActorConfig(LearningConfig):
         return None in (self.clip_ratio_low, self.clip_ratio_high)
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a trained role, of sampling, of stop tokens and of a split pool.
-
-        `min_new_tokens` above `max_new_tokens`, an empty stop string, several samples per prompt
-        without sampling, stop tokens outside the vocabulary, only one of the two sizes of a split
-        pool.
-        """
         yield from super().broken_rules()
-        if self.min_new_tokens > self.max_new_tokens:
-            yield Problem(
-                "min_new_tokens",
-                f"must be at most {ref('max_new_tokens')}={self.max_new_tokens}",
-                self.min_new_tokens,
-                f"use {self.max_new_tokens} or less",
-            )
+        limit = f"{ref('max_new_tokens')}={self.max_new_tokens}"
+        yield from at_most("min_new_tokens", self.min_new_tokens, limit, self.max_new_tokens)
         if "" in self.stop_strings:
             yield Problem("stop_strings", "must not be empty", remedy="remove the empty one")
         if self.n_samples_per_prompt > 1 and not self.do_sample:

@@ -9,7 +9,10 @@ from mindspeed_rlxf.config.architecture import find_uneven
 from mindspeed_rlxf.config.enums import RewardKind, Role, RuntimeKind
 from mindspeed_rlxf.config.errors import (
     Problem,
+    at_least,
+    at_most,
     closest,
+    divides,
     divisors,
     multiples_around,
     neighbours,
@@ -93,14 +96,8 @@ def _check_model(config: RunConfig, role: Role) -> Iterator[Problem]:
         rule = "is required" + (kind if role is Role.REWARD else "")
         yield Problem(f"{role.value}.load", rule, remedy="give the folder of its weights")
     total, longest = config.training.seq_length, section.architecture.max_position_embeddings
-    if total > longest:
-        limit = ref(f"model.{section.model}.max_position_embeddings")
-        yield Problem(
-            "training.seq_length",
-            f"must be at most {limit}={longest} of {TITLES[role]}",
-            total,
-            f"use {longest} or less",
-        )
+    limit = f"{ref(f'model.{section.model}.max_position_embeddings')}={longest} of {TITLES[role]}"
+    yield from at_most("training.seq_length", total, limit, longest)
 
 
 def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
@@ -137,15 +134,11 @@ def _check_parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _check_lengths(config: RunConfig) -> Iterator[Problem]:
-    actor, total = config.actor_rollout, config.training.seq_length
-    if actor.max_prompt_length + actor.max_new_tokens > total:
-        prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")
-        yield Problem(
-            "training.seq_length",
-            f"must be at least {prompt}={actor.max_prompt_length} + {new}={actor.max_new_tokens}",
-            total,
-            f"use {actor.max_prompt_length + actor.max_new_tokens} or more",
-        )
+    keys = ("max_prompt_length", "max_new_tokens")
+    parts = {key: getattr(config.actor_rollout, key) for key in keys}
+    both = " + ".join(f"{ref(f'actor_rollout.{key}')}={size}" for key, size in parts.items())
+    total = config.training.seq_length
+    yield from at_least("training.seq_length", total, both, sum(parts.values()))
 
 
 def _check_validation(config: RunConfig) -> Iterator[Problem]:
@@ -234,12 +227,7 @@ def _check_generating(config: RunConfig, train: int, infer: int) -> Iterator[Pro
             f"{use(multiples_around(infer, tp))}, or give {ref(ROLLOUT_TP)}",
         )
     elif infer % tp:
-        yield Problem(
-            ROLLOUT_TP,
-            f"must divide {ref(INFER)}={infer}",
-            tp,
-            use(neighbours(tp, divisors(infer))),
-        )
+        yield from divides(ROLLOUT_TP, tp, f"{ref(INFER)}={infer}", infer)
     else:
         for processes in count_per_node(config.resource_pool.get(pool, []), train, infer):
             if processes % tp:

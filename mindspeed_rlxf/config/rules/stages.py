@@ -12,7 +12,7 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
-from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.errors import Problem, at_most, ref
 from mindspeed_rlxf.config.schema import RunConfig
 
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
@@ -45,14 +45,8 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
             "use none, or more samples",
         )
     iterations = config.training.train_iters
-    if config.warmup_iters >= iterations:
-        yield Problem(
-            "critic.warmup_iters",
-            f"must be below {ref('training.train_iters')}={iterations}, as the actor learns after "
-            "it",
-            config.warmup_iters,
-            f"use {iterations - 1} or less",
-        )
+    limit = f"{iterations - 1}, as the actor learns after it ({ref('training.train_iters')})"
+    yield from at_most("critic.warmup_iters", config.warmup_iters, limit, iterations - 1)
 
 
 def _check_estimator(config: RunConfig) -> Iterator[Problem]:
@@ -162,13 +156,9 @@ def _check_pairs(config: RunConfig) -> Iterator[Problem]:
 def _check_rewards(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each broken rule of the overlong buffer and of `filter_groups`."""
     actor, algorithm = config.actor_rollout, config.algorithm
-    if algorithm.overlong_buffer_len > actor.max_new_tokens:
-        yield Problem(
-            "algorithm.overlong_buffer_len",
-            f"must be at most {ref(NEW_TOKENS)}={actor.max_new_tokens}",
-            algorithm.overlong_buffer_len,
-            f"use {actor.max_new_tokens} or less",
-        )
+    longest, buffer = actor.max_new_tokens, "algorithm.overlong_buffer_len"
+    limit = f"{ref(NEW_TOKENS)}={longest}"
+    yield from at_most(buffer, algorithm.overlong_buffer_len, limit, longest)
     if not algorithm.filter_groups:
         return
     if actor.fixed_responses is not None:
