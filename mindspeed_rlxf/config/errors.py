@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, isqrt
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+if TYPE_CHECKING:  # the supervisor imports this module, and must not need pydantic
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 MAX_WORD = 200  # characters of a word that is compared with others
 MAX_FACTORED = 10**12

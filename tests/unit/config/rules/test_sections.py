@@ -89,7 +89,7 @@ def test_a_valid_tree_has_no_problem(problems: Problems, changes: dict[str, Any]
                 "critic.recompute_num_layers": 3,
             },
             "critic.recompute_num_layers=3 must be at most the 2 layers of a stage or chunk of "
-            "small; use 2",
+            "small; use 2 or less",
         ),
         (
             {"critic.tensor_model_parallel_size": 2, "critic.ffn_hidden_size": 97},
