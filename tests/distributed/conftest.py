@@ -47,21 +47,23 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class KeptPools:
-    """A Runtime that returns an open pool when one of the same shape is requested again.
+    """A Runtime that returns an open pool when one of the same name and shape is requested again.
 
-    A new role then replaces the one before it on running workers, without a new process group; a
-    pool keeps its first name in messages. A request ends the oldest pools where devices lack.
+    A new role then replaces the one before it on running workers, without a new process group. A
+    request ends the pools that were not used for longest where devices lack.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self._kept: list[tuple[Any, Any]] = []  # shape and pool, the last used at the end
+        self._kept: list[
+            tuple[Any, Any]
+        ] = []  # name with shape, and pool; the last used at the end
 
     def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
         """Return pools by name, as `Runtime.create_pools` does."""
         parts, found = parts or {}, {}
         shapes = {
-            n: (*sizes, "parts", *parts.get(n, ())) for n, sizes in processes_per_node.items()
+            n: (n, *sizes, "parts", *parts.get(n, ())) for n, sizes in processes_per_node.items()
         }
         for name, shape in shapes.items():
             match = next((kept for kept in self._kept if kept[0] == shape), None)

@@ -30,9 +30,9 @@ MakePools = Callable[..., list[Any]]
 
 @pytest.fixture
 def make_pools(warm_runtime: Any) -> MakePools:
-    """Pools of the given sizes, which other tests use too."""
+    """Pools of the given sizes, all different, which other tests use too."""
     return lambda *sizes: list(
-        warm_runtime.create_pools({f"pool_{i}": [n] for i, n in enumerate(sizes)}).values()
+        warm_runtime.create_pools({f"pool_of_{n}": [n] for n in sizes}).values()
     )
 
 
@@ -202,7 +202,7 @@ def test_output_of_workers_goes_to_one_file_per_rank(
     (pool,) = make_pools(2)
     build(pool).call(StandIn.say, "hällo").result()
     for rank in range(2):
-        log = ray_runtime.log_dir / "pool_0" / f"rank_{rank:05d}.log"
+        log = ray_runtime.log_dir / "pool_of_2" / f"rank_{rank:05d}.log"
         assert log.read_text(encoding="utf-8").endswith("hällo\nfrom C\n")
 
 
